@@ -10,19 +10,9 @@ from dissociation import bilinear
 from dissociation._core import linalg
 from dissociation.bilinear import _forms as forms
 from dissociation.bilinear import _similarity as similarity
-from dissociation.measures import (
-    _collapse as collapse,
-)
-from dissociation.measures import (
-    _margins as margins,
-)
-from dissociation.measures import (
-    class_moments,
-    error_rate,
-    first_cross,
-    merge_moments,
-    neural_collapse,
-)
+from dissociation.measures import _collapse as collapse
+from dissociation.measures import _margins as margins
+from dissociation.measures import class_moments, error_rate, first_cross, merge_moments, neural_collapse
 from dissociation.models import MLP, BilinearNetwork, Convolution
 from dissociation.models._layers import max_pool
 from dissociation.rewrites import _neurons as neurons
@@ -79,8 +69,6 @@ X5 = np.asarray([0.3, -1.2, 0.8, 0.5, -0.4])
 # Name: a function of arrays, and their shapes. An empty shape is one number near zero.
 TABLE = {
     "positive_inverse": (lambda a: linalg.positive_inverse(a @ a.T + jnp.eye(5)), (5, 5)),
-    "psd_power": (lambda a: linalg.psd_power(a @ a.T, -0.5), (4, 6)),
-    "nuclear_norm": (linalg.nuclear_norm, (4, 3)),
     "collapse": (measures, (12, 6)),
     "collapse far away": (lambda z: measures(z + 100.0)[6:], (12, 6)),
     "nearest_centre_agreement": (lambda z: collapse.nearest_centre_agreement(z, z[:, :4], moments(z)), (12, 6)),

@@ -1,4 +1,4 @@
-"""The interval of linear CKA over scalings holds all of them, and its ends are approached by rewrites."""
+"""The exact interval of linear CKA over scalings, and bounds from inside by gradients, for any measure."""
 
 import equinox as eqx
 import jax
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from dissociation.models import representations
-from dissociation.rewrites import approached, cka_freedom, linear_cka_freedom, neuron_groups
-from dissociation.similarity import linear_cka
+from dissociation.rewrites import approached, cka_freedom, linear_cka_freedom, neuron_groups, similarity_bounds
+from dissociation.similarity import MEASURES, angular_similarity, linear_cka, rsa
+
+KEY = jax.random.key(0)
 
 
 def cka(x, y):
@@ -16,22 +18,36 @@ def cka(x, y):
     return np.linalg.norm(x.T @ y) ** 2 / np.linalg.norm(x.T @ x) / np.linalg.norm(y.T @ y)
 
 
+def orthonormal(rows, columns):
+    """Columns of mean zero."""
+    x = np.random.default_rng(1).standard_normal((rows, columns))
+    return np.linalg.qr(x - x.mean(0))[0]
+
+
+@pytest.fixture(scope="module")
 def networks():
-    a, b = (eqx.nn.MLP(6, 4, 24, 2, key=jax.random.key(seed)) for seed in (0, 1))
+    """Two networks, their last hidden neurons, inputs, and features."""
+    models = [eqx.nn.MLP(6, 4, 24, 2, key=jax.random.key(seed)) for seed in (0, 1)]
     inputs = jax.random.normal(jax.random.key(2), (150, 6))
-    return a, b, inputs, *(np.asarray(representations(m, inputs)["features"], np.float64) for m in (a, b))
+    groups = [neuron_groups(m, inputs[0])["layers[1]"] for m in models]
+    return models, groups, inputs, *(representations(m, inputs)["features"] for m in models)
 
 
-def test_all_scalings_lie_within():
-    _, _, _, x, y = networks()
-    found = cka_freedom(x, y)
+@pytest.fixture(scope="module")
+def interval(networks):
+    *_, x, y = networks
+    return cka_freedom(x, y)
+
+
+def test_all_scalings_lie_within(networks, interval):
+    found, (x, y) = interval, (np.asarray(part, float) for part in networks[3:])
     np.testing.assert_allclose(found.measured, cka(x, y), rtol=1e-9)
     assert found.low <= found.measured <= found.high
     assert found.residual < 1e-6
     assert repr(found).startswith(f"Freedom(measured={found.measured:.6f}, low={found.low:.6f}")
     assert f"lengths=f64[24](numpy) from 0 to {found.lengths.max():.4g})" in repr(found)
     rng = np.random.default_rng(0)
-    spread = rng.uniform(0, 6, (2000, 1)) * rng.standard_normal((2000, x.shape[1]))
+    spread = rng.uniform(0, 6, (500, 1)) * rng.standard_normal((500, x.shape[1]))
     values = [cka(x * np.exp(each), y) for each in spread]
     assert found.low - 1e-9 <= min(values)
     assert max(values) <= found.high + 1e-9
@@ -39,9 +55,7 @@ def test_all_scalings_lie_within():
 
 
 def test_ends_are_exact_where_they_are_known():
-    rng = np.random.default_rng(1)
-    q = np.linalg.qr(rng.standard_normal((40, 3)) - 0.0)[0]
-    q = np.linalg.qr(q - q.mean(0))[0]
+    q = orthonormal(40, 3)
     # Orthogonal columns of lengths a against the same of lengths c: the cosine of a^2 and c^2.
     a, c = np.array([1.0, 2.0, 0.5]), np.array([1.0, 1.0, 3.0])
     found = cka_freedom(q * a, q * c)
@@ -52,10 +66,9 @@ def test_ends_are_exact_where_they_are_known():
 
 
 @pytest.mark.parametrize("end", ["low", "high"])
-def test_a_rewrite_of_the_network_approaches_either_end(end):
-    a, _, inputs, x, y = networks()
-    found = cka_freedom(x, y)
-    moved, certificate = approached(found, a, neuron_groups(a, inputs[0])["layers[1]"], inputs, end=end)
+def test_a_rewrite_of_the_network_approaches_either_end(end, networks, interval):
+    found, ((a, _), (group, _), inputs, _, y) = interval, networks
+    moved, certificate = approached(found, a, group, inputs, end=end)
     assert certificate.max_abs_change <= (0 if end == "low" else 1e-5)
     assert certificate.changed_predictions == 0
     outputs = representations(moved, inputs)
@@ -65,11 +78,10 @@ def test_a_rewrite_of_the_network_approaches_either_end(end):
     assert abs(float(linear_cka(outputs["features"], y)) - found.measured) > 1e-3
 
 
-def test_neurons_without_use_show_a_ten_thousandth_of_the_longest():
+def test_neurons_without_use_show_a_ten_thousandth_of_the_longest(networks, interval):
     """To the nearest power of two, which rounds nothing."""
-    a, _, inputs, x, y = networks()
-    found = cka_freedom(x, y)
-    factors = np.asarray(found.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end="high").factor, np.float64)
+    found, (group, _) = interval, networks[1]
+    factors = np.asarray(found.rewrite(group, end="high").factor, np.float64)
     unused = (found.high_weights == 0) & ~found.constant
     sizes = np.log2(factors * np.where(found.constant, 0.5, found.lengths))
     assert unused.sum() > 5
@@ -80,8 +92,7 @@ def test_neurons_without_use_show_a_ten_thousandth_of_the_longest():
 def test_many_neurons_of_few_directions_have_the_ends_of_these():
     """Their Gram matrix is singular but for rounding. Other neurons open the interval."""
     rng = np.random.default_rng(4)
-    q = np.linalg.qr(rng.standard_normal((40, 4)))[0]
-    q = np.linalg.qr(q - q.mean(0))[0][:, :3]
+    q = orthonormal(40, 3)
     mixed, reference = rng.standard_normal((3, 57)), q * np.array([1.0, 2.0, 3.0])
     x = q @ np.concatenate([np.eye(3), mixed], 1)
     found = cka_freedom(x, reference)
@@ -92,18 +103,17 @@ def test_many_neurons_of_few_directions_have_the_ends_of_these():
     assert cka_freedom(np.concatenate([x, rng.standard_normal((40, 30))], 1), reference).low < found.low
 
 
-def test_neurons_that_are_constant_are_left_out():
-    _, _, _, x, y = networks()
-    x = x[:, x.std(0) > 0]
+def test_neurons_that_are_constant_are_left_out(networks):
+    _, (group, _), _, x, y = networks
+    x = np.asarray(x)[:, np.std(x, 0) > 0]
     found = cka_freedom(np.concatenate([np.zeros((len(x), 2)), x, np.full((len(x), 1), 3.0)], 1), y)
     np.testing.assert_array_equal(np.flatnonzero(found.constant), [0, 1, 2 + x.shape[1]])
     plain = cka_freedom(x, y)
     np.testing.assert_allclose([found.low, found.high], [plain.low, plain.high], rtol=1e-9)
     with pytest.raises(ValueError, match="`x` must differ between samples"):
         cka_freedom(np.ones((5, 2)), y[:5])
-    a, _, inputs, _, _ = networks()
     with pytest.raises(ValueError, match="`end` must be one of 'low', 'high'"):
-        plain.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end="middle")
+        plain.rewrite(group, end="middle")
 
 
 @pytest.mark.parametrize("unit", [1e100, 1e-100])
@@ -142,7 +152,7 @@ def test_positions_of_a_channel_share_its_factor(samples):
     found = cka_freedom(x, y)
     moved = lambda factors: cka((x * factors[:, None, None]).reshape(samples, -1), y)  # noqa: E731
     np.testing.assert_allclose(found.measured, moved(np.ones(7)), rtol=1e-9)
-    values = [moved(np.exp(rng.uniform(0, 5) * rng.standard_normal(7))) for _ in range(3000)]
+    values = [moved(np.exp(rng.uniform(0, 5) * rng.standard_normal(7))) for _ in range(1000)]
     assert found.low - 1e-9 <= min(values) < found.low + 0.05
     assert found.high - 0.05 < max(values) <= found.high + 1e-9
     np.testing.assert_allclose(moved(np.sqrt(found.low_weights)), found.low, rtol=1e-9)
@@ -154,32 +164,27 @@ def test_positions_of_a_channel_share_its_factor(samples):
     np.testing.assert_allclose(cka_freedom(x[:, :, :1, 0], y).high, one.high, rtol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_linear_networks(dtype):
-    with jax.enable_x64(dtype == "float64"):
-        model = eqx.nn.MLP(6, 4, 24, 2, activation=lambda x: x, key=jax.random.key(0), dtype=dtype)
-        inputs = jax.random.normal(jax.random.key(2), (150, 6), dtype)
-        y = jax.random.normal(jax.random.key(3), (150, 3), dtype) + inputs[:, :3]
-        x = representations(model, inputs)["hidden0"]
-        found = linear_cka_freedom(x, y)
-        np.testing.assert_allclose(found.measured, linear_cka(x, y), rtol=1e-5)
-        assert found.low < found.measured < found.high
-        # Wide enough layers may have what any map of the inputs has.
-        whole = linear_cka_freedom(inputs, y)
-        np.testing.assert_allclose((whole.low, whole.high), (found.low, found.high), rtol=1e-4, atol=1e-9)
-        rng = np.random.default_rng(0)
-        for spread in rng.uniform(0, 4, 500):
-            matrix = rng.standard_normal((24, 24)) * np.exp(spread * rng.standard_normal(24))
-            value = cka(np.asarray(x, float) @ matrix, np.asarray(y))
-            assert found.low - 1e-6 <= value <= found.high + 1e-6
-        group = neuron_groups(model, inputs[0])["layers[0]"]
-        for end in ("low", "high"):
-            moved = found.rewrite(group, end=end)(model)
-            np.testing.assert_allclose(
-                linear_cka(representations(moved, inputs)["hidden0"], y), getattr(found, end), atol=1e-4
-            )
-            change = jnp.abs(jax.vmap(moved)(inputs) - jax.vmap(model)(inputs)).max()
-            assert change < (1e-5 if dtype == "float32" else 1e-13)
+def test_linear_networks():
+    model = eqx.nn.MLP(6, 4, 24, 2, activation=lambda x: x, key=KEY)
+    inputs = jax.random.normal(jax.random.key(2), (150, 6))
+    y = jax.random.normal(jax.random.key(3), (150, 3)) + inputs[:, :3]
+    shown = representations(model, inputs)
+    x = shown["hidden0"]
+    found = linear_cka_freedom(x, y)
+    np.testing.assert_allclose(found.measured, linear_cka(x, y), rtol=1e-5)
+    assert found.low < found.measured < found.high
+    # Wide enough layers may have what any map of the inputs has.
+    whole = linear_cka_freedom(inputs, y)
+    np.testing.assert_allclose((whole.low, whole.high), (found.low, found.high), rtol=1e-4, atol=1e-9)
+    rng = np.random.default_rng(0)
+    for spread in rng.uniform(0, 4, 200):
+        matrix = rng.standard_normal((24, 24)) * np.exp(spread * rng.standard_normal(24))
+        assert found.low - 1e-6 <= cka(np.asarray(x, float) @ matrix, np.asarray(y)) <= found.high + 1e-6
+    group = neuron_groups(model, inputs[0])["layers[0]"]
+    for end in ("low", "high"):
+        moved = representations(found.rewrite(group, end=end)(model), inputs)
+        np.testing.assert_allclose(linear_cka(moved["hidden0"], y), getattr(found, end), atol=1e-4)
+        assert jnp.abs(moved["logits"] - shown["logits"]).max() < 1e-5
 
 
 def test_linear_maps_reach_a_reference_in_their_span():
@@ -196,3 +201,117 @@ def test_linear_maps_reach_a_reference_in_their_span():
         linear_cka_freedom(x, q, smallest=0.0)
     with pytest.raises(ValueError, match="`reference` must differ"):
         linear_cka_freedom(x, np.ones((50, 2)))
+
+
+# Bounds
+
+
+def test_gradients_come_to_the_exact_interval(networks):
+    """Also with a neuron that is constant, and samples in another unit."""
+    *_, x, y = networks
+    for side, other in ((x.at[:, 0].set(2.0), 1e6 * y), (x, y)):
+        exact = cka_freedom(side, other)
+        found = similarity_bounds(side, other, free="x", key=KEY)
+        np.testing.assert_allclose(found.measured, exact.measured, rtol=1e-5)
+        assert exact.low - 1e-5 <= found.low <= exact.low + 2e-3
+        assert exact.high - 2e-3 <= found.high <= exact.high + 1e-5
+        assert (found.ends[0].max() < exact.measured) & (found.ends[1].min() > exact.measured)
+        np.testing.assert_array_equal(found.low_factors[1], 1)
+        lengths = np.linalg.norm(side - side.mean(0, keepdims=True), axis=0)
+        there = lengths > 1e-5
+        for factors in (found.low_factors[0], found.high_factors[0]):
+            ratios = (factors * lengths)[there] / lengths[there].mean()
+            assert 1 / 30.01 < ratios.min() < ratios.max() < 30.01
+    both = similarity_bounds(x, y, key=KEY)
+    assert both.low < found.low
+    assert both.high > found.high + 0.05
+
+
+@pytest.mark.parametrize(("measure", "options"), [("linear_cka", {}), ("rsa", {"num_starts": 5, "num_steps": 30})])
+def test_the_networks_have_these_values(measure, options, networks):
+    models, groups, inputs, x, y = networks
+    found = similarity_bounds(x, y, measure, key=KEY, **options)
+    for end in ("low", "high"):
+        moved = [found.rewrite(g, end=end, side=side)(m) for m, g, side in zip(models, groups, "xy", strict=True)]
+        shown = [representations(m, inputs) for m in moved]
+        value = MEASURES[measure](*(each["features"] for each in shown))
+        np.testing.assert_allclose(value, getattr(found, end), atol=1e-4)
+        for before, after in zip(models, shown, strict=True):
+            np.testing.assert_allclose(after["logits"], jax.vmap(before)(inputs), atol=1e-5)
+    assert found.low < found.measured - 0.2
+    assert found.high > found.measured + 0.1
+
+
+def test_known_bounds():
+    """Orthonormal neurons; the other network has the first of them, and one of its own."""
+    q = orthonormal(40, 3)
+    found = similarity_bounds(q[:, :2], q[:, [0, 2]], key=KEY)
+    np.testing.assert_allclose(found.measured, 0.5, rtol=1e-5)
+    np.testing.assert_allclose([found.low, found.high], [0, 1], atol=1e-3)
+    # Of lengths (c, d) against factors (a, b): (ac + bd) / sqrt((a^2 + b^2) (c^2 + d^2)).
+    found = similarity_bounds(q[:, :2], q[:, :2] * np.array([3.0, 4.0]), angular_similarity, free="x", key=KEY)
+    np.testing.assert_allclose(found.measured, 7 / 5 / np.sqrt(2), rtol=1e-5)
+    np.testing.assert_allclose([found.low, found.high], [0.6, 1], atol=3e-3)
+    np.testing.assert_allclose(found.high_factors[0][1] / found.high_factors[0][0], 4 / 3, rtol=0.02)
+
+
+def test_starts_are_what_they_are_said_to_be():
+    """Without steps: lengths as they are, equal ones, and one neuron alone; of the other network too if it is free."""
+    q = orthonormal(40, 4)
+    options = {"key": KEY, "num_starts": 4, "num_steps": 0}
+    found = similarity_bounds(q[:, :3] * np.array([100.0, 200.0, 300.0]), q[:, [0]], free="x", **options)
+    wanted = [1 / np.sqrt(98), 1 / np.sqrt(3), 0, 1]
+    np.testing.assert_allclose(found.ends, [wanted, wanted], atol=3e-6)
+    both = similarity_bounds(q[:, :2], q[:, [0, 2]], **options)
+    np.testing.assert_allclose(both.ends, [[0.5, 0.5, 0, 1]] * 2, atol=3e-6)
+    lengths = np.log(both.high_factors[0]), np.log(both.high_factors[1])  # the first of each, 30 and 1 / 30
+    np.testing.assert_allclose(lengths, np.log(30) * np.array([[1, -1], [1, -1]]), rtol=1e-4)
+
+
+def test_nothing_moves_what_is_invariant_to_the_scale_of_a_neuron(networks):
+    *_, x, y = networks
+    for measure, free in (("cca", "both"), ("linear_predictivity", "x")):
+        found = similarity_bounds(x, y, measure, free=free, key=KEY)
+        np.testing.assert_array_equal([found.low, found.high], found.measured)
+    # To that of its targets, predictivity is not invariant.
+    assert similarity_bounds(x, y, "linear_predictivity", key=KEY, num_steps=0).low < found.measured - 0.1
+
+
+def test_no_worse_than_what_is_there():
+    """Ranks have no derivative, and no start of ours need be as close as the networks are to each other."""
+    x = np.random.default_rng(0).standard_normal((30, 4)) * np.array([1.0, 3.0, 0.3, 2.0])
+    found = similarity_bounds(x, x, lambda a, b: rsa(a, b, comparison="spearman"), key=KEY, num_steps=3)
+    np.testing.assert_allclose([found.measured, found.high], 1, rtol=1e-6)
+    assert found.low < 0.9
+
+
+def test_bounds_print_a_line(networks):
+    *_, x, y = networks
+    found = jax.vmap(lambda x: similarity_bounds(x, y, key=KEY, num_starts=4, num_steps=0))(jnp.stack([x, 2 * x]))
+    one = jax.tree.map(lambda leaf: leaf[0], found)
+    np.testing.assert_allclose(found.low, jnp.stack([one.low] * 2), atol=1e-3)
+    assert repr(one).startswith(f"Bounds(measured={float(one.measured):.6f}")
+    assert "low_factors=(f32[24], f32[24])" in repr(one)
+    many = jax.tree.map(lambda leaf: jnp.tile(leaf, (9, *[1] * (leaf.ndim - 1))), found)
+    values = f"from {np.asarray(many.measured).min():.4g} to {np.asarray(many.measured).max():.4g}"
+    assert repr(many).startswith(f"Bounds(measured=f32[18] {values}")
+
+
+def test_wrong_use_of_bounds():
+    x = np.random.default_rng(0).standard_normal((20, 3))
+    for options, error, wanted in (
+        ({"measure": "cka"}, ValueError, "`measure` must be one of"),
+        ({"measure": "hard_matching"}, TypeError, "a step of which the host does"),
+        ({"measure": "disagreement"}, ValueError, "which compares outputs"),
+        ({"free": "y"}, ValueError, "`free` must be one of 'x', 'both'"),
+        ({"largest_factor": 1.0}, ValueError, "`largest_factor` must be more than 1 and finite"),
+        ({"num_starts": 3}, ValueError, "`num_starts`"),
+    ):
+        with pytest.raises(error, match=wanted):
+            similarity_bounds(x, x, key=KEY, **options)
+    found = similarity_bounds(x, x, linear_cka, key=KEY, num_steps=0)
+    group = neuron_groups(eqx.nn.MLP(3, 2, 3, 1, activation=jnp.tanh, key=KEY), x[0])["layers[0]"]
+    with pytest.raises(ValueError, match="homogeneous of a positive degree"):
+        found.rewrite(group, end="low")
+    with pytest.raises(ValueError, match="`side` must be one of 'x', 'y'"):
+        found.rewrite(group, end="low", side="z")

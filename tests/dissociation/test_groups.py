@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ZOO
+from zoo import ZOO, one
 
 from dissociation.models import MLP, representations
 from dissociation.rewrites import _groups as groups
@@ -15,18 +15,14 @@ from dissociation.rewrites._axes import Atoms, Product
 
 @pytest.mark.parametrize("name", ZOO)
 def test_all_groups_are_found(name):
-    kind = ZOO[name]
-    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
-    groups = neuron_groups(model, inputs[0])
+    model, inputs, groups = one(name)
+    letters = {"s": "scaling", "g": "sharing", "r": "linear"}
     found = {
-        group.name: (
-            group.size,
-            "s" * (group.scaling is not None) + "g" * (group.sharing is not None) + "r" * (group.linear is not None),
-        )
-        for group in groups.values()
+        name: (group.size, "".join(k for k, part in letters.items() if getattr(group, part) is not None))
+        for name, group in groups.items()
     }
-    assert found == kind.groups
-    assert {name: group.copies for name, group in groups.items() if group.copies > 1} == kind.copies
+    assert found == ZOO[name].groups
+    assert {name: group.copies for name, group in groups.items() if group.copies > 1} == ZOO[name].copies
     alone = neuron_groups(model, inputs[0], single=True)
     assert {name: group.size for name, group in alone.items()} == {name: size for name, (size, _) in found.items()}
 
@@ -42,8 +38,7 @@ def test_groups_come_in_the_order_of_representations():
 
 
 def test_slots_say_where_neurons_lie():
-    model = ZOO["convolutional"].make(jax.random.key(0))
-    last = neuron_groups(model, jnp.ones(784))["encoder.convolutions[1]"]
+    last = one("convolutional")[2]["encoder.convolutions[1]"]
     made, bias, read = last.slots
     assert (made.path, made.axis, made.outgoing) == (".encoder.convolutions[1].weight", 3, False)
     assert bias.path == ".encoder.convolutions[1].bias"
@@ -56,13 +51,11 @@ def test_slots_say_where_neurons_lie():
 
 
 def test_degrees_of_homogeneity():
-    bilinear = ZOO["bilinear"].make(jax.random.key(0))
-    found = neuron_groups(bilinear, jnp.ones(5))
+    found = one("bilinear")[2]
     assert found["layers[0].left"].degree == 2
     assert len(found["layers[0].left"].scalings) == 2  # each side by itself
     assert found["embed"].degree == 1
-    tanh = ZOO["tanh without biases"].make(jax.random.key(0))
-    assert neuron_groups(tanh, jnp.ones(5))["layers[0]"].degree is None
+    assert one("tanh without biases")[2]["layers[0]"].degree is None
 
 
 def test_neurons_that_are_alone_are_found_where_asked_for():
@@ -86,15 +79,13 @@ def test_neurons_that_are_alone_are_found_where_asked_for():
 
 
 def test_gates_of_a_recurrent_cell_move_together():
-    model = ZOO["gated recurrent"].make(jax.random.key(0))
-    slots = neuron_groups(model, jnp.ones((7, 4)))["cell"].slots
+    slots = one("gated recurrent")[2]["cell"].slots
     rows = [slot.positions[:, 0].tolist() for slot in slots if slot.path == ".cell.weight_ih"]
     assert rows == [list(range(start, start + 6)) for start in (0, 6, 12)]
 
 
 def test_what_a_normalisation_makes_is_scaled_by_its_gain():
-    model = ZOO["residual normalised"].make(jax.random.key(0))
-    stream = neuron_groups(model, jnp.ones(5))["embed"]
+    stream = one("residual normalised")[2]["embed"]
     assert stream.normalised
     paths = [slot.path for slot in stream.slots]
     for vector, index in zip(stream.scalings, (0, 1), strict=True):
@@ -115,36 +106,6 @@ def test_what_stands_still_says_why():
     assert tilted.frozen[".layers[0].weight[0]"] == "a constant differs along it"
     unused = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[0](x))
     assert unused.frozen[".layers[1].weight[1]"] == "the function does not depend on it"
-
-
-@pytest.mark.parametrize(
-    ("middle", "sizes", "degrees"),
-    [
-        (lambda h: jnp.concatenate([jax.nn.relu(h[:3]), jnp.tanh(h[3:])]), {3, 5}, {1.0, None}),
-        # Those that are read, those that are not, and weights that meet one number.
-        (lambda h: jax.nn.relu(h)[::2].repeat(2), {4, 2}, {1.0, None}),
-        (lambda h: jnp.where(h > 1, h, 0.1 * h), {8}, {None}),
-        (lambda h: jnp.maximum(h, 0) ** 2, {8}, {2.0}),
-        (lambda h: h / jnp.sqrt(jnp.sum(h**2) + 1e-6), {8}, {None}),
-        (lambda h: h * jnp.max(h), {8}, {None}),
-        (lambda h: jax.lax.fori_loop(0, 3, lambda _, h: jax.nn.relu(h), h), {8}, {1.0}),
-        (lambda h: jax.lax.cond(h.sum() > 0, jax.nn.relu, lambda h: -h, h), {8}, {None}),
-        (lambda h: jax.checkpoint(jax.nn.relu)(h), {8}, {1.0}),
-        (lambda h: jax.nn.softmax(h), {8}, {None}),
-        (lambda h: jnp.clip(h, 0, 6), {8}, {None}),
-        (lambda h: jnp.outer(h, h).sum(1) + 0 * h, {8}, {None}),
-    ],
-)
-def test_operations_between_two_layers(middle, sizes, degrees):
-    """And whatever is found keeps the function."""
-    model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
-
-    def call(m, x):
-        return m.layers[1](middle(m.layers[0](x)))
-
-    found = neuron_groups(model, jnp.ones(5), call=call)
-    assert {group.size for group in found.values()} == sizes
-    assert {group.degree for group in found.values()} == degrees
 
 
 def test_stated_groups_come_first():

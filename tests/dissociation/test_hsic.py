@@ -52,19 +52,17 @@ def test_against_the_definition_in_float64():
     np.testing.assert_allclose([plane.zx, plane.zy], expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("number", "x64"), [(1, False), (2, False), (151, False), (6, True)])
+@pytest.mark.parametrize(("number", "x64"), [(1, False), (151, False), (6, True)])
 def test_the_median_is_that_of_a_sort(number, x64):
     """Bit for bit, with ties, zeros, infinities and what is not a number; and with its derivative."""
-    rng = np.random.default_rng(number)
-    drawn = rng.random(number)
+    drawn = np.random.default_rng(number).random(number)
     ways = [drawn, np.round(4 * drawn), 0 * drawn, 1e-30 * drawn, np.where(drawn < 0.6, np.inf, drawn)]
     with jax.enable_x64(x64):
         for values in [*ways, np.where(np.arange(number) == number // 2, np.nan, drawn)]:
             values = jnp.asarray(values, float)
             np.testing.assert_array_equal(jax.jit(distances.median)(values), jnp.median(values))
-        np.testing.assert_allclose(
-            jax.grad(distances.median)(jnp.asarray(drawn)), jax.grad(jnp.median)(jnp.asarray(drawn))
-        )
+        slopes = [jax.grad(median)(jnp.asarray(drawn)) for median in (distances.median, jnp.median)]
+        np.testing.assert_allclose(*slopes)
         assert np.isnan(distances.median(jnp.zeros(0)))
         tied = jax.grad(distances.median)(jnp.ones(number))  # shared by those that are equal
         np.testing.assert_allclose(tied, np.full(number, 1 / number), rtol=1e-6)
@@ -138,16 +136,13 @@ def test_a_median_of_zero_is_defined():
     np.testing.assert_allclose([plane.zx, plane.zy], 0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bad_input_is_refused():
+    x, labels = clusters(40)
+    for options, words in (
         ({"batch_size": 500}, r"`batch_size` must be at most the number of samples \(40\)"),
         ({"bandwidth": "mean"}, "'dimension', 'median'"),
         ({"epsilon": 0.0}, "`epsilon` must be positive"),
         ({"num_passes": 0}, "`num_passes` must be"),
-    ],
-)
-def test_bad_input_is_refused(options, words):
-    x, labels = clusters(40)
-    with pytest.raises(ValueError, match=words):
-        information_plane(x, x, np.eye(4, dtype=np.float32)[labels], key=KEY, **{"batch_size": 20, **options})
+    ):
+        with pytest.raises(ValueError, match=words):
+            information_plane(x, x, np.eye(4, dtype=np.float32)[labels], key=KEY, **{"batch_size": 20, **options})

@@ -81,14 +81,13 @@ def test_what_weights_see_is_what_the_models_say():
     perceptron, x = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)), jnp.ones(4)
     cnn, image = CNN(6, 3, key=jax.random.key(0)), jnp.asarray(IMAGES[0])
     for model, example in ((perceptron, x), (cnn, image)):
-        stated = {name: array[0] for name, array in representations(model, example[None]).items()}
-        found = seen_by_weights(model, example)
+        stated, found = representations(model, example[None]), seen_by_weights(model, example)
         assert list(found) == list(stated)
         for name, array in found.items():
-            np.testing.assert_allclose(array.ravel(), stated[name].ravel(), atol=1e-6)
-    resnet = small("resnet")
-    # Its blocks' weights see what is behind the ReLUs, in them and between them.
-    assert list(seen_by_weights(resnet, image)) == [*(f"hidden{index}" for index in range(5)), "features", "logits"]
+            np.testing.assert_allclose(array.ravel(), stated[name][0].ravel(), atol=1e-6)
+    # The blocks' weights see what is behind the ReLUs, in them and between them.
+    seen = seen_by_weights(small("resnet"), image)
+    assert list(seen) == [*(f"hidden{index}" for index in range(5)), "features", "logits"]
 
 
 class Gated(eqx.Module):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.rewrites import check_groups, duplicate, group_report, neuron_groups, permute, scale
+from dissociation.rewrites import duplicate, group_report, neuron_groups, permute, scale
 from dissociation.rewrites._axes import Atoms
 
 relu = jax.nn.relu
@@ -20,9 +20,9 @@ def between(middle):
 
 
 def weights(middle, shape):
-    keys = jax.random.split(jax.random.key(0))
+    rng = np.random.default_rng(0)
     width = jax.eval_shape(middle, jax.ShapeDtypeStruct((*shape[:-1], 8), float)).shape[-1]
-    return {"a": jax.random.normal(keys[0], (shape[-1], 8)), "b": jax.random.normal(keys[1], (width, 3))}
+    return {"a": jnp.asarray(rng.normal(size=(shape[-1], 8))), "b": jnp.asarray(rng.normal(size=(width, 3)))}
 
 
 def picked(h):
@@ -56,11 +56,37 @@ def printed(h):
 
 VECTOR, TIME = (5,), (5, 5)
 CASES = {
+    # One by one.
+    "halves": (lambda h: jnp.concatenate([relu(h[:3]), jnp.tanh(h[3:])]), VECTOR, {3: 1, 5: None}),
+    "squared": (lambda h: jnp.maximum(h, 0) ** 2, VECTOR, {8: 2}),
+    "of length one": (lambda h: h / jnp.sqrt(jnp.sum(h**2) + 1e-6), VECTOR, {8: None}),
+    "times the largest": (lambda h: h * jnp.max(h), VECTOR, {8: None}),
+    "in a loop": (lambda h: jax.lax.fori_loop(0, 3, lambda _, h: relu(h), h), VECTOR, {8: 1}),
+    "one of two": (lambda h: jax.lax.cond(h.sum() > 0, relu, lambda h: -h, h), VECTOR, {8: None}),
+    "computed twice": (lambda h: jax.checkpoint(relu)(h), VECTOR, {8: 1}),
+    "softmax": (jax.nn.softmax, VECTOR, {8: None}),
+    "with all others": (lambda h: jnp.outer(h, h).sum(1) + 0 * h, VECTOR, {8: None}),
+    "chosen constants": (lambda h: jnp.where(h > 0, 1.0, 0.0), VECTOR, {8: 0}),
+    "whole numbers": (lambda h: (h * 10).astype(int).astype(float), VECTOR, {8: None}),
+    "truth": (lambda h: relu(h).astype(bool).astype(float), VECTOR, {8: 0}),
+    "added to an array": (lambda h: jnp.pad(jnp.ones(6), (0, 2)) + h, VECTOR, {6: None}),
+    "of two rows": (lambda h: jnp.concatenate([h, 2 * h]).reshape(2, 8).max(0), VECTOR, {8: 1}),
+    "stacked": (lambda h: jnp.stack([relu(h), h]).sum(0), VECTOR, {8: 1}),
+    "tiled": (lambda h: jnp.tile(relu(h), 2).reshape(2, 8)[0], VECTOR, {8: 1}),
+    "its largest time": (lambda h: jnp.argmax(h, 0).astype(float), TIME, {8: 0}),
+    "deviation": (lambda h: jnp.std(relu(h), axis=0), TIME, {8: 1}),
+    **{f"homogeneous {k}": (activation, VECTOR, {8: 1})
+       for k, activation in enumerate((jax.nn.leaky_relu, jnp.abs, lambda h: 2 * h))},
+    **{f"not homogeneous {k}": (activation, VECTOR, {8: None})
+       for k, activation in enumerate((jnp.tanh, jax.nn.relu6, lambda h: h + 1, lambda h: jnp.clip(h, -1e9, None),
+                                       lambda h: jnp.where(jnp.abs(h) < 1e-6, 0.0, h),
+                                       lambda h: jnp.maximum(h, 0) + 1e-9, lambda h: jnp.where(h > 1e4, 2 * h, h)))},
     # Neurons in another order.
     "in another order": (lambda h: relu(h)[SOME], VECTOR, {8: 1}),
     "reversed": (lambda h: relu(h)[::-1], VECTOR, {8: 1}),
     "rolled": (lambda h: jnp.roll(relu(h), 3), VECTOR, {8: 1}),
     "every second twice": (lambda h: relu(h[::2]) + h[1::2], VECTOR, {4: 1}),
+    "every second repeated": (lambda h: relu(h)[::2].repeat(2), VECTOR, {4: 1}),
     "read unequally often": (lambda h: relu(h)[jnp.array([0, 3, 0, 1, 2, 3, 4])], VECTOR, {2: 1, 3: 1}),
     "added to its mirror": (lambda h: relu(h + h[::-1]), VECTOR, {4: 1}),
     "two orders": (lambda h: relu(h[SOME] + 2 * h[SOME][::-1]), VECTOR, {4: 1}),
@@ -117,27 +143,21 @@ def degrees(groups):
     return {size: own.pop() if len(own) == 1 else own for size, own in found.items()}
 
 
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", CASES)
 def test_neurons_are_followed(name):
     middle, shape, wanted = CASES[name]
-    call = between(middle)
-    with jax.enable_x64(True):
-        model, inputs = weights(middle, shape), jax.random.normal(jax.random.key(2), (4, *shape))
-        groups = neuron_groups(model, inputs[0], call=call)
-        assert degrees(groups) == wanted
-        run = jax.jit(jax.vmap(call, (None, 0)))
-        before = np.nan_to_num(run(model, inputs))
-        for group in groups.values():
-            factors = jnp.exp(jax.random.normal(jax.random.key(4), (group.size,)))
-            rewrites = [permute(group, key=jax.random.key(3))]
-            rewrites += [] if group.scaling is None else [scale(group, factors)]
-            for rewrite in rewrites:
-                np.testing.assert_allclose(np.nan_to_num(run(rewrite(model), inputs)), before, rtol=1e-9, atol=1e-9)
-        if not np.isnan(run(model, inputs)).any():
-            assert all(
-                certificate.kept()
-                for certificate in check_groups(model, inputs, key=jax.random.key(5), call=call).values()
-            )
+    call, rng = between(middle), np.random.default_rng(2)
+    model, inputs = weights(middle, shape), rng.normal(size=(4, *shape))
+    groups = neuron_groups(model, inputs[0], call=call)
+    assert degrees(groups) == wanted
+    run = jax.jit(lambda model: jnp.nan_to_num(jax.vmap(call, (None, 0))(model, inputs)))
+    before = run(model)
+    for group in groups.values():
+        factors = np.exp(rng.normal(size=group.size))
+        scaled = [] if group.scaling is None else [scale(group, factors)]
+        for rewrite in (permute(group, rng.permutation(group.size)), *scaled):
+            np.testing.assert_allclose(run(rewrite(model)), before, rtol=1e-9, atol=1e-9)
 
 
 LOST = {
@@ -155,11 +175,11 @@ LOST = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LOST)
 def test_what_is_lost_is_not_found(name):
     middle, shape, reason = LOST[name]
-    with jax.enable_x64(True):
-        report = group_report(weights(middle, shape), jnp.ones(shape), call=between(middle))
+    report = group_report(weights(middle, shape), jnp.ones(shape), call=between(middle))
     assert not degrees(report.groups)
     assert any(re.search(reason, why) for why in report.frozen.values())
 
@@ -200,9 +220,12 @@ NUMBERED = {
 
 
 def codes(read, batched):
-    """Read at indices of its neurons, for one input or for several at once."""
+    """Read at indices of its neurons, for one input or for several at once; a run over 50 inputs, and examples."""
     one = lambda p, x: read(x @ p["a"] + p["c"], p["b"])  # noqa: E731
-    return (lambda p, x: jax.vmap(lambda row: one(p, row))(x)) if batched else one
+    several = jax.vmap(one, (None, 0))
+    inputs = jax.random.normal(jax.random.key(9), (50, 5))
+    run = jax.jit(lambda p: several(p, inputs))
+    return (several, inputs, run) if batched else (one, inputs[0], run)
 
 
 CODES = {name: jax.random.normal(jax.random.key(k), s) for k, (name, s) in enumerate(
@@ -212,51 +235,40 @@ CODES = {name: jax.random.normal(jax.random.key(k), s) for k, (name, s) in enume
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", READ_AT_INDICES)
 def test_what_is_read_at_indices_of_neurons_moves_with_them(name, batched):
-    call, inputs = codes(READ_AT_INDICES[name], batched), jax.random.normal(jax.random.key(9), (50, 5))
-    groups = neuron_groups(CODES, inputs if batched else inputs[0], call=call)
-    (group,) = (group for group in groups.values() if group.size == 8)
+    call, example, run = codes(READ_AT_INDICES[name], batched)
+    (group,) = (group for group in neuron_groups(CODES, example, call=call).values() if group.size == 8)
     assert {slot.path for slot in group.slots} == {"['a']", "['b']", "['c']"}
-    assert group.scaling is None
-    assert group.sharing is None
-    run = call if batched else jax.vmap(call, (None, 0))
-    moved = permute(group, jax.random.permutation(jax.random.key(3), 8))(CODES)
-    assert jnp.abs(run(CODES, inputs)).max() > 0.1
-    np.testing.assert_allclose(run(moved, inputs), run(CODES, inputs), atol=1e-5)
+    assert group.scaling is group.sharing is None
+    assert jnp.abs(run(CODES)).max() > 0.1
+    moved = permute(group, np.random.default_rng(3).permutation(8))(CODES)
+    np.testing.assert_allclose(run(moved), run(CODES), atol=1e-5)
 
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", NUMBERED)
 def test_neurons_whose_numbers_are_used_stand_still(name, batched):
-    call, inputs = codes(NUMBERED[name], batched), jax.random.normal(jax.random.key(9), (50, 5))
-    report = group_report(CODES, inputs if batched else inputs[0], call=call)
+    call, example, run = codes(NUMBERED[name], batched)
+    report = group_report(CODES, example, call=call)
     assert not [group for group in report.groups.values() if len(group.slots) == 3]
-    run = call if batched else jax.vmap(call, (None, 0))
     moved = {name: value[..., ::-1] if name != "b" else value[::-1] for name, value in CODES.items()}
-    assert jnp.abs(run(moved, inputs) - run(CODES, inputs)).max() > 1e-3
+    assert jnp.abs(run(moved) - run(CODES)).max() > 1e-3
     for group in report.groups.values():
-        np.testing.assert_allclose(
-            run(permute(group, key=jax.random.key(3))(CODES), inputs), run(CODES, inputs), atol=1e-5
-        )
+        moved = permute(group, key=jax.random.key(3))(CODES)
+        np.testing.assert_allclose(run(moved), run(CODES), atol=1e-5)
 
 
 def test_heads_that_share_a_codebook_move_together():
-    def call(p, x):
-        return sum((lambda v, i: v @ p["b"][i])(*largest(x @ a)) for a in p["a"])
-
-    def apart(p, x):
-        return jnp.einsum(
-            "hk,hkd->d", *jax.vmap(lambda a, b: (lambda v, i: (v, b[i]))(*largest(x @ a)))(p["a"], p["b"])
-        )
-
+    read = lambda x, a, b: (lambda v, i: v @ b[i])(*largest(x @ a))  # noqa: E731
+    shared = lambda p, x: sum(read(x, a, p["b"]) for a in p["a"])  # noqa: E731
+    apart = lambda p, x: jax.vmap(read, (None, 0, 0))(x, p["a"], p["b"]).sum(0)  # noqa: E731
     keys = jax.random.split(jax.random.key(0), 3)
-    a = jax.random.normal(keys[0], (2, 5, 8))
-    shared = {"a": a, "b": jax.random.normal(keys[1], (8, 3))}
-    own = {"a": a, "b": jax.random.normal(keys[1], (2, 8, 3))}
+    a, b = jax.random.normal(keys[0], (2, 5, 8)), jax.random.normal(keys[1], (2, 8, 3))
     inputs = jax.random.normal(keys[2], (30, 5))
-    for model, run in ((shared, call), (own, apart)):
-        for group in neuron_groups(model, inputs[0], call=run).values():
-            before, after = (jax.vmap(run, (None, 0))(m, inputs) for m in (model, permute(group, key=keys[0])(model)))
-            np.testing.assert_allclose(after, before, atol=1e-5)
+    for model, call in (({"a": a, "b": b[0]}, shared), ({"a": a, "b": b}, apart)):
+        run = jax.jit(jax.vmap(call, (None, 0)))
+        for group in neuron_groups(model, inputs[0], call=call).values():
+            moved = permute(group, key=keys[0])(model)
+            np.testing.assert_allclose(run(moved, inputs), run(model, inputs), atol=1e-5)
 
 
 def test_coordinates_of_what_is_read_do_not_change_places():
@@ -271,9 +283,7 @@ def test_coordinates_of_what_is_read_do_not_change_places():
 
 
 def test_neurons_written_at_computed_places_stand_still():
-    def call(p, x):
-        return jnp.zeros(8).at[jnp.argsort(x)].set(x @ p["a"]) @ p["b"]
-
+    call = lambda p, x: jnp.zeros(8).at[jnp.argsort(x)].set(x @ p["a"]) @ p["b"]  # noqa: E731
     report = group_report(weights(relu, (8,)), jnp.ones(8), call=call)
     assert not report.groups
     assert report.frozen["['a'][1]"] == "it is written at some places"
@@ -290,16 +300,15 @@ def test_a_fill_that_is_not_zero_binds_what_is_scaled():
         assert (group.size, group.degree) == (8, degree)
 
 
+@pytest.mark.usefixtures("x64")
 def test_reversed_neurons_grow():
-    with jax.enable_x64(True):
-        middle = lambda h: relu(h)[::-1]  # noqa: E731
-        model, x = weights(middle, VECTOR), jax.random.normal(jax.random.key(2), VECTOR)
-        (group,) = neuron_groups(model, x, call=between(middle)).values()
-        np.testing.assert_allclose(between(middle)(duplicate(group)(model), x), between(middle)(model, x), rtol=1e-12)
-        rolled = between(lambda h: jnp.roll(h, 3))
-        (group,) = neuron_groups(model, x, call=rolled).values()
-        with pytest.raises(ValueError, match="does not count"):
-            duplicate(group)(model)
+    reversed_, rolled = between(lambda h: relu(h)[::-1]), between(lambda h: jnp.roll(h, 3))
+    model, x = weights(relu, VECTOR), np.random.default_rng(2).normal(size=5)
+    (group,) = neuron_groups(model, x, call=reversed_).values()
+    np.testing.assert_allclose(reversed_(duplicate(group)(model), x), reversed_(model, x), rtol=1e-12)
+    (group,) = neuron_groups(model, x, call=rolled).values()
+    with pytest.raises(ValueError, match="does not count"):
+        duplicate(group)(model)
 
 
 def test_many_neurons_in_two_orders_are_parted_soon():

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from dissociation._core.linalg import centre, nuclear_norm, positive_inverse, psd_power, scale_of
-
-POWERS = [-1, -0.5, 1 / 3, 2]
+from dissociation._core.linalg import centre, nuclear_norm, psd_power
 
 
 def symmetric(values, seed=0):
@@ -23,27 +21,20 @@ def test_powers_of_a_diagonal_matrix():
     np.testing.assert_array_equal(psd_power(jnp.zeros((3, 3)), -1), 0)
 
 
-@pytest.mark.parametrize("power", POWERS)
-def test_powers_against_scipy(power):
+@pytest.mark.usefixtures("x64")
+def test_powers_against_scipy():
     matrix = symmetric([0.01, 0.3, 0.3, 2.0, 5.0])
-    with jax.enable_x64(True):
-        ours = np.asarray(psd_power(matrix, power))
+    lopsided = matrix + np.triu(np.ones((5, 5)), 1) - np.tril(np.ones((5, 5)), -1)
+    for power in (-0.5, 1 / 3, 2):
         expected = scipy.linalg.fractional_matrix_power(matrix, power).real
-        np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12)
-        lopsided = matrix + np.triu(np.ones((5, 5)), 1) - np.tril(np.ones((5, 5)), -1)
-        np.testing.assert_allclose(psd_power(lopsided, power), ours, rtol=1e-9, atol=1e-12)
-
-
-def test_pseudo_inverse_and_whitening_of_deficient_matrices():
-    data = np.random.default_rng(1).normal(size=(40, 3)) @ np.random.default_rng(2).normal(size=(3, 6))
-    with jax.enable_x64(True):
-        matrix = data.T @ data / 40
-        np.testing.assert_allclose(psd_power(matrix, -1), scipy.linalg.pinvh(matrix, rtol=1e-12), atol=1e-9)
-        whiten, projector = psd_power(matrix, -0.5), psd_power(matrix, 0)
-        np.testing.assert_allclose(whiten @ matrix @ whiten, projector, atol=1e-9)
-        np.testing.assert_allclose(np.trace(projector), 3, atol=1e-9)
-        root = psd_power(matrix, 0.5)
-        np.testing.assert_allclose(root @ root, matrix, atol=1e-9)
+        for each in (matrix, lopsided):
+            np.testing.assert_allclose(psd_power(each, power), expected, rtol=1e-9, atol=1e-12)
+    deficient = symmetric([3.0, 1.0, 0.2, 0.0, 0.0])
+    np.testing.assert_allclose(psd_power(deficient, -1), scipy.linalg.pinvh(deficient, rtol=1e-12), atol=1e-9)
+    whiten, projector, root = (psd_power(deficient, power) for power in (-0.5, 0, 0.5))
+    np.testing.assert_allclose(whiten @ deficient @ whiten, projector, atol=1e-9)
+    np.testing.assert_allclose(np.trace(projector), 3, atol=1e-9)
+    np.testing.assert_allclose(root @ root, deficient, atol=1e-9)
 
 
 def directional(function, point, direction, step):
@@ -53,35 +44,33 @@ def directional(function, point, direction, step):
     return (8 * near - far) / (12 * step)
 
 
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("values", [[2, 2, 2, 2], [0.5, 2, 2, 2], [1, 1 + 1e-9, 1 + 2e-9, 4]])
-@pytest.mark.parametrize("power", [-0.5, 2])
-def test_derivative_is_that_of_finite_differences(values, power):
+def test_derivative_is_that_of_finite_differences(values):
     matrix, direction = symmetric(values), np.random.default_rng(3).normal(size=(4, 4))
     weights = np.random.default_rng(4).normal(size=(4, 4))
-    with jax.enable_x64(True):
-        expected = directional(lambda m: psd_power(m, power), matrix, direction, 1e-4)
-        value, tangent = jax.jvp(lambda m: psd_power(m, power), (matrix,), (direction,))
-        np.testing.assert_allclose(value, psd_power(matrix, power), rtol=1e-12)
+    for power in (-0.5, 2):
+        function = lambda m, power=power: psd_power(m, power)  # noqa: E731
+        expected = directional(function, matrix, direction, 1e-4)
+        value, tangent = jax.jvp(function, (matrix,), (direction,))
+        np.testing.assert_allclose(value, function(matrix), rtol=1e-12)
         np.testing.assert_allclose(tangent, expected, rtol=1e-6, atol=1e-7)
-        gradient = jax.grad(lambda m: jnp.sum(weights * psd_power(m, power)))(jnp.asarray(matrix))
+        gradient = jax.grad(lambda m: jnp.sum(weights * function(m)))(jnp.asarray(matrix))  # noqa: B023
         np.testing.assert_allclose(jnp.sum(gradient * direction), jnp.sum(weights * expected), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("power", [-1, 1 / 3])
 def test_derivative_along_directions_that_keep_a_deficient_rank(power):
-    factor = np.random.default_rng(5).normal(size=(5, 3))
-    direction, weights = np.random.default_rng(6).normal(size=(5, 3)), np.random.default_rng(7).normal(size=(5, 5))
-
-    def total(factor):
-        return jnp.sum(weights * psd_power(factor @ factor.T, power))
-
-    with jax.enable_x64(True):
-        gradient = jax.grad(total)(jnp.asarray(factor))
-        expected = directional(total, factor, direction, 1e-4)
-        np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6)
-        # In a direction that raises the rank, where the finite difference has no limit, it stays finite.
-        tangent = jax.jvp(lambda m: psd_power(m, power), (jnp.asarray(factor @ factor.T),), (jnp.eye(5),))[1]
-        assert np.abs(tangent).max() < 100
+    factor, direction = np.random.default_rng(5).normal(size=(2, 5, 3))
+    weights = np.random.default_rng(7).normal(size=(5, 5))
+    total = lambda factor: jnp.sum(weights * psd_power(factor @ factor.T, power))  # noqa: E731
+    gradient = jax.grad(total)(jnp.asarray(factor))
+    expected = directional(total, factor, direction, 1e-4)
+    np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6)
+    # In a direction that raises the rank, where the finite difference has no limit, it stays finite.
+    tangent = jax.jvp(lambda m: psd_power(m, power), (jnp.asarray(factor @ factor.T),), (jnp.eye(5),))[1]
+    assert np.abs(tangent).max() < 100
 
 
 def test_close_eigenvalues_in_single_precision():
@@ -100,38 +89,19 @@ def test_close_eigenvalues_in_single_precision():
         np.testing.assert_allclose(tangent, reference * scale**-0.5, rtol=1e-4, atol=1e-5 * scale**-0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 5, 100])
-def test_inverse_of_positive_matrices(key, number):
-    roots = np.asarray(jax.random.normal(key, (3, 2, number, number)), np.float64)
-    matrices = roots @ roots.swapaxes(-1, -2) / number + 1e-3 * np.eye(number)
-    expected = np.linalg.inv(matrices)
-    inverse = jax.jit(positive_inverse)
-    found = inverse(matrices.astype(np.float32))
-    solved = jnp.linalg.solve(matrices.astype(np.float32), jnp.broadcast_to(jnp.eye(number), matrices.shape))
-    size = np.abs(expected).max()
-    assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
-    np.testing.assert_allclose(inverse(matrices[0, 0].astype(np.float32)), found[0, 0], rtol=1e-3)
-    assert np.isnan(positive_inverse(-jnp.eye(number))).all()
+def test_inverse_of_an_indefinite_matrix_is_undefined():
+    assert np.isnan(positive_inverse(-jnp.eye(3))).all()
     with pytest.raises(ValueError, match=r"of shape \[\.\.\., n, n\]"):
-        positive_inverse(jnp.ones((2, 3, number + 5)))
-
-
-@pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3)])
-def test_nuclear_norm_against_numpy(shape):
-    matrix = np.random.default_rng(0).normal(size=shape)
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(nuclear_norm(matrix), np.linalg.norm(matrix, "nuc"), rtol=1e-12)
+        positive_inverse(jnp.ones((2, 3, 8)))
 
 
 def test_nuclear_norm_where_singular_values_coincide_or_vanish():
     turn = np.linalg.qr(np.random.default_rng(9).normal(size=(4, 4)))[0]
-    np.testing.assert_allclose(jax.grad(nuclear_norm)(jnp.asarray(3 * turn)), turn, atol=1e-6)
-    np.testing.assert_array_equal(jax.grad(nuclear_norm)(jnp.zeros((2, 3))), 0)
-    ones = jnp.ones((3, 3))
-    np.testing.assert_allclose(jax.grad(nuclear_norm)(ones), ones / 3, atol=1e-6)
-    left, right = np.random.default_rng(10).normal(size=(5, 2)), np.random.default_rng(11).normal(size=(2, 4))
-    direction = np.random.default_rng(12).normal(size=(5, 2))
+    ones = np.ones((3, 3))
+    for matrix, slope in ((3 * turn, turn), (np.zeros((2, 3)), np.zeros((2, 3))), (ones, ones / 3)):
+        np.testing.assert_allclose(jax.grad(nuclear_norm)(jnp.asarray(matrix)), slope, atol=1e-6)
+    left, direction = np.random.default_rng(10).normal(size=(2, 5, 2))
+    right = np.random.default_rng(11).normal(size=(2, 4))
     with jax.enable_x64(True):
         gradient = jax.grad(lambda factor: nuclear_norm(factor @ right))(jnp.asarray(left))
         expected = directional(lambda factor: nuclear_norm(factor @ right), left, direction, 1e-4)
@@ -147,20 +117,20 @@ def test_centring_takes_means_away_and_constants_wholly(key):
     np.testing.assert_allclose(jax.jit(centre)(x)[:, 2], 0, atol=1e-8)
 
 
+@pytest.mark.usefixtures("x64")
 def test_dtype_follows_the_input_and_wrong_arguments_are_named():
-    with jax.enable_x64(True):
-        for dtype in (jnp.float32, jnp.float64):
-            matrix = jnp.eye(3, dtype=dtype)
-            assert psd_power(matrix, -0.5).dtype == nuclear_norm(matrix).dtype == centre(matrix).dtype == dtype
+    for dtype in (jnp.float32, jnp.float64):
+        matrix = jnp.eye(3, dtype=dtype)
+        assert psd_power(matrix, -0.5).dtype == nuclear_norm(matrix).dtype == centre(matrix).dtype == dtype
     with pytest.raises(ValueError, match="`rtol` must be non-negative"):
         psd_power(jnp.eye(2), 1.0, rtol=-1.0)
 
 
-@pytest.mark.parametrize(("bad", "size"), [(np.nan, 1), (np.inf, 3), (-np.inf, 40)])
+@pytest.mark.parametrize(("bad", "size"), [(np.nan, 1), (-np.inf, 40)])
 def test_what_is_not_finite_stays_undefined(bad, size):
     matrix = symmetric(np.linspace(1, 2, size)).astype(np.float32)
     matrix[size // 2, 0] = bad
-    for power in (-0.5, 0, 2):
+    for power in (-0.5, 0):
         value, slope = jax.jvp(lambda m, p=power: psd_power(m, p), (jnp.asarray(matrix),), (jnp.ones((size, size)),))
         assert np.isnan(value).all()
         assert np.isnan(slope).all()
@@ -172,10 +142,3 @@ def test_what_is_not_finite_stays_undefined(bad, size):
     both = jax.vmap(lambda m: psd_power(m, 0.5))(stack)
     np.testing.assert_allclose(both[0], np.eye(size), atol=1e-6)
     assert np.isnan(both[1]).all()
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-30, 0.3, 1.0, 3e38])
-def test_units_are_powers_of_two_that_the_dtype_holds(size):
-    unit = float(scale_of(jnp.float32(size)))
-    assert np.log2(unit) == round(np.log2(unit))
-    assert 0.5 * unit <= size <= 2 * unit or (size == 0 and unit == 1)

@@ -49,15 +49,12 @@ def test_heads(model):
     np.testing.assert_array_equal(linear_head(bare)[1], 0)
 
 
-def ending(activation):
-    return eqx.nn.MLP(6, 3, 8, 1, final_activation=activation, key=jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: class_plane(jnp.asarray([[1.0, 2.0], [2.0, 4.0]]), jnp.zeros(2), 0, 1), ValueError, "parallel rows"),
-        (lambda: class_plane(jnp.ones((2, 2)), jnp.zeros(2), 0, 1), ValueError, "equal rows"),
+def test_bad_input_is_refused():
+    ending = lambda last: eqx.nn.MLP(6, 3, 8, 1, final_activation=last, key=jax.random.key(0))  # noqa: E731
+    zeros = jnp.zeros(2)
+    for call, error, words in (
+        (lambda: class_plane(jnp.asarray([[1.0, 2.0], [2.0, 4.0]]), zeros, 0, 1), ValueError, "parallel rows"),
+        (lambda: class_plane(jnp.ones((2, 2)), zeros, 0, 1), ValueError, "equal rows"),
         (lambda: signed_distance(Z, np.ones((4, 6), np.float32), B, 0, 1), ValueError, "equal rows"),
         (lambda: signed_distance(Z, W, B, 0, 4), ValueError, "`second` must be a class from 0 to 3, got 4"),
         (lambda: signed_distance(Z, W, B, 2, 2), ValueError, "`second` must be another class"),
@@ -65,11 +62,9 @@ def ending(activation):
         # The identity on small numbers, and on large positive ones; the identity on large numbers.
         (lambda: linear_head(ending(lambda z: jnp.maximum(z, -1e6))), TypeError, "with an activation"),
         (lambda: linear_head(ending(lambda z: jnp.where(abs(z) < 1e-6, 0, z))), TypeError, "with an activation"),
-    ],
-)
-def test_bad_input_is_refused(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 def test_traced_weights_that_span_nothing_give_nan():

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ZOO, ResidualMLP, residual_cnn
+from zoo import Normalised, ResidualMLP, Transformer, made, one, residual_cnn
 
-from dissociation import rewrites
+from dissociation import rewrites, take
 from dissociation.data import load
 from dissociation.models._program import called
 from dissociation.rewrites import _matching as matching
@@ -61,34 +61,15 @@ def test_running_statistics_are_not_matched():
     given = other, jax.tree.map(lambda leaf: leaf, state)  # statistics in the old order
     found = rewrites.match_weights((model, state), given, groups)
     np.testing.assert_array_equal(order[found.permutations[name]], np.arange(6))
-    weights = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_inexact_array))
-               if "last.bias" not in jax.tree_util.keystr(path)]  # fmt: skip
-    np.testing.assert_allclose(found.value, sum(float(jnp.sum(leaf**2)) for leaf in weights), rtol=1e-6)
+    moved = [model.first.weight, model.first.bias, model.norm.weight, model.norm.bias, model.last.weight]
+    np.testing.assert_allclose(found.value, sum(float(jnp.sum(leaf**2)) for leaf in moved), rtol=1e-6)
     means = found.apply(given, groups)[1].get(model.norm.batch_state_index)[0]
     np.testing.assert_array_equal(means, 1e4 * np.argsort(order))
 
 
-class Normalised(eqx.Module):
-    """A layer, batch normalisation, and a layer."""
-
-    first: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.first, self.last = eqx.nn.Linear(5, 6, key=key), eqx.nn.Linear(6, 3, key=key)
-        self.norm = eqx.nn.BatchNorm(6, axis_name="batch", mode="batch")
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.first(x), state)
-        return self.last(jax.nn.relu(x)), state
-
-
 @pytest.mark.parametrize("name", ["convolutional", "transformer", "grouped convolutions", "stack in a scan"])
 def test_models_of_other_kinds_are_matched(name):
-    kind = ZOO[name]
-    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
-    groups = neuron_groups(model, inputs[0])
+    model, inputs, groups = one(name)
     other, _ = planted(model, groups, 3)
     found = rewrites.match_weights(model, other, groups, num_starts=4, key=jax.random.key(0))
     assert found.converged
@@ -102,12 +83,10 @@ def test_models_of_other_kinds_are_matched(name):
 
 def test_the_value_is_that_of_the_permutations():
     """Also where heads change places after what lies in them did."""
-    kind = ZOO["transformer"]
-    groups = neuron_groups(kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))[0])
-    part = {name: group for name, group in groups.items() if "attention" in name}
-    touched = sorted({slot.leaf for group in part.values() for slot in group.slots})
+    part = {name: group for name, group in one("transformer")[2].items() if "attention" in name}
+    touched = {slot.leaf for group in part.values() for slot in group.slots}
     for seed in range(3):
-        a, b = (kind.make(jax.random.key(2 * seed + k)) for k in (1, 2))
+        a, b = (Transformer(jax.random.key(2 * seed + k)) for k in (1, 2))
         found = rewrites.match_weights(a, b, part, num_starts=6, key=jax.random.key(seed))
         pairs = zip(parameters_of(a)[0], parameters_of(found.apply(b, part))[0], strict=True)
         products = [float(np.vdot(np.float64(one), np.float64(other))) for one, other in pairs]
@@ -131,15 +110,14 @@ def test_of_neurons_in_copies_of_each_other_one_moves_alike():
 
 
 def test_activities_of_copies_are_matched_by_themselves():
-    kind = ZOO["transformer"]
-    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    model, inputs, every = one("transformer")
     name = "blocks[0].attention.value_proj"
-    groups = {name: neuron_groups(model, inputs[0])[name]}
+    groups = {name: every[name]}
     other, orders = planted(model, groups, 1)
     assert orders[name].shape == (4, 4)
     found = rewrites.match_activations(model, other, groups, inputs)
     np.testing.assert_array_equal(np.take_along_axis(orders[name], found.permutations[name], 1), [np.arange(4)] * 4)
-    whole = rewrites.match_activations(model, model, neuron_groups(model, inputs[0]), inputs)
+    whole = rewrites.match_activations(model, model, every, inputs)
     assert "blocks[0].attention.query_proj:2" not in whole.permutations  # no layer reads queries and keys
     np.testing.assert_allclose(whole.value, 1, atol=1e-5)
 
@@ -152,7 +130,7 @@ def test_activations_match_what_weights_match():
     found = rewrites.match_activations(model, other, groups, inputs)
     assert np.mean([orders[name][found.permutations[name]] == np.arange(16) for name in orders]) > 0.85
     assert found.value > 0.9  # 1 but for neurons that are constant on the data
-    convolutional = ZOO["convolutional"].make(jax.random.key(0))
+    convolutional, _ = made("convolutional")
     images = jax.random.normal(jax.random.key(1), (40, 784))
     groups = neuron_groups(convolutional, images[0])
     other, orders = planted(convolutional, groups, 0)
@@ -166,16 +144,14 @@ def test_activations_match_what_weights_match():
 def test_the_line_between_two_networks():
     a, b = (eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(seed)) for seed in (0, 1))
     middle = rewrites.interpolate(a, b, 0.25)
-    np.testing.assert_allclose(
-        middle.layers[0].weight, 0.75 * a.layers[0].weight + 0.25 * b.layers[0].weight, rtol=1e-6
-    )
+    wanted = 0.75 * a.layers[0].weight + 0.25 * b.layers[0].weight
+    np.testing.assert_allclose(middle.layers[0].weight, wanted, rtol=1e-6)
     assert middle.activation is a.activation
     numbers = {"x": jnp.asarray(0.0)}, {"x": jnp.asarray(2.0)}
     hill = rewrites.barrier(lambda m: m["x"] * (4 - m["x"]), *numbers, num_points=5)
     np.testing.assert_allclose(hill.losses, [0, 1.75, 3, 3.75, 4])
     np.testing.assert_allclose(hill.height, 1)  # 3 in the middle, 2 on the line
-    valley = rewrites.barrier(lambda m: (m["x"] - 1) ** 2, *numbers, num_points=5)
-    assert valley.height == 0
+    assert rewrites.barrier(lambda m: (m["x"] - 1) ** 2, *numbers, num_points=5).height == 0
     with pytest.raises(ValueError, match="`num_points` must be at least 3"):
         rewrites.barrier(lambda m: m["x"], *numbers, num_points=2)
 
@@ -183,15 +159,15 @@ def test_the_line_between_two_networks():
 def test_all_pairs():
     models = eqx.filter_vmap(lambda key: eqx.nn.MLP(5, 3, 8, 1, key=key))(jax.random.split(jax.random.key(0), 3))
     x = jax.random.normal(jax.random.key(1), (50, 5))
-    groups = neuron_groups(jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, models), x[0])
+    groups = neuron_groups(take(models, 0), x[0])
     loss = lambda m: jnp.mean(jax.vmap(m)(x) ** 2)  # noqa: E731
     found = rewrites.barriers(loss, models, groups, num_points=5)
     assert set(found.matchings) == {(0, 1), (0, 2), (1, 2)}
     for table in (found.before, found.after):
         np.testing.assert_array_equal(table, table.T)
         assert (np.diagonal(table) == 0).all()
-    one, other = (jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, models) for i in (0, 2))
-    np.testing.assert_allclose(found.before[0, 2], rewrites.barrier(loss, one, other, num_points=5).height, atol=1e-6)
+    height = rewrites.barrier(loss, take(models, 0), take(models, 2), num_points=5).height
+    np.testing.assert_allclose(found.before[0, 2], height, atol=1e-6)
     assert np.isfinite(member_interval(found.after).mean)
     assert repr(found).startswith(f"Barriers(3 pairs of 3 members, means before={found.before.sum() / 6:.4g}")
 
@@ -202,7 +178,7 @@ def test_the_barrier_between_trained_networks_falls():
 
     digits = load("glyphs", num_train=5000, num_test=500)
     trained = fit_mnist(num_epochs=8, num_seeds=2, width=256, dataset=digits)
-    a, b = (jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, trained.models) for i in (0, 1))
+    a, b = (take(trained.models, index) for index in (0, 1))
     images, labels = jnp.asarray(digits.test_images), jnp.asarray(digits.test_labels)
     loss = lambda m: -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(jax.vmap(m)(images)), 1))  # noqa: E731
     groups = neuron_groups(a, digits.test_images[0])
@@ -235,9 +211,7 @@ def test_wrong_calls_are_refused_by_name():
     a, b = (eqx.nn.MLP(5, 3, width, 1, key=jax.random.key(0)) for width in (8, 9))
     groups = neuron_groups(a, jnp.ones(5))
     broken = eqx.tree_at(lambda m: m.layers[0].weight, a, replace_fn=lambda w: w.at[0, 0].set(jnp.nan))
-    kind = ZOO["stack in a scan"]
-    stack, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
-    own = neuron_groups(stack, inputs[0])
+    stack, inputs, own = one("stack in a scan")
     for call, message in (
         (lambda: rewrites.match_weights(a, b, groups), "`b` must have arrays of the shapes that `a` has"),
         (lambda: rewrites.match_weights(a, broken, groups), "`b` must be finite"),
@@ -254,9 +228,7 @@ def test_wrong_calls_are_refused_by_name():
 
 
 def test_recurrent_networks_are_matched_by_activations():
-    kind = ZOO["long short-term memory"]
-    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
-    groups = neuron_groups(model, inputs[0])
+    model, inputs, groups = one("long short-term memory")
     other, orders = planted(model, groups, 1)
     assert is_found(rewrites.match_activations(model, other, groups, inputs), orders)
 
@@ -285,22 +257,16 @@ def test_statistics_are_taken_whatever_the_names_and_without_dropout():
     np.testing.assert_allclose(outputs.std(0), 1, atol=1e-3)
 
 
-def table(values):
-    """Barriers of -x^2 on the line between numbers, (x - y)^2 / 4."""
-    return (values[:, None] - values[None]) ** 2 / 4
-
-
 def test_the_mean_barrier_has_an_interval_over_members():
     values = np.random.default_rng(0).normal(size=6)
     found = rewrites.barriers(lambda m: -(m["x"] ** 2), {"x": jnp.asarray(values)}, {}, num_points=3)
-    np.testing.assert_allclose(found.before, table(values), atol=1e-6)
+    np.testing.assert_allclose(found.before, (values[:, None] - values[None]) ** 2 / 4, atol=1e-6)
     interval = found.interval("before")
     np.testing.assert_allclose(interval.mean, np.var(values, ddof=1) / 2, rtol=1e-5)
     assert 0 <= interval.low < interval.mean < interval.high
     fall = found._replace(after=found.before / 4).interval("fall")
-    np.testing.assert_allclose(
-        [fall.mean, fall.standard_error], np.array([interval.mean, interval.standard_error]) * 0.75, rtol=1e-5
-    )
+    np.testing.assert_allclose(fall.mean, 0.75 * interval.mean, rtol=1e-5)
+    np.testing.assert_allclose(fall.standard_error, 0.75 * interval.standard_error, rtol=1e-5)
     with pytest.raises(ValueError, match="`of` must be one of"):
         found.interval("between")
     with pytest.raises(ValueError, match="`models` must be at least 3 members"):

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from zoo import residual_cnn
 
 from dissociation.measures import error_rate, input_noise_error, linear_head, parameter_noise_error
 from dissociation.models import BilinearNetwork, representations
@@ -22,16 +23,17 @@ def problem(key, samples=200):
     return model, images, labels, noise
 
 
-def direct_input_errors(model, images, labels, noise):
-    return jnp.stack([error_rate(jax.vmap(model)(images + s * noise), labels) for s in SCALES])
+def direct(run, labels):
+    """Error rates of the logits that `run` gives for each scale."""
+    return jnp.stack([error_rate(run(scale), labels) for scale in SCALES])
 
 
 def test_input_noise_against_direct_evaluation(key):
     model, images, labels, noise = problem(key)
-    expected = direct_input_errors(model, images, labels, noise)
+    expected = direct(lambda s: jax.vmap(model)(images + s * noise), labels)
     assert expected[0] == 0
     assert expected[-1] > 0.1
-    for scales_per_batch in (1, 3, None):
+    for scales_per_batch in (3, None):
         errors = input_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=scales_per_batch)
         np.testing.assert_allclose(errors, expected, atol=1 / 200)  # a tie may fall either way
     general = input_noise_error(lambda x: model(x), images, labels, SCALES, noise=noise)
@@ -39,71 +41,37 @@ def test_input_noise_against_direct_evaluation(key):
 
 
 def test_parameter_noise_against_direct_evaluation(key):
-    model, images, labels, _ = problem(key)
-    noise = parameter_noise(model, key=key)
-    expected = [error_rate(jax.vmap(perturb_parameters(model, noise, s))(images), labels) for s in SCALES]
-    for scales_per_batch in (1, None):
-        errors = parameter_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=scales_per_batch)
-        np.testing.assert_allclose(errors, jnp.stack(expected), atol=1 / 200)
-    linear = eqx.nn.Linear(6, 3, key=key)  # no multilayer perceptron: the general way
-    noise = parameter_noise(linear, key=key)
-    expected = [error_rate(jax.vmap(perturb_parameters(linear, noise, s))(images), labels) for s in SCALES]
-    errors = parameter_noise_error(linear, images, labels, SCALES, noise=noise)
-    np.testing.assert_allclose(errors, jnp.stack(expected), atol=1 / 200)
-
-
-class Convolutional(eqx.Module):
-    """A network of images [1, 4, 4] with batch normalisation and dropout."""
-
-    convolution: eqx.nn.Conv2d
-    norm: eqx.nn.BatchNorm
-    dropout: eqx.nn.Dropout
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.convolution = eqx.nn.Conv2d(1, 2, 3, key=key)
-        self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
-        self.dropout, self.head = eqx.nn.Dropout(0.5), eqx.nn.Linear(8, 3, key=key)
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.convolution(x), state)
-        return self.head(self.dropout(jax.nn.relu(x).ravel())), state
-
-
-def stateful(key):
-    """A pair, images, labels, and the function of one image that the pair computes, of the convolution and the head."""
-    model, state = eqx.nn.make_with_state(Convolutional)(key)
-    means, variances = jnp.asarray([0.3, -0.2]), jnp.asarray([0.02, 2.0])
-    state = state.set(model.norm.batch_state_index, (means, variances))
-
-    def plain(parts, x):
-        x = parts.convolution(x)
-        x = (x - means[:, None, None]) / jnp.sqrt(variances + model.norm.eps)[:, None, None]
-        x = parts.norm.weight[:, None, None] * x + parts.norm.bias[:, None, None]
-        return parts.head(jax.nn.relu(x).ravel())
-
-    images = jax.random.normal(jax.random.fold_in(key, 1), (60, 1, 4, 4))
-    return (model, state), images, jax.vmap(plain, (None, 0))(model, images).argmax(1), plain
+    perceptron, images, labels, _ = problem(key)
+    for model in (perceptron, eqx.nn.Linear(6, 3, key=key)):  # the latter the general way
+        noise = parameter_noise(model, key=key)
+        expected = direct(lambda s: jax.vmap(perturb_parameters(model, noise, s))(images), labels)  # noqa: B023
+        for scales_per_batch in (1, None):
+            options = {"noise": noise, "scales_per_batch": scales_per_batch}
+            errors = parameter_noise_error(model, images, labels, SCALES, **options)
+            np.testing.assert_allclose(errors, expected, atol=1 / 200)
 
 
 def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     """Pairs (model, state), images of their own shape, and labels that are integers, wherever a model is evaluated."""
-    pair, images, labels, plain = stateful(key)
-    function = lambda x: plain(pair[0], x)  # noqa: E731
-    same = certify(pair, function, images)
-    assert bool(same.kept(1e-5))
-    draws = jax.random.normal(key, images.shape)
+    (model, state), images = residual_cnn(key, "batch"), jax.random.normal(key, (60, 1, 8, 8))
+    run = jax.vmap(lambda model, x: eqx.nn.inference_mode(model)(x, state)[0], (None, 0))
+    common = run(model, images).mean(0)  # without which all images are of one class
+    pair = eqx.tree_at(lambda m: m.head.bias, model, model.head.bias - common), state
+    function = lambda x: run(pair[0], x[None])[0]  # noqa: E731
+    labels = run(pair[0], images).argmax(1)
+    assert bool(certify(pair, function, images).kept(1e-5))
+    draws = jax.random.normal(jax.random.fold_in(key, 1), images.shape)
     own, wanted = (input_noise_error(m, images, labels, SCALES, noise=draws) for m in (pair, function))
     np.testing.assert_allclose(own, wanted, atol=1 / 60)
     assert wanted[-1] > 0.1
     for where in (None, lambda m: m[0].head):
         noise = parameter_noise(pair, key=key, where=where)
         own = parameter_noise_error(pair, images, labels, SCALES, noise=noise)
-        logits = [jax.vmap(plain, (None, 0))(perturb_parameters(pair, noise, s)[0], images) for s in SCALES]
-        np.testing.assert_allclose(own, [error_rate(each, labels) for each in logits], atol=1 / 60)
+        wanted = direct(lambda s: run(perturb_parameters(pair, noise, s)[0], images), labels)  # noqa: B023
+        np.testing.assert_allclose(own, wanted, atol=1 / 60)
     np.testing.assert_array_equal(linear_head(pair)[0], pair[0].head.weight)
     features = representations(pair, images)["features"]
-    np.testing.assert_allclose(jax.vmap(pair[0].head)(features.reshape(60, 8)), jax.vmap(function)(images), atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(pair[0].head)(features), run(pair[0], images), atol=1e-5)
 
 
 LAST = ".layers[1].weight"
@@ -141,16 +109,15 @@ def test_wrong_arguments_are_named(key):
         with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
             parameter_noise_error(model, images, labels, SCALES, noise=parameter_noise(other, key=key))
     stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(6, 3, 16, 2, key=key))(jax.random.split(key, 2))
-    wide, other = eqx.nn.MLP(7, 3, 16, 2, key=key), eqx.nn.MLP(6, 2, 16, 2, key=key)
     for wrong, error, words in (
         (stacked, TypeError, r"`model` must take one example of shape \(6,\) \(a single model, no stacked ones\)"),
-        (wide, TypeError, r"`model` must take one example of shape \(6,\)"),
-        (other, ValueError, r"`model` must give an output for each of the 3 classes, got shape \(2,\)"),
+        (eqx.nn.MLP(7, 3, 16, 2, key=key), TypeError, r"`model` must take one example of shape \(6,\)"),
+        (eqx.nn.MLP(6, 2, 16, 2, key=key), ValueError, r"`model` must give an output for each of the 3 classes, got"),
     ):
-        with pytest.raises(error, match=words):
-            input_noise_error(wrong, images, labels, SCALES, noise=noise)
-        with pytest.raises(error, match=words):
-            parameter_noise_error(wrong, images, labels, SCALES, noise=parameter_noise(wrong, key=key))
+        draws = parameter_noise(wrong, key=key)
+        for run, own in ((input_noise_error, noise), (parameter_noise_error, draws)):
+            with pytest.raises(error, match=words):
+                run(wrong, images, labels, SCALES, noise=own)
 
 
 @pytest.mark.parametrize(("bad", "label"), [(np.nan, 0), (np.inf, 2)])

@@ -20,12 +20,6 @@ Z = RNG.standard_normal((400, 2))
 CUTS = (0, 50, 57, 300, 400)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def batches(*arrays):
     return [tuple(array[start:stop] for array in arrays) for start, stop in zip(CUTS, CUTS[1:], strict=False)]
 
@@ -39,6 +33,9 @@ def test_streamed_measures_are_those_of_the_samples(x64_on, tolerance):
         for name in streaming.STREAMED:
             found = np.asarray(similarity.similarity_from_moments(moments, name))
             wanted = np.array([[getattr(reference, name)(a, b) for b in (X, Y, Z)] for a in (X, Y, Z)])
+            if x64_on and name in ("linear_cka", "debiased_cka", "cca_squared"):
+                baseline = similarity.pairwise(name, [X, Y, Z]).baseline
+                np.testing.assert_allclose(similarity.baseline_from_moments(moments, name), baseline, atol=1e-12)
             if name == "procrustes_distance":
                 found, wanted = found**2, wanted**2
             loose = 100 if name in ("cca", "cca_squared") else 1  # covariances square the condition number
@@ -66,14 +63,6 @@ def test_predictivity_of_folds():
     np.testing.assert_allclose(back, reference.linear_predictivity(Y, X, 3.0, 4), atol=1e-12)
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
-@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "cca_squared"])
-def test_streamed_baselines_are_those_of_the_samples(name):
-    moments = similarity.stream_moments(batches(X, Y, Z))
-    wanted = similarity.pairwise(name, [X, Y, Z]).baseline
-    np.testing.assert_allclose(similarity.baseline_from_moments(moments, name), wanted, atol=1e-12)
-
-
 def test_large_means_cost_a_stream_no_digits():
     parts = [(1e5 + X[start : start + 7], 3e4 + Y[start : start + 7]) for start in range(0, 399, 7)]
     moments = similarity.stream_moments((a.astype(np.float32), b.astype(np.float32)) for a, b in parts)
@@ -98,9 +87,7 @@ def test_wrong_moments_are_refused_by_name():
         with pytest.raises(ValueError, match="`moments` must have representations of mean squares from 3e-16 to 6e"):
             similarity.similarity_from_moments(streaming.joint_moments(np.float32(scale) * X.astype(np.float32), Y))
     drift = X.astype(np.float32) + np.linspace(0, 1e5, len(X), dtype=np.float32)[:, None]
-    with pytest.warns(
-        RuntimeWarning, match=r"^[1-9]\d*, 0 directions of the representations, in their order, depend on"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"^[1-9]\d*, 0 directions of the representations, in their order, dep"):
         similarity.similarity_from_moments(streaming.joint_moments(drift, Y), "cca")
     with pytest.raises(ValueError, match="`source` must be one of the 1 representations"):
         similarity.predictivity_from_moments([streaming.joint_moments(X)] * 2, source=1)

@@ -9,40 +9,39 @@ from dissociation.measures import smoothed_information
 KEY = jax.random.key(0)
 
 
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("width", [1, 3])
 def test_gaussian_features_have_the_channels_information(width):
     # I(Z + noise; Z) = (1/2) sum log(1 + v / s^2), of which n samples show all while it is well below log n.
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(width)
-        features = rng.normal(size=(3000, width)) * np.asarray([1.0, 0.7, 0.5])[:width]
-        exact = 0.5 * np.sum(np.log(1 + np.asarray([1.0, 0.7, 0.5])[:width] ** 2 / 0.25))
-        labels = np.zeros(3000, int)
-        found = {
-            method: smoothed_information(features, labels, 0.5, method=method, key=KEY, num_draws=2)
-            for method in ("monte_carlo", "upper", "lower")
-        }
-        np.testing.assert_allclose(found["monte_carlo"].zx, exact, atol=0.04)
-        assert found["lower"].zx < found["monte_carlo"].zx < found["upper"].zx
-        for one in found.values():
-            np.testing.assert_allclose(one.zy, 0.0, atol=1e-9)  # one label says nothing
-            np.testing.assert_allclose(one.zx_given_y, one.zx)
+    spread, labels = np.asarray([1.0, 0.7, 0.5])[:width], np.zeros(2000, int)
+    features = np.random.default_rng(width).normal(size=(2000, width)) * spread
+    exact = 0.5 * np.sum(np.log(1 + spread**2 / 0.25))
+    options = {"key": KEY, "num_draws": 2}
+    upper, middle, lower = (
+        smoothed_information(features, labels, 0.5, method=method, **options)
+        for method in ("upper", "monte_carlo", "lower")
+    )
+    np.testing.assert_allclose(middle.zx, exact, atol=0.04)
+    assert lower.zx < middle.zx < upper.zx
+    for one in (upper, middle, lower):
+        np.testing.assert_allclose(one.zy, 0.0, atol=1e-9)  # one label says nothing
+        np.testing.assert_allclose(one.zx_given_y, one.zx)
 
 
+@pytest.mark.usefixtures("x64")
 def test_two_overlapping_classes():
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        labels = rng.integers(0, 2, 4000)
-        features = np.where(labels, 1.0, -1.0)[:, None]
-        spread = 0.8
-        mixture = lambda t: 0.5 * (norm.pdf(t, 1, spread) + norm.pdf(t, -1, spread))  # noqa: E731
-        entropy = quad(lambda t: -mixture(t) * np.log(mixture(t)), -8, 8)[0]
-        exact = entropy - 0.5 * np.log(2 * np.pi * np.e * spread**2)
-        found = smoothed_information(features, labels, spread, key=KEY, num_draws=5)
-        np.testing.assert_allclose(found.zy, exact, atol=0.02)
-        # The features are the labels: given them, nothing is left.
-        np.testing.assert_allclose(found.zx_given_y, 0.0, atol=0.02)
-        shuffled = smoothed_information(features, rng.permutation(labels), spread, key=KEY)
-        np.testing.assert_allclose(shuffled.zy, 0.0, atol=3e-3)
+    rng, spread = np.random.default_rng(0), 0.8
+    labels = rng.integers(0, 2, 3000)
+    features = np.where(labels, 1.0, -1.0)[:, None]
+    mixture = lambda t: 0.5 * (norm.pdf(t, 1, spread) + norm.pdf(t, -1, spread))  # noqa: E731
+    entropy = quad(lambda t: -mixture(t) * np.log(mixture(t)), -8, 8)[0]
+    exact = entropy - 0.5 * np.log(2 * np.pi * np.e * spread**2)
+    found = smoothed_information(features, labels, spread, key=KEY, num_draws=5)
+    np.testing.assert_allclose(found.zy, exact, atol=0.02)
+    # The features are the labels: given them, nothing is left.
+    np.testing.assert_allclose(found.zx_given_y, 0.0, atol=0.02)
+    shuffled = smoothed_information(features, rng.permutation(labels), spread, key=KEY)
+    np.testing.assert_allclose(shuffled.zy, 0.0, atol=3e-3)
 
 
 def test_saturation_is_said_and_never_infinite():
@@ -82,14 +81,11 @@ def test_the_upper_bound_is_the_mean_log_density_of_scipy():
     np.testing.assert_allclose(found.zx, wanted, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("noise", "options", "words"),
-    [
+def test_bad_input_is_refused():
+    for noise, options, words in (
         (0.5, {}, "`key` must be given for 'monte_carlo'"),
         (0.0, {"key": KEY}, "`noise` must be positive"),
         (1.0, {"method": "jensen"}, "'monte_carlo', 'upper', 'lower'"),
-    ],
-)
-def test_bad_input_is_refused(noise, options, words):
-    with pytest.raises(ValueError, match=words):
-        smoothed_information(np.ones((5, 2), np.float32), np.zeros(5, int), noise, **options)
+    ):
+        with pytest.raises(ValueError, match=words):
+            smoothed_information(np.ones((5, 2), np.float32), np.zeros(5, int), noise, **options)

@@ -150,25 +150,17 @@ def compare_rdms(a, b, comparison):
     return cosine(a, b) if comparison == "cosine" else cosine(a - a.mean(), b - b.mean())
 
 
-_rdm = rdm  # the argument of `rsa` has its name
-
-
-def rsa(x, y, rdm="euclidean", comparison="pearson"):
+def rsa(x, y, kind="euclidean", comparison="pearson"):
     """Representational similarity analysis: the same dissimilarity on both sides, then a comparison."""
-    return compare_rdms(_rdm(x, rdm), _rdm(y, rdm), comparison)
-
-
-def crossnobis_rdm(a, b, noise_covariance=None):
-    """(a_i - a_j)' S^-1 (b_i - b_j) / p over pairs i<j; unbiased, may be negative."""
-    n, p = a.shape
-    precision = np.eye(p) if noise_covariance is None else np.linalg.inv(noise_covariance)
-    return np.array([(a[i] - a[j]) @ precision @ (b[i] - b[j]) / p for i in range(n) for j in range(i + 1, n)])
+    return compare_rdms(rdm(x, kind), rdm(y, kind), comparison)
 
 
 def crossnobis_rsa(x, y):
-    """Cosine of the cross-validated dissimilarities of two halves each."""
+    """Cosine of the cross-validated dissimilarities (a_i - a_j)'(b_i - b_j), i<j, of two halves each; not clipped."""
     half = len(x) // 2
-    return cosine(*(crossnobis_rdm(one[:half], one[half:]) for one in (x, y)))
+    first, second = np.triu_indices(half, 1)
+    apart = [part[first] - part[second] for one in (x, y) for part in (one[:half], one[half:])]
+    return cosine((apart[0] * apart[1]).sum(1), (apart[2] * apart[3]).sum(1))
 
 
 def distance_correlation(x, y):

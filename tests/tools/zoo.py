@@ -73,6 +73,22 @@ class ResidualCNN(eqx.Module):
         return self.head(x.reshape(-1)), state
 
 
+class Normalised(eqx.Module):
+    """A layer, batch normalisation, and a layer; running statistics are its state."""
+
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first, self.last = eqx.nn.Linear(5, 6, key=key), eqx.nn.Linear(6, 3, key=key)
+        self.norm = eqx.nn.BatchNorm(6, axis_name="batch", mode="batch")
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(jax.nn.relu(x)), state
+
+
 def residual_cnn(key, mode):
     """After a pass in training mode, so that the running statistics differ between channels."""
     model, state = eqx.nn.make_with_state(ResidualCNN)(key, mode)
@@ -168,10 +184,8 @@ class Depthwise(eqx.Module):
 
     def __init__(self, key):
         keys = jax.random.split(key, 4)
-        options = ((2, 8, 1), (8, 8, 8), (8, 12, 4), (12, 3, 1))
-        self.convolutions = [
-            eqx.nn.Conv1d(i, o, 3, groups=g, key=k) for (i, o, g), k in zip(options, keys, strict=True)
-        ]
+        sizes = zip((2, 8, 8, 12), (8, 8, 12, 3), (1, 8, 4, 1), keys, strict=True)
+        self.convolutions = [eqx.nn.Conv1d(i, o, 3, groups=g, key=k) for i, o, g, k in sizes]
 
     def __call__(self, x):
         for convolution in self.convolutions[:-1]:
@@ -283,14 +297,22 @@ ZOO = {
 }
 
 
+def made(name):
+    """A model and inputs."""
+    kind = ZOO[name]
+    return kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+
+
 def one(name):
     """A model, inputs, and groups."""
-    kind = ZOO[name]
-    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    model, inputs = made(name)
     return model, inputs, neuron_groups(model, inputs[0])
+
+
+RUN = eqx.filter_jit(lambda model, inputs: jax.vmap(lambda x: called(model, x))(inputs))
 
 
 def change(model, rewritten, inputs):
     """The largest change of an output, of their size."""
-    before, after = (np.asarray(jax.vmap(lambda x, m=m: called(m, x))(inputs)) for m in (model, rewritten))
+    before, after = (np.asarray(RUN(m, inputs)) for m in (model, rewritten))
     return np.abs(after - before).max() / np.abs(before).max()

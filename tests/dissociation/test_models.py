@@ -1,0 +1,232 @@
+"""Perceptrons, convolutional and bilinear networks and their layers: by hand, against torch, and what is refused."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.bilinear import decompose
+from dissociation.models import CNN, MLP, Affine, BilinearNetwork, Convolution, Encoder, wrap_bilinear
+from dissociation.models._bilinear import GATES, BilinearLayer
+from dissociation.models._cnn import Decoder
+from dissociation.models._initial import draw_weights
+from dissociation.models._layers import max_pool
+
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32)
+IMAGES = np.random.default_rng(0).uniform(size=(4, 28, 28)).astype(np.float32)
+
+
+# Layers
+
+
+def test_convolution_and_pooling_by_hand():
+    layer = Convolution(2, 3, key=KEY)
+    x = jax.random.normal(jax.random.key(1), (6, 8, 2))
+    padded = np.pad(x, ((2, 2), (2, 2), (0, 0)))
+    patches = np.stack([[padded[i : i + 5, j : j + 5] for j in range(8)] for i in range(6)])
+    wanted = np.einsum("hwijc,ijco->hwo", patches, layer.weight) + np.asarray(layer.bias)
+    np.testing.assert_allclose(layer(x), wanted, atol=1e-5)
+    np.testing.assert_array_equal(max_pool(x), np.asarray(x).reshape(3, 2, 4, 2, 2).max((1, 3)))
+
+
+def test_a_convolution_after_nearest_upsampling_is_done_below():
+    layer = Convolution(3, 4, key=KEY)
+    x = jax.random.normal(jax.random.key(1), (6, 8, 3))
+    above = jax.image.resize(x, (12, 16, 3), "nearest")
+    np.testing.assert_allclose(layer.upsampled(x), layer(above), atol=1e-5)
+    slopes = [jax.grad(lambda w, f=f: jnp.sum(f(eqx.tree_at(lambda m: m.weight, layer, w)) ** 2))(layer.weight)
+              for f in (lambda m: m.upsampled(x), lambda m: m(above))]  # fmt: skip
+    np.testing.assert_allclose(*slopes, rtol=1e-4, atol=1e-3)
+    assert np.abs(layer.upsampled(x) - layer(jax.image.resize(x, (12, 16, 3), "bilinear"))).max() > 0.1
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_bilinear_layer_is_a_product(gate):
+    for bias in (False, True):
+        layer = BilinearLayer(12, 5, bias=bias, gate=gate, key=KEY)
+        left, right = X @ np.asarray(layer.left).T, X @ np.asarray(layer.right).T
+        if bias:
+            left, right = left + np.asarray(layer.left_bias), right + np.asarray(layer.right_bias)
+        found, doubled = jax.vmap(layer)(X), jax.vmap(layer)(2 * X)
+        np.testing.assert_allclose(found, GATES[gate](left) * right, rtol=1e-4, atol=1e-6)
+        # A ReLU is homogeneous too, but no quadratic form.
+        quadratic = np.allclose(doubled, 4 * found, rtol=1e-4, atol=1e-6)
+        assert quadratic == (not bias and gate in ("none", "relu"))
+
+
+def test_initial_weights():
+    pytorch, lecun = (Affine(400, 300, init=init, key=KEY) for init in ("pytorch", "lecun"))
+    assert np.abs(pytorch.weight).max() <= 0.05
+    np.testing.assert_allclose(np.std(pytorch.weight), 0.05 / 3**0.5, rtol=0.01)
+    np.testing.assert_allclose(np.std(lecun.weight), 0.05, rtol=0.01)
+    np.testing.assert_array_equal(lecun.bias, 0)
+    for layer, fan_in in zip(MLP(784, 200, 2, 10, key=KEY).layers, (784, 200, 200), strict=True):
+        for part in (layer.weight, layer.bias):
+            assert 0.5 * fan_in**-0.5 < np.abs(part).max() <= fan_in**-0.5  # biases too
+        np.testing.assert_allclose(layer.weight.std(), fan_in**-0.5 / 3**0.5, rtol=0.05)
+    plain = BilinearNetwork(key=KEY)
+    assert (plain.embed.shape, plain.head.shape) == ((256, 784), (10, 256))
+    assert 0.99 * 784**-0.5 < np.abs(plain.embed).max() <= 784**-0.5
+    assert np.abs(plain.layers[0].left).max() <= 1 / 16
+    model = BilinearNetwork(4, 3, 2, init=lambda key, shape, fan_in: jnp.full(shape, 1.0 * fan_in), key=KEY)
+    np.testing.assert_array_equal(model.embed, 4)
+    np.testing.assert_array_equal(model.head, 3)
+    np.testing.assert_allclose(draw_weights("lecun", (300, 400), 100, key=KEY).std(), 0.1, rtol=0.01)
+    with pytest.raises(ValueError, match=r"`init` must give weights of shape \(5, 3\), got \(3, 5\)"):
+        draw_weights(lambda key, shape, fan_in: jnp.zeros(shape[::-1]), (5, 3), 3, key=KEY)
+
+
+# Networks
+
+
+def test_encoder_against_torch():
+    torch = pytest.importorskip("torch")
+    encoder = Encoder(5, key=KEY)
+
+    def tensor(array, *axes):
+        return torch.tensor(np.array(array)).permute(*axes) if axes else torch.tensor(np.array(array))
+
+    x = torch.tensor(IMAGES)[:, None]
+    for layer in encoder.convolutions:
+        x = torch.conv2d(x, tensor(layer.weight, 3, 2, 0, 1), tensor(layer.bias), padding=2)
+        x = torch.max_pool2d(torch.relu(x), 2)
+    # Channels last, so the linear layer reads pixels before channels.
+    wanted = x.permute(0, 2, 3, 1).reshape(len(x), -1) @ tensor(encoder.head.weight).T + tensor(encoder.head.bias)
+    np.testing.assert_allclose(jax.vmap(encoder)(IMAGES), wanted.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("upsampling", ["nearest", "bilinear"])
+def test_decoder_against_torch(upsampling):
+    torch = pytest.importorskip("torch")
+    decoder = Decoder(5, upsampling=upsampling, key=KEY)
+    features = np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
+    x = torch.tensor(np.asarray(jax.vmap(decoder.head)(features))).reshape(3, 7, 7, 32).permute(0, 3, 1, 2)
+    for layer in decoder.convolutions:
+        x = torch.relu(torch.nn.functional.interpolate(x, scale_factor=2, mode=upsampling))
+        # A transposed convolution of stride 1 is a convolution with the kernel turned by half a turn.
+        weight = torch.tensor(np.array(layer.weight)).flip(0, 1).permute(2, 3, 0, 1)
+        x = torch.conv_transpose2d(x, weight, torch.tensor(np.array(layer.bias)), padding=2)
+    np.testing.assert_allclose(jax.vmap(decoder)(features), x[:, 0].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("last_activation", [True, False])
+def test_perceptrons_and_convolutional_networks_by_hand(last_activation):
+    last = (lambda z: np.maximum(z, 0)) if last_activation else np.asarray
+    model = MLP(12, 8, 2, 3, last_activation=last_activation, key=KEY)
+    first, second, head = ([np.asarray(layer.weight).T, np.asarray(layer.bias)] for layer in model.layers)
+    hidden = np.maximum(X @ first[0] + first[1], 0)
+    features = last(hidden @ second[0] + second[1])
+    wanted = {"hidden0": hidden, "features": features, "logits": features @ head[0] + head[1]}
+    found = jax.vmap(model.representations)(X)
+    assert set(found) == set(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-6)
+    np.testing.assert_array_equal(jax.vmap(model)(X), found["logits"])
+    model, flat = CNN(30, 7, last_activation=last_activation, key=KEY), IMAGES.reshape(4, -1)
+    found, features = jax.vmap(model.representations)(flat), last(jax.vmap(model.encoder)(IMAGES))
+    np.testing.assert_allclose(found["features"], features, atol=1e-6)
+    np.testing.assert_allclose(found["logits"], jax.vmap(model.head)(features), atol=1e-5)
+    np.testing.assert_array_equal(jax.vmap(model)(flat), found["logits"])
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_bilinear_network_by_hand(residual):
+    model = BilinearNetwork(12, 6, 3, num_layers=2, residual=residual, key=jax.random.key(1))
+    hidden = X @ np.asarray(model.embed).T
+    for layer in model.layers:
+        added = (hidden @ np.asarray(layer.left).T) * (hidden @ np.asarray(layer.right).T)
+        hidden = hidden + added if residual else added
+    np.testing.assert_allclose(jax.vmap(model)(X), hidden @ np.asarray(model.head).T, rtol=1e-4, atol=1e-6)
+    found = jax.vmap(model.representations)(X)
+    assert list(found) == ["hidden0", "hidden1", "features", "logits"]
+    np.testing.assert_allclose(found["features"], hidden, rtol=1e-4, atol=1e-6)
+
+
+def test_any_bilinear_model_can_be_wrapped():
+    # Layers of different widths, as no constructor here makes them.
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    embed, head, x = draw(5, 7), draw(3, 4), draw(7)
+    layers = [(draw(6, 5), draw(6, 5), draw(6), draw(6)), (draw(4, 6), draw(4, 6), draw(4), draw(4))]
+    model = wrap_bilinear(embed, layers, head)
+    hidden = [embed @ x]
+    for left, right, b, c in layers:
+        hidden.append((left @ hidden[-1] + b) * (right @ hidden[-1] + c))
+    np.testing.assert_allclose(model(x), head @ hidden[-1], rtol=1e-4)
+    # And decomposed: the first layer's forms give what it computes.
+    spectrum = decompose(model, np.eye(6, dtype=np.float32), layer=0)
+    np.testing.assert_allclose(spectrum(x), hidden[1], rtol=1e-3, atol=1e-3)
+
+
+# Refusals
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("make", "shapes", "wanted"),
+    [
+        (lambda: Affine(3, 2, key=KEY), [(5, 3), (2,)], r"`x` must be one example of shape \(3,\)"),
+        (lambda: BilinearLayer(3, 2, key=KEY), [(5, 3), (2,)], r"`x` must be one example of shape \(3,\)"),
+        (lambda: MLP(12, 8, key=KEY), [(7, 12), (12, 7), (12, 12), ()], r"`x` must be one example of shape \(12,\)"),
+        # A square batch would pass through as columns.
+        (lambda: BilinearNetwork(12, 8, key=KEY), [(12, 7), (12, 12)], r"`x` must be one example of shape \(12,\)"),
+        (lambda: CNN(5, key=KEY), [(28, 28)], r"`x` must be one example of shape \(784,\), got .* by `jax.vmap`"),
+        (lambda: Encoder(5, key=KEY), [(4, 28, 28)], r"`image` must be one example of shape \(28, 28\)"),
+        (lambda: Decoder(5, key=KEY), [(4,)], r"`features` must be one example of shape \(5,\), got shape \(4,\)"),
+        (lambda: Convolution(3, 2, key=KEY), [(4, 4, 2), (2, 4, 4, 3)], r"`x` must be .* \(height, width, 3\), got"),
+        (lambda: Convolution(3, 2, key=KEY).upsampled, [(2, 4, 4, 3)], r"`x` must be .* \(height, width, 3\), got"),
+        (lambda: max_pool, [(2, 4, 6, 3), (6, 3)], r"`x` must have 3 axes \[h, w, c\]"),
+        (lambda: max_pool, [(3, 6, 3), (4, 5, 3)], "even"),
+    ],
+)
+def test_batches_and_wrong_shapes_are_refused(make, shapes, wanted):
+    layer = make()
+    for shape in shapes:
+        with pytest.raises(ValueError, match=wanted):
+            layer(jnp.zeros(shape))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_layers_take_lists_and_no_complex_numbers():
+    for layer in (Affine(3, 2, key=KEY), BilinearLayer(3, 2, key=KEY)):
+        with pytest.raises(TypeError, match="`x` must hold real numbers, got dtype complex64"):
+            layer(jnp.ones(3, complex))
+        np.testing.assert_array_equal(layer([1, 2, 3]), layer(jnp.array([1.0, 2.0, 3.0])))
+
+
+def test_bad_settings_are_refused():
+    for make in (Affine, Convolution, BilinearLayer):
+        for sizes, name in (((0, 3), "inputs"), ((3, -1), "outputs")):
+            with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got"):
+                make(*sizes, key=KEY)
+    for call, words in (
+        (lambda: Affine(2, 2, init="flax", key=KEY), "'pytorch', 'lecun'"),
+        (lambda: Encoder(0, key=KEY), "`features` must be at least 1, got 0"),
+        (lambda: Decoder(0, key=KEY), "`features` must be at least 1, got 0"),
+        (lambda: MLP(depth=0, key=KEY), "`depth` must be"),
+        (lambda: MLP(activation="swish", key=KEY), "'relu', 'tanh', 'gelu', 'none'"),
+        (lambda: BilinearNetwork(4, 3, 2, gate="tanh", key=KEY), "'silu'"),
+        (lambda: BilinearNetwork(4, 3, 2, init="he", key=KEY), "'lecun'"),
+        (lambda: BilinearNetwork(4, 3, 2, num_layers=0, key=KEY), "`num_layers`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_parts_that_are_no_real_weights_are_named():
+    eye, head = np.eye(3, dtype=np.float32), np.ones((2, 3), np.float32)
+    for layers, error, words in (
+        ([], ValueError, "at least one layer"),
+        ([(np.ones((4, 3), np.float32),) * 2], ValueError, "`head` must have 4 columns"),
+        ([(eye, eye), (eye, np.full((3, 3), "a"))], TypeError, r"`layers\[1\]\[1\]` must be .* numbers, got text"),
+        ([(eye, eye), (eye, eye * 1j)], TypeError, r"`layers\[1\]\[1\]` must hold real numbers, got dtype complex64"),
+        ([(eye, eye), (eye, eye, np.ones(2), np.ones(3))], ValueError, r"two biases \[outputs\] or none, in layer 1,"),
+        ([(eye, eye[:2])], ValueError, "two matrices"),
+        ([(np.float32(1.0), eye)], ValueError, "two matrices"),
+        ([(eye, eye), ()], ValueError, r"two matrices \[outputs, 3\], .*, in layer 1, got \[\]"),
+    ):
+        with pytest.raises(error, match=words):
+            wrap_bilinear(eye, layers, head)
