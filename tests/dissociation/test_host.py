@@ -16,9 +16,7 @@ import dissociation
 from dissociation import figures
 from dissociation._core import checks, files
 from dissociation.figures import open_meter
-from dissociation.plotting import (
-    _axes as plotting,
-)
+from dissociation.plotting import _axes as plotting
 from dissociation.plotting import (
     band,
     differences,
@@ -59,22 +57,20 @@ class Screen(io.StringIO):
 
 
 def test_a_terminal_has_one_bar_that_moves(monkeypatch):
-    for progress in ("terminal", "auto"):
-        monkeypatch.setattr(sys, "stderr", screen := Screen())
-        meter = open_meter(progress, 20, "training")
-        for step in (0, 10, 20):
-            meter.advance(step, f"loss {step}")
-        meter.close()
-        shown = screen.getvalue()
-        assert "\n" not in shown.strip()
-        assert all(f"{step}/20" in shown and f"loss {step}" in shown for step in (0, 10, 20))
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    meter = open_meter("auto", 20, "training")
+    for step in (0, 10, 20):
+        meter.advance(step, f"loss {step}")
+    meter.close()
+    shown = screen.getvalue()
+    assert "\n" not in shown.strip()
+    assert all(f"{step}/20" in shown and f"loss {step}" in shown for step in (0, 10, 20))
 
 
-@pytest.mark.parametrize("progress", ["terminal", "auto"])
-def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
+def test_a_file_has_a_line_now_and_then(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
-    meter = open_meter(progress, 20, "training")
+    meter = open_meter("terminal", 20, "training")
     for step in range(20):
         meter.advance(step, f"loss {step}")
         now[0] += LineMeter.SECONDS / 4.5
@@ -88,7 +84,7 @@ def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
     assert "loss 20" in last
 
 
-@pytest.mark.parametrize("num_members", [1, 4, 5])
+@pytest.mark.parametrize("num_members", [1, 5])
 def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
     mesh = dissociation.member_mesh(jax.devices("cpu")[:4])
     tree = {"x": jnp.arange(3.0 * num_members).reshape(num_members, 3), "name": "kept"}
@@ -213,29 +209,11 @@ def test_checks_speak_one_language():
     jax.jit(lambda x: figures.check_positive("x", x))(-1.0)  # traced: passes
 
 
-def test_padding_out_of_range_is_refused():
-    tree = {"x": jnp.zeros((3, 2)), "y": jnp.zeros(3), "name": "kept"}
-    with pytest.raises(ValueError, match="`num_devices` must be at least 1"):
-        sharding.pad_members(tree, 0)
-    for count, words in ((0, "at least 1"), (4, "at most 3, the members of `tree`, got 4")):
-        with pytest.raises(ValueError, match=f"`num_members` must be {words}"):
-            sharding.drop_padding(tree, count)
-    for bad in (jnp.zeros(()), jnp.zeros((0, 2)), jnp.zeros((4, 2))):
-        with pytest.raises(ValueError, match="`tree` must carry the same members"):
-            sharding.pad_members({**tree, "x": bad}, 2)
-    assert sharding.pad_members({"name": "kept"}, 2) == {"name": "kept"}
-
-
 def test_a_mesh_may_have_an_axis_of_data():
     devices = jax.devices("cpu")[:4]
     mesh = dissociation.member_mesh(devices, data=2)
     assert mesh.axis_names == ("members", "data")
     assert mesh.devices.tolist() == [devices[:2], devices[2:]]
-    assert sharding.member_devices(mesh) == 2
-    assert sharding.member_devices(dissociation.member_mesh(devices)) == 4
-    placed = sharding.place_members(sharding.pad_members(jnp.arange(3.0), 2), mesh)
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
-    sharding.check_mesh(mesh)
     with pytest.raises(ValueError, match=r"`data` must divide the number of devices \(4\), got 3"):
         dissociation.member_mesh(devices, data=3)
     with pytest.raises(ValueError, match="`data` must be at least 1, got 0"):

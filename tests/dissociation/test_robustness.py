@@ -31,7 +31,7 @@ def test_input_noise_against_direct_evaluation(key):
     expected = direct_input_errors(model, images, labels, noise)
     assert expected[0] == 0
     assert expected[-1] > 0.1
-    for scales_per_batch in (1, 3, None):
+    for scales_per_batch in (3, None):
         errors = input_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=scales_per_batch)
         np.testing.assert_allclose(errors, expected, atol=1 / 200)  # a tie may fall either way
     general = input_noise_error(lambda x: model(x), images, labels, SCALES, noise=noise)
@@ -45,11 +45,6 @@ def test_parameter_noise_against_direct_evaluation(key):
     for scales_per_batch in (1, None):
         errors = parameter_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=scales_per_batch)
         np.testing.assert_allclose(errors, jnp.stack(expected), atol=1 / 200)
-    linear = eqx.nn.Linear(6, 3, key=key)  # no multilayer perceptron: the general way
-    noise = parameter_noise(linear, key=key)
-    expected = [error_rate(jax.vmap(perturb_parameters(linear, noise, s))(images), labels) for s in SCALES]
-    errors = parameter_noise_error(linear, images, labels, SCALES, noise=noise)
-    np.testing.assert_allclose(errors, jnp.stack(expected), atol=1 / 200)
 
 
 class Convolutional(eqx.Module):
