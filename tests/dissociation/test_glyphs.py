@@ -55,7 +55,8 @@ def test_templates_are_fixed_shared_and_centred():
 
 def test_images_are_upright():
     draw = partial(draw_glyphs, labels=np.arange(10), key=jax.random.key(0), variation=STILL)
-    images = np.asarray(jax.vmap(lambda font: draw(font[None]))(glyph_templates())).reshape(-1, 10, SIDE, SIDE)
+    images = np.asarray(jax.jit(jax.vmap(lambda font: draw(font[None])))(glyph_templates()))
+    images = images.reshape(-1, 10, SIDE, SIDE)
     line = np.arange(SIDE) - 13.5
     down, right = images.sum(axis=3) @ line, images.sum(axis=2) @ line
     assert np.all(down[:, 7] < 0)  # the bar of a 7 is on top

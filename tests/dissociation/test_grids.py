@@ -107,12 +107,12 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
         swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]))
     with pytest.raises(RefusedFile, match="fresh=True"):
         swept(folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="`folder` must be a folder"):
-        swept(folder=tmp_path / "file")
     fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
     assert fresh.history.loss.shape == (1, 12)
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="`folder` must be a folder"):
+        swept(folder=tmp_path / "file")
 
 
 def network(key):

@@ -166,7 +166,7 @@ def stopped_run(tmp_path_factory):
         ({"power": 4}, "loss"),
         ({"target": 0.5}, "loss"),
         ({"rate": 0.05000001}, "optimizer"),
-        ({"rate": optax.sgd}, "hyperparams, optimizer"),
+        ({"rate": optax.sgd}, "hyperparams, optimizer, step"),
         ({"scale": 2.0}, "observe"),
         ({"observe": None}, "observe"),
         ({"power": 4, "rate": 0.1}, "loss, optimizer"),
@@ -456,7 +456,11 @@ def test_handlers_are_taken_by_the_main_thread_alone_while_it_trains(key, interr
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(trained).result() is handler
         assert signal.getsignal(signal.SIGTERM) is handler
-    resumable(key, None, callbacks=[lambda *_: signal.signal(signal.SIGTERM, signal.SIG_IGN) and None])
+
+    def ignore(step, records):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    resumable(key, None, callbacks=[ignore])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     assert trained() is signal.SIG_IGN
 
