@@ -15,7 +15,7 @@ from dissociation.training import Epochs, Layout, Save, fit, make_step
 from dissociation.training import _run as run_module
 from dissociation.training import _sharding as sharding
 from dissociation.training._cores import CALLBACKS, available_cores, runs_in_parallel
-from dissociation.training._threads import Shards, number_of_threads, run_tasks
+from dissociation.training._threads import number_of_threads, run_tasks
 
 
 def in_a_process_of_its_own(code):
@@ -146,19 +146,6 @@ def test_no_step_calls_the_host(three_cores, monkeypatch, key, member_map):
     for text in texts:
         assert "stablehlo" in text
         assert not any(word in text for word in (*CALLBACKS, "callback", "infeed", "outfeed", "stablehlo.send"))
-
-
-@pytest.mark.parametrize(("members", "size"), [(7, 3), (6, 3), (2, 5)])
-def test_shards_are_of_one_size(key, members, size):
-    tree = {"x": jax.random.normal(key, (members, 2)), "keys": jax.random.split(key, members), "name": "a"}
-    shards = Shards(members, size)
-    cut = shards.split(tree)
-    assert len(cut) == shards.number == -(-members // size)
-    assert {shard["x"].shape for shard in cut} == {(size, 2)}
-    np.testing.assert_array_equal(cut[-1]["x"][-1], tree["x"][-1])
-    joined = shards.joined([{"x": shard["x"], "keys": shard["keys"]} for shard in cut])
-    np.testing.assert_array_equal(joined["x"], tree["x"])
-    assert (joined["keys"] == tree["keys"]).all()
 
 
 def close(first, second):

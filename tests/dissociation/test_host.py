@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from dissociation.plotting import (
     summarise,
 )
 from dissociation.training import _progress as progress_module
-from dissociation.training import _sharding as sharding
 from dissociation.training import log_spaced_steps
 from dissociation.training._progress import LineMeter
 from dissociation.training._schedule import steps_per_epoch
@@ -82,19 +80,6 @@ def test_a_file_has_a_line_now_and_then(capsys, monkeypatch):
     (last,) = capsys.readouterr().err.splitlines()
     assert "20/20" in last
     assert "loss 20" in last
-
-
-@pytest.mark.parametrize("num_members", [1, 5])
-def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
-    mesh = dissociation.member_mesh(jax.devices("cpu")[:4])
-    tree = {"x": jnp.arange(3.0 * num_members).reshape(num_members, 3), "name": "kept"}
-    placed = sharding.place_members(sharding.pad_members(tree, mesh.size), mesh)
-    assert len({shard.device for shard in placed["x"].addressable_shards}) == 4
-    assert {shard.data.shape[0] for shard in placed["x"].addressable_shards} == {-(-num_members // 4)}
-    np.testing.assert_array_equal(sharding.drop_padding(placed, num_members)["x"], tree["x"])
-    assert placed["name"] == "kept"
-    with pytest.raises(ValueError, match="`mesh` must have the axis 'members', and 'data' at most"):
-        sharding.check_mesh(jax.make_mesh((1,), ("batch",)))
 
 
 @pytest.mark.parametrize("members", [2, 7])

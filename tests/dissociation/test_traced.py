@@ -99,23 +99,6 @@ def test_callbacks_are_equal_to_themselves_only():
     assert code(lambda x: x) != told(heard)
 
 
-def test_a_traced_function_equals_the_function():
-    def function(tree):
-        return {"sum": tree["x"] + OFFSET, "gradient": jax.grad(lambda x: jnp.sum(jnp.tanh(x) ** 2))(tree["x"])}
-
-    traced = trace(function, {"x": jax.ShapeDtypeStruct(X.shape, X.dtype)})
-    jax.tree.map(np.testing.assert_array_equal, traced({"x": X}), function({"x": X}))
-    stacked = jnp.stack([X, 2 * X])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-        jax.jit(jax.vmap(traced))({"x": stacked}),
-        jax.vmap(function)({"x": stacked}),
-    )
-    with pytest.raises(TypeError, match="`args` must have the structure"):
-        traced(X)
-
-
-OFFSET = 1.5
 FINGERPRINT = """
 import jax, jax.numpy as jnp, optax
 from dissociation.training._traced import trace

@@ -409,6 +409,7 @@ def two_kinds(model, step, key):
         ({"keys": jax.random.split(jax.random.key(0), 2)}, ValueError, "one per member"),
         ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
         ({"mesh": 3}, TypeError, '`mesh` must be a mesh of `member_mesh`, None or "auto", got 3'),
+        ({"mesh": jax.make_mesh((1,), ("batch",))}, ValueError, "`mesh` must have the axis 'members', and 'data' at"),
         ({"threads": None}, TypeError, "`threads` must be a Python integer .*, got None"),
         ({"keys": jax.random.split(jax.random.key(0), (2, 2))}, ValueError, r"`key` must .* keys of shape \(2, 2\)"),
         ({"hyperparams": [1e-2, 1e-3]}, TypeError, "`hyperparams` must hold arrays, .* first, got float 0.01 at hyp"),
