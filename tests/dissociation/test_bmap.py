@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation import bmap, take
+from dissociation import bmap
 from dissociation.training import _memory as memory
 
 SIZE = 5
@@ -69,12 +69,10 @@ def _cases():
     yield "dict with a default", lambda a, b=2: a * b, (x,), {"in_axes": {"a": 0}}
     yield "if_array(1)", lambda a, f: f(a), (y, jnp.tanh), {"in_axes": eqx.if_array(1)}
     yield "negative axes", lambda a, b: a.sum() + b.sum(), (x, y), {"in_axes": (-2, -2)}
-    yield "out_axes -1", lambda b: b, (y,), {"in_axes": 1, "out_axes": -1}
     axes = {"in_axes": 1, "out_axes": (eqx.if_array(-2), {"c": 0})}
     yield "out_axes a tree", lambda b: (b, {"c": b.sum()}), (y,), axes
     axes = {"in_axes": (0, None), "out_axes": (0, None, None)}
     yield "out_axes None", lambda a, b: (a + b.sum(), b * 2, "s"), (x, y), axes
-    yield "out_axes all None", lambda a, b: b, (x, y), {"in_axes": (0, None), "out_axes": None}
     yield "everything", returns_everything, (x, 3), {}
     yield "Python number stacked", lambda a: (a, 3), (x,), {"out_axes": 0}
     yield "weak type", lambda a, b: a * b, (jax.vmap(lambda _: 2.0)(x), jnp.arange(SIZE, dtype=jnp.bfloat16)), {}
@@ -102,31 +100,25 @@ def test_plain_and_jit_equal_filter_vmap(name):
     wanted = eqx.filter_vmap(fun, **options)(*args)
     batched = bmap(fun, batch_size=2, **options)
     assert_same(batched(*args), wanted)
-    vmapped = eqx.filter_vmap(fun, **options)
-    assert_same(eqx.filter_jit(batched)(*args), eqx.filter_jit(vmapped)(*args))
+    assert_same(*eqx.filter_jit(lambda *args: (batched(*args), eqx.filter_vmap(fun, **options)(*args)))(*args))
 
 
-@pytest.mark.parametrize("name", ["out_axes None", "out_axes a tree", "dict by name", "typed keys on axis 1"])
 @pytest.mark.parametrize(
-    ("batch_size", "loop"),
-    [(None, "auto"), (1, "scan"), (3, "unroll"), (4, "scan"), (9, "auto"), (np.int64(2), "scan"), ("auto", "unroll")],
-)
+    ("name", "batch_size", "loop"),
+    [
+        ("out_axes None", None, "auto"), ("out_axes a tree", 1, "scan"), ("dict by name", 3, "unroll"),
+        ("typed keys on axis 1", 4, "scan"), ("out_axes a tree", 9, "auto"), ("out_axes None", np.int64(2), "scan"),
+        ("typed keys on axis 1", "auto", "unroll"),
+    ],
+)  # fmt: skip
 def test_every_batch_size_and_loop_equals_filter_vmap(name, batch_size, loop):
     fun, args, options = CASES[name]
     assert_same(bmap(fun, batch_size=batch_size, loop=loop, **options)(*args), eqx.filter_vmap(fun, **options)(*args))
 
 
-def test_members_in_turn_equal_members_alone():
-    models, x = mlps(), arange(16, 3)
-    forward = lambda model, x: jax.vmap(model)(x)  # noqa: E731
-    in_turn = eqx.filter_jit(bmap(forward, in_axes=(EACH, None), batch_size=1))(models, x)
-    alone = [eqx.filter_jit(forward)(model, x) for model in (take(models, i) for i in range(SIZE))]
-    np.testing.assert_allclose(in_turn, alone, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("batch_size", "loop", "checkpoint"), [(2, "scan", True), (2, "unroll", False)])
-def test_gradients_equal(batch_size, loop, checkpoint):
-    models, x = mlps(), arange(3)
+@pytest.mark.parametrize(("loop", "checkpoint"), [("scan", True), ("unroll", False)])
+def test_gradients_equal(loop, checkpoint):
+    models, x = eqx.filter_vmap(partial(mlp, depth=1))(jax.random.split(jax.random.key(1), SIZE)), arange(3)
 
     def energy(model, x, power):
         return jnp.sum(model(x) ** power)
@@ -139,14 +131,14 @@ def test_gradients_equal(batch_size, loop, checkpoint):
         arrays, static = eqx.partition(models, eqx.is_array)
         return (jax.checkpoint(total) if checkpoint else total)(arrays, x)
 
-    ours = partial(bmap, batch_size=batch_size, loop=loop)
+    ours = partial(bmap, batch_size=2, loop=loop)
     wraps = [eqx.filter_jit(eqx.filter_grad(lambda a, m=m: loss(m, *a))) for m in (ours, eqx.filter_vmap)]
     both = [gradient((models, x)) for gradient in wraps]
     assert_same(*both)
     assert sum(float(jnp.abs(g).sum()) for g in jax.tree.leaves(both[1])) > 0.1
 
 
-@pytest.mark.parametrize("outer", [eqx.filter_vmap, jax.vmap, partial(bmap, batch_size=2)])
+@pytest.mark.parametrize("outer", [jax.vmap, partial(bmap, batch_size=2)])
 def test_nested_and_under_an_outer_map(outer):
     x, y = arange(3, 4), arange(SIZE, 4)
 
@@ -180,9 +172,6 @@ def test_unmapped_arguments_arrive_unchanged():
     assert traces == [1, 1]  # however many batches
 
 
-# The wrapper ---------------------------------------------------------------------------------------------------------
-
-
 def test_decorator_forms_keep_names_and_wrapped_function():
     @partial(bmap, batch_size=2)
     def doubled(x):
@@ -207,15 +196,12 @@ def test_decorator_forms_keep_names_and_wrapped_function():
 
 
 def test_wrapped_module_is_differentiable():
-    model = mlp(jax.random.key(0))
+    model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
     gradients = [
         eqx.filter_grad(lambda f: jnp.sum(f(arange(SIZE, 3))))(wrap(model)).__wrapped__
         for wrap in (partial(bmap, batch_size=2), eqx.filter_vmap)
     ]
     assert_same(*gradients)
-
-
-# Wrong use -----------------------------------------------------------------------------------------------------------
 
 
 def add(x, y):
@@ -254,7 +240,6 @@ def test_keyword_arguments_are_refused_as_by_filter_vmap():
     "options",
     [
         {"batch_size": 0},
-        {"batch_size": 2.0},
         {"batch_size": "big"},
         {"memory_budget": 10},
         {"loop": "fori"},
@@ -279,16 +264,9 @@ def test_collectives_within_one_batch():
         np.testing.assert_allclose(centred, x - x.mean(), atol=1e-6)
 
 
-# batch_size="auto" ---------------------------------------------------------------------------------------------------
-
-
 def wide(x):
     """Some hundred kB of temporaries a member: running sums over 100 x 1000."""
     return jax.lax.cumsum(jnp.outer(x, jnp.ones(1000)), axis=0).max(axis=0).sum()
-
-
-def test_a_budget_of_one_byte_is_one():
-    assert bmap(wide, batch_size="auto", memory_budget=1) is not None
 
 
 def chosen_batch(caplog, *, budget, size=40):
@@ -320,7 +298,7 @@ def test_auto_takes_the_largest_batch_that_fits(caplog):
         assert needed(found) <= budget < needed(found + 1)
     assert chosen_batch(caplog, budget=table[1]) == 1
     with pytest.raises(ValueError, match="`memory_budget` must be at least"):
-        chosen_batch(caplog, budget=1000)
+        chosen_batch(caplog, budget=1)
 
 
 def test_auto_has_memory_of_the_host_by_default(caplog):
@@ -334,7 +312,7 @@ def test_auto_search_on_a_known_cost(step):
     def cost(batch):
         return 50 if batch == 1 else 100 + 10 * batch + step * (batch >= 30)
 
-    for budget in range(50, 700, 3):
+    for budget in range(50, 700, 7):
         best = max(b for b in range(1, 51) if cost(b) <= budget)
         calls = []
         found = memory.largest(lambda b, calls=calls: calls.append(b) or cost(b), 50, budget)
@@ -342,17 +320,14 @@ def test_auto_search_on_a_known_cost(step):
         assert found == best if step == 0 else (0.8 * best <= found <= best)
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad])
 def test_auto_is_refused_inside_transformations(transform):
-    x = arange(3, SIZE) if transform is jax.vmap else arange(SIZE)
+    x = arange(SIZE)
     total = lambda v: jnp.sum(bmap(jnp.sin, batch_size="auto")(v))  # noqa: E731
     captured = lambda v: jnp.sum(bmap(lambda a: a * v.sum(), batch_size="auto")(jnp.arange(3.0)))  # noqa: E731
     for function in (total, captured):
         with pytest.raises(ValueError, match="`batch_size` must be a number or None inside jit, grad"):
             transform(function)(x)
-
-
-# Convolutions on a CPU -----------------------------------------------------------------------------------------------
 
 
 def convolve(image, kernel):
@@ -385,7 +360,7 @@ def test_dense_layers_stay_in_one_compiled_loop():
     assert loops_in(bmap(jnp.dot, batch_size=2), arange(SIZE, 3), arange(SIZE, 3)) == 1
 
 
-@pytest.mark.parametrize(("batch_size", "loop"), [(1, "scan"), (2, "unroll"), (5, "scan"), ("auto", "scan")])
+@pytest.mark.parametrize(("batch_size", "loop"), [(2, "unroll"), ("auto", "scan")])
 def test_a_number_of_members_is_enough_to_map(loop, batch_size):
     repeated = bmap(lambda x: x + 1, in_axes=None, axis_size=5, batch_size=batch_size, loop=loop)
     np.testing.assert_array_equal(repeated(jnp.arange(2.0)), [[1.0, 2.0]] * 5)

@@ -2,57 +2,34 @@
 
 import csv
 import warnings
+from functools import partial
 from unittest.mock import Mock, call
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import linear_members, regression, squared_error, weights
+from linear_regression import squared_error, trained, weights
 
 from dissociation.training import (
     Callback,
     CsvLog,
     EarlyStop,
-    Epochs,
     FreezeDiverged,
-    FullBatch,
     Layout,
     Progress,
     Save,
-    fit,
-    make_step,
 )
-from dissociation.training import (
-    _callbacks as callbacks_module,
-)
-
-SGD = make_step(squared_error, optax.sgd(0.1))
-RATED = make_step(squared_error, lambda rate: optax.sgd(rate))
+from dissociation.training import _callbacks as callbacks_module
 
 
-def test_a_function_gets_records_and_can_stop(key):
-    models, data = linear_members(key), regression(key)
-    seen = []
-
-    def log(step, records):
-        seen.append((step, records))
-        return step >= 6
-
-    save = Save(lambda model, step, key: jnp.sum(model.weight), range(0, 31, 3))
-    run = fit(models, SGD, Epochs(data, 4), num_steps=30, key=key, callbacks=[log], save=save)
-    assert [step for step, _ in seen] == [0, 3, 6]
-    assert run.num_steps == 6
-    assert run.history.loss.shape == (3, 6)
-    assert np.isnan(seen[0][1]["loss"]).all()
-    np.testing.assert_allclose(seen[2][1]["loss"], run.history.loss[:, 3:6].mean(1), rtol=1e-6)
-    np.testing.assert_allclose(seen[2][1]["observed"], np.asarray(run.models.weight).sum((1, 2)), rtol=1e-5)
+def rated(rate):
+    return optax.sgd(rate)
 
 
 @pytest.mark.parametrize(
     ("answer", "steps"),
     [
-        (jnp.array(True), 0),
         (np.array([True]), 0),
         (np.False_, 4),
         ([False] * 3, 4),
@@ -61,8 +38,7 @@ def test_a_function_gets_records_and_can_stop(key):
     ],
 )
 def test_any_form_of_true_stops_and_what_is_none_is_refused(key, answer, steps):
-    options = {"num_steps": 4, "key": key, "save": Save(at=[0, 2]), "callbacks": [lambda *_: answer]}
-    run = lambda: fit(linear_members(key), SGD, FullBatch(regression(key)), **options)  # noqa: E731
+    run = partial(trained, key, num_steps=4, save=Save(at=[0, 2]), callbacks=[lambda *_: answer])
     if steps is not None:
         assert run().num_steps == steps
         return
@@ -91,14 +67,14 @@ class Told(Callback):
 
 def test_callbacks_are_told_in_order(key, tmp_path):
     def run(num_steps, *callbacks, **options):
-        save = Save(at=[0, 4])
-        sampler = FullBatch(regression(key))
-        return fit(
-            linear_members(key), SGD, sampler, num_steps=num_steps, key=key, save=save, callbacks=callbacks, **options
-        )
+        save = Save(lambda model, step, key: jnp.sum(model.weight), at=[0, 4])
+        return trained(key, num_steps=num_steps, save=save, callbacks=callbacks, **options)
 
-    first, second = Told(), Told()
-    result = run(6, first, checkpoint=tmp_path / "run")
+    first, second, seen = Told(), Told(), []
+    result = run(6, first, lambda step, records: seen.append(records), checkpoint=tmp_path / "run")
+    assert np.isnan(seen[0]["loss"]).all()
+    np.testing.assert_allclose(seen[1]["loss"], result.history.loss[:, :4].mean(1), rtol=1e-6)
+    np.testing.assert_array_equal(seen[1]["observed"], result.history.observed[:, 1])
     assert first.calls[:3] == [("begin", 0, 6, []), ("record", 0), ("advance", 0, (3, 0))]
     assert first.calls[-1] == ("close",)
     moves = [call for call in first.calls if call[0] == "advance"]
@@ -125,8 +101,7 @@ def fail_at(step, last):
 def test_progress_shows_records(key):
     def shown(**options):
         meter = Mock()
-        options |= {"num_steps": 9, "key": key, "callbacks": [Progress(meter)]}
-        result = fit(linear_members(key), SGD, FullBatch(regression(key)), **options)
+        result = trained(key, num_steps=9, callbacks=[Progress(meter)], **options)
         assert 9 in meter.call_args.args
         assert meter.return_value.method_calls[-1] == call.close()
         return result, [one.args for one in meter.return_value.advance.mock_calls]
@@ -153,25 +128,11 @@ def test_progress_shows_what_is_asked_by_short_names():
     assert list(callbacks_module.numbers_of(records)) == ["loss", "metrics.a", "b", "observed.a", "c.d"]
 
 
-def equal_for(member_map):
-    """In turn, members are independent of frozen others; side by side but for their last digits."""
-    if member_map == "vmap":
-        return lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    return np.testing.assert_array_equal
-
-
-@pytest.mark.parametrize("member_map", ["vmap", "unroll"])
-def test_members_that_wait_too_long_are_frozen(key, member_map):
-    """Others go on as if they were alone."""
-    models, data = linear_members(key), regression(key)
-    rates = jnp.array([0.3, 0.0, 0.02])
-    same = equal_for(member_map)
-
-    def run(**options):
-        save, layout = Save(lambda m, s, k: {"copy": m.weight}, range(0, 201, 2)), Layout(member_map)
-        options |= {"hyperparams": rates, "save": save, "layout": layout}
-        return fit(models, RATED, FullBatch(data), num_steps=200, key=key, **options)
-
+def test_members_that_wait_too_long_are_frozen(key):
+    """Others go on as if they were alone: in turn, in the same bits."""
+    rates, same = jnp.array([0.3, 0.0, 0.02]), np.testing.assert_array_equal
+    options = {"save": Save(lambda m, s, k: {"copy": m.weight}, range(0, 201, 2)), "layout": Layout("unroll")}
+    run = partial(trained, key, optimizer=rated, num_steps=200, hyperparams=rates, **options)
     free, stopped = run(), run(callbacks=[EarlyStop("loss", 3, least_change=1e-3)])
     ends = stopped.state.step.tolist()  # by the rule of the next test
     assert ends[1] == 10  # its first loss, and four that are no better
@@ -217,48 +178,38 @@ def test_early_stops_look_at_what_they_are_told_to(key):
 
 def test_a_phase_that_goes_on_is_not_stopped_for_what_it_has_not_seen(key):
     """Its first record has no loss yet: neither impatience nor divergence."""
-    sampler = FullBatch(regression(key))
-    first = fit(linear_members(key), SGD, sampler, num_steps=5, key=key)
-    options = {"num_steps": 4, "key": key, "save": Save(at=range(5, 10))}
-    plain = fit(first.state, SGD, sampler, **options)
-    guarded = fit(first.state, SGD, sampler, callbacks=[FreezeDiverged(), EarlyStop("loss", 0)], **options)
+    run = partial(trained, key, trained(key, num_steps=5).state, num_steps=4, save=Save(at=range(5, 10)))
+    plain, guarded = run(), run(callbacks=[FreezeDiverged(), EarlyStop("loss", 0)])
     assert guarded.num_steps == 9
     np.testing.assert_array_equal(weights(plain), weights(guarded))
     np.testing.assert_array_equal(plain.history.loss, guarded.history.loss)
 
 
-@pytest.mark.parametrize("member_map", ["scan", "vmap"])
-def test_diverged_members_are_frozen(key, member_map):
-    models, data = linear_members(key), regression(key)
-    rates = jnp.array([0.1, 1e4, 0.2])
-
-    def run(rates=rates, **options):
+def test_diverged_members_are_frozen(key):
+    def run(rates=(0.1, 1e4, 0.2), **options):
+        options |= {"save": Save(at=range(0, 61, 3)), "layout": Layout("vmap")}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            return fit(
-                models, RATED, FullBatch(data), num_steps=60, key=key, hyperparams=rates, save=Save(at=range(0, 61, 3)),
-                layout=Layout(member_map), **options,
-            )  # fmt: skip
+            return trained(key, optimizer=rated, num_steps=60, hyperparams=jnp.asarray(rates), **options)
 
     free, guarded = run(), run(callbacks=[FreezeDiverged()])
     at = -(-(free.diverged_at[1] + 1) // 3) * 3  # the first record that the loss is in
     assert 0 < at < 60
     np.testing.assert_array_equal(free.diverged_at, guarded.diverged_at)
-    equal_for(member_map)(weights(free)[[0, 2]], weights(guarded)[[0, 2]])
+    np.testing.assert_allclose(weights(free)[[0, 2]], weights(guarded)[[0, 2]], rtol=1e-5, atol=1e-6)
     assert guarded.state.step.tolist() == [60, at, 60]
-    assert run(rates=jnp.full(3, 1e4), callbacks=[FreezeDiverged()]).num_steps < 60  # none is left
+    assert run(rates=[1e4] * 3, callbacks=[FreezeDiverged()]).num_steps < 60  # none is left
 
 
 def test_a_truth_value_per_member_freezes_for_good(key):
     def freeze(step, records):
         return np.array([False, step == 3, False])
 
-    options = {"num_steps": 9, "key": key, "save": Save(at=range(10))}
-    sampler = FullBatch(regression(key))
-    result = fit(linear_members(key), SGD, sampler, callbacks=[freeze, lambda *_: np.zeros(3, bool)], **options)
+    callbacks = [freeze, lambda *_: np.zeros(3, bool)]
+    result = trained(key, num_steps=9, save=Save(at=range(10)), callbacks=callbacks)
     assert result.state.step.tolist() == [9, 3, 9]
     # What is frozen in one phase goes on in the next, unless it is frozen there.
-    assert fit(result.state, SGD, sampler, num_steps=2, key=key).num_steps == 11
+    assert trained(key, result.state, num_steps=2).num_steps == 11
 
 
 def test_a_table_has_a_row_per_record_and_member(key, tmp_path):
@@ -267,12 +218,11 @@ def test_a_table_has_a_row_per_record_and_member(key, tmp_path):
 
     path = tmp_path / "log.csv"
     path.write_text("what was here before")
-    step = make_step(loss, lambda rate: optax.sgd(rate))
     save = Save(lambda model, step, key: {"norm": jnp.linalg.norm(model.weight), "whole": model.weight}, [0, 2, 5])
     rates = np.array([0.1, 0.2, 0.3], np.float32)
     log = CsvLog(path, {"rate": rates, "name": ["a", "b", "c"]})
-    options = {"num_steps": 5, "key": key, "hyperparams": jnp.asarray(rates), "save": save, "callbacks": [log]}
-    result = fit(linear_members(key), step, FullBatch(regression(key)), **options)
+    options = {"num_steps": 5, "hyperparams": jnp.asarray(rates), "save": save, "callbacks": [log]}
+    result = trained(key, loss=loss, optimizer=rated, **options)
     with path.open(newline="") as file:
         header, *rows = csv.reader(file)
     assert header == ["step", "member", "rate", "name", "loss", "first", "norm"]
@@ -291,10 +241,8 @@ def test_a_table_has_a_row_per_record_and_member(key, tmp_path):
 def test_columns_must_say_something_of_every_member(key, tmp_path):
     for values, shape in (([0.1, 0.2], r"\(2,\)"), ([0.1] * 4, r"\(4,\)"), (0.1, r"\(\)")):
         log = CsvLog(tmp_path / "log.csv", {"rate": values})
-        with pytest.raises(
-            ValueError, match=f"`columns` must hold one value for each of the 3 members, got shape {shape}"
-        ):
-            fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[log])
+        with pytest.raises(ValueError, match=f"`columns` must hold one .* of the 3 members, got shape {shape}"):
+            trained(key, num_steps=1, callbacks=[log])
 
 
 def test_a_full_disk_is_named_by_the_table(small_disk):

@@ -1,5 +1,3 @@
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +34,7 @@ def blank(tree):
 def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert type(a) is type(b)
+        assert (type(a), np.shape(a)) == (type(b), np.shape(b))
         if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             assert (a == b).all()
         elif isinstance(a, jax.Array | np.ndarray):
@@ -69,26 +67,14 @@ KINDS = [
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x,
-        lambda x: np.asfortranarray(x),
-        lambda x: x[::-1, ::2],
-        lambda x: x[0, 0],
-        lambda x: x[:, :0],
-        lambda x: x[1, 1].reshape(()),
-    ],
-    ids=["rows", "Fortran", "strided", "scalar", "empty", "no axis"],
-)
-def test_every_kind_of_numbers_comes_back(tmp_path, dtype, change):
-    given = change((NUMBERS % 7).astype(dtype))
-    checkpoint.save(tmp_path / "file", {"x": given})
-    zeros = np.zeros_like(given)
-    found = checkpoint.restore(tmp_path / "file", {"x": zeros if isinstance(given, np.ndarray) else zeros[()]})["x"]
-    assert type(found) is type(given)
-    assert (found.dtype, found.shape) == (given.dtype, given.shape)
-    np.testing.assert_array_equal(found, given)
+def test_every_kind_of_numbers_comes_back(tmp_path, dtype):
+    x = (NUMBERS % 7).astype(dtype)
+    given = {"rows": x, "columns": np.asfortranarray(x), "strided": x[::-1, ::2], "scalar": x[0, 0], "empty": x[:, :0]}
+    given["no axis"] = x[1, 1:2].reshape(())
+    checkpoint.save(tmp_path / "file", given)
+    zeros = {name: np.zeros_like(one) for name, one in given.items()}
+    zeros["scalar"] = zeros["scalar"][()]
+    assert_same(checkpoint.restore(tmp_path / "file", zeros), given)
 
 
 @pytest.mark.parametrize("number", [True, -3, 10**30, 0.1, float("-inf"), 1 - 2j, complex("inf"), -0.0j])
@@ -132,7 +118,7 @@ def test_restored_keys_draw_the_same(key, tmp_path):
         assert jax.random.uniform(restored) == jax.random.uniform(k)
 
 
-def test_a_failed_write_leaves_the_old_file(key, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     checkpoint.save(path, jnp.ones(3), {"step": 1})
 
@@ -144,26 +130,6 @@ def test_a_failed_write_leaves_the_old_file(key, tmp_path, monkeypatch):
         checkpoint.save(path, jnp.zeros(3), {"step": 2})
     assert checkpoint.read_header(path) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_all_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
-    # Otherwise a loss of power may leave the new name with nothing, or half, behind it.
-    done, fsync, replace = [], os.fsync, os.replace
-
-    def synced(descriptor):
-        fsync(descriptor)
-        done.append(("on the disk", os.fstat(descriptor).st_size))
-
-    def named(source, target, **options):
-        done.append(("named", os.path.getsize(source)))
-        replace(source, target, **options)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", named)
-    checkpoint.save(tmp_path / "file", jnp.ones(1000), {"step": 1})
-    size = (tmp_path / "file").stat().st_size
-    assert size > 4000
-    assert ("on the disk", size) in done[: done.index(("named", size))]
 
 
 @pytest.mark.parametrize(
@@ -183,45 +149,23 @@ def test_misfits_name_the_leaf(key, tmp_path, change, message):
         checkpoint.restore(tmp_path / "file", change(tree(key)))
 
 
-def test_damage_is_noticed(key, tmp_path):
+def test_damage_is_noticed(tmp_path):
     path = tmp_path / "file"
-    checkpoint.save(path, {"a": jnp.arange(100.0)})
+    checkpoint.save(path, {"a": jnp.arange(100.0)}, {"step": 10})
     whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"damaged at the leaf \['a'\]"):
-        checkpoint.restore(path, {"a": jnp.zeros(100)})
-    path.write_bytes(whole + b"more")
-    with pytest.raises(ValueError, match="damaged: 4 bytes follow its last leaf. Delete it"):
-        checkpoint.restore(path, {"a": jnp.zeros(100)})
-    path.write_bytes(whole[:-10])
-    with pytest.raises(ValueError, match="damaged at the leaf"):
-        checkpoint.restore(path, {"a": jnp.zeros(100)})
-    path.write_bytes(whole[:60])
-    with pytest.raises(ValueError, match="its header cannot be read"):
-        checkpoint.read_header(path)
-    path.write_bytes(b"something else")
-    with pytest.raises(ValueError, match="must be a checkpoint"):
-        checkpoint.read_header(path)
-
-
-def test_a_changed_header_is_noticed(tmp_path):
-    path = tmp_path / "file"
-    checkpoint.save(path, {"a": jnp.arange(3.0)}, {"step": 10})
-    whole = path.read_bytes()
-    assert whole.count(b'"step": 10') == 1
-    path.write_bytes(whole.replace(b'"step": 10', b'"step": 90'))  # still JSON, and the leaves are whole
-    with pytest.raises(ValueError, match=r"is damaged: its header cannot be read\. Delete it"):
-        checkpoint.read_header(path)
-    with pytest.raises(ValueError, match="is damaged"):
-        checkpoint.restore(path, {"a": jnp.zeros(3)})
+    for changed, message in (
+        (whole[:-1] + bytes([whole[-1] ^ 1]), r"damaged at the leaf \['a'\]"),
+        (whole + b"more", "damaged: 4 bytes follow its last leaf. Delete it"),
+        (whole[:-10], "damaged at the leaf"),
+        (whole[:60], "its header cannot be read"),
+        (whole.replace(b'"step": 10', b'"step": 90'), r"is damaged: its header cannot be read\. Delete it"),
+        (b"something else", "must be a checkpoint"),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=message):
+            checkpoint.restore(path, {"a": jnp.zeros(100)})
     path.write_bytes(whole)
     assert checkpoint.read_header(path) == {"step": 10}
-
-
-def test_a_checkpoint_has_the_permissions_of_any_new_file(tmp_path):
-    (tmp_path / "other").touch()
-    checkpoint.save(tmp_path / "file", jnp.ones(3))
-    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_fingerprint_sees_every_value(key):

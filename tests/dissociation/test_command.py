@@ -65,30 +65,22 @@ def contents(folder):
         return {name: file[name] for name in file}
 
 
-def test_a_run_has_a_folder_of_its_own(run, tmp_path, capsys):
-    for words in ((), ("--seed", 4), ("--num-seeds", 2), ("--quick",), ("--quick", "--num-seeds", 3)):
+def test_a_run_has_a_folder_of_its_own(run, toy, tmp_path, monkeypatch, capsys):
+    for words in ((), ("--seed", 4), ("--quick", "--num-seeds", 3)):
         assert run(*words) == 0
     found = folders(tmp_path / "out")
-    assert len(found) == 5  # settings, seeds and rehearsals do not touch each other
-    assert {path.name.rsplit("_", 1)[0] for path in found} == {
-        "toy", "toy_seed-4", "toy_num_seeds-2", "toy_quick", "toy_quick_num_seeds-3",
-    }  # fmt: skip
+    assert {path.name.rsplit("_", 1)[0] for path in found} == {"toy", "toy_seed-4", "toy_quick_num_seeds-3"}
     for folder in found:
         names = {path.name for path in folder.iterdir()}
         made = {"toy.json", "toy.npz", "toy.pdf", "toy.png", "report.html"}
         assert names == made | {"parts", "run.json", "log.txt"}
         assert str(folder) in capsys.readouterr().out or folder != found[0]
     shapes = {path.name.rsplit("_", 1)[0]: contents(path)["part0"].shape for path in found}
-    assert shapes["toy_quick"] == (2, 2)
     assert shapes["toy_quick_num_seeds-3"] == (3, 2)  # what is given holds, the rest is a rehearsal's
-
-
-def test_other_data_are_another_run(run, toy, tmp_path, monkeypatch):
-    assert run() == 0
     real = toy.source
     monkeypatch.setattr(toy, "source", lambda config: real(config) + 1)
     assert run() == 0
-    assert len(folders(tmp_path / "out")) == 2
+    assert len(folders(tmp_path / "out")) == 4  # other data are another run
 
 
 def test_arrays_come_with_names_of_their_axes(run, toy, tmp_path, monkeypatch, capsys):
@@ -104,33 +96,29 @@ def test_arrays_come_with_names_of_their_axes(run, toy, tmp_path, monkeypatch, c
         run()
 
 
-def test_the_report_says_how_the_run_was_made(run, tmp_path, capsys):
+def test_the_report_says_how_the_run_was_made(run, toy, tmp_path, monkeypatch, capsys):
+    class WithMember(toy.Results):
+        member = {"weights": np.arange(3)}
+
     assert run("--quick", "--seed", 4) == 0
     (folder,) = folders(tmp_path / "out")
     page = (folder / "report.html").read_text()
     assert f"<td>python -m toy toy --quick --seed 4 --out {tmp_path / 'out'}</td>" in page
     settings = '<th scope="row">num_seeds</th><td>2', '<th scope="row">seed</th><td>4'
-    for words in ("<img", "<td>0.", *settings, "peak on host (MiB)", "devices"):
+    caption = "<figcaption>A line (a) of 3 parts.</figcaption>"
+    for words in ("<img", "<td>0.", *settings, caption, "peak on host (MiB)", "devices"):
         assert words in page, words
     assert not re.search(r"https?://", page)
     assert len(page) < 200_000
-    assert "a toy\n\npart  mean" in capsys.readouterr().out
-
-
-def test_a_caption_and_a_network_are_shown_if_there_are_any(run, toy, tmp_path, monkeypatch, capsys):
-    class WithMember(toy.Results):
-        member = {"weights": np.arange(3)}
-
+    said = capsys.readouterr().out
+    assert "a toy\n\npart  mean" in said
+    assert "A line (a) of 3 parts." in said
     real = toy.compute
     monkeypatch.setattr(toy, "compute", lambda *args, **options: WithMember(*real(*args, **options)))
-    monkeypatch.setattr(toy, "caption", lambda results: f"Mean of {len(results.parts)}.", raising=False)
-    assert run() == 0
-    (folder,) = folders(tmp_path / "out")
+    assert run("--quick", "--seed", 4) == 0
     page = (folder / "report.html").read_text()
-    assert "<figcaption>Mean of 3.</figcaption>" in page
     assert "<h2>one of the networks</h2>" in page
     assert "weights" in page
-    assert "Mean of 3." in capsys.readouterr().out
 
 
 def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):
@@ -196,9 +184,7 @@ def test_nothing_to_resume_names_the_nearest_run(run, tmp_path, capsys):
         (("--num-seeds", 0), 2, "`num_seeds` must be at least 1, got 0."),
         (("--num-seds", 1), 2, "Unrecognized options: --num-seds, 1 Perhaps you meant: --num-seeds"),
         (("--num-seeds", "x"), 2, "Error parsing --num-seeds: invalid literal for int() with base 10: 'x'"),
-        (("--num-seeds", 2, 3), 2, "Unrecognized options: 3"),
         (("--seed", 2, 3), 2, "Unrecognized options: 3"),
-        (("--seed", -1), 2, "`seed` must be at least 0, got -1."),
         (("--seed", 2**32), 2, "`seed` must lie from 0 to 4294967295, got 4294967296."),
         (("--resume", "--fresh"), 2, "`fresh` must not be given together with `resume`."),
         (("--num-steps", 101), 2, "`num_steps` must be at most 100"),
@@ -249,14 +235,11 @@ def save_one_array(path):
     ("name", "spoil", "said"),
     [
         ("part1.npz", lambda path: path.write_bytes(path.read_bytes()[:-30]), "is broken"),
-        ("part1.npz", lambda path: path.write_bytes(b""), "is broken"),
         ("part1.npz", lambda path: path.write_bytes(b"text"), "is broken: it holds Python objects"),
         ("part1.npz", spoil_arrays, "was changed or renamed"),
         ("part1.npz", lambda path: shutil.copy(path.with_name("part0.npz"), path), "was changed or renamed"),
-        ("part1.npz", lambda path: np.savez(path, part=np.zeros((3, 4)), seconds=1.0), "belongs to another run"),
         ("part1.npz", save_one_array, "is broken"),
         ("identity.json", lambda path: path.unlink(), "is missing"),
-        ("identity.json", lambda path: path.write_text("{"), "is broken"),
         ("identity.json", lambda path: path.write_text("[]"), "is broken"),
         ("identity.json", lambda path: path.write_text(path.read_text().replace("4", "5")), "was changed"),
     ],
@@ -367,9 +350,7 @@ def test_two_runs_at_once(run, tmp_path, gate, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_run_that_was_stopped_goes_on(run, tmp_path, gate, number, status):
     (gate / "0").touch()
     with start(tmp_path, "--out", tmp_path / "out", "--gate", gate) as process:
@@ -391,7 +372,7 @@ def test_a_run_that_was_stopped_goes_on(run, tmp_path, gate, number, status):
 def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk):
     out, ballast = small_disk / "out", small_disk / "ballast"
     statuses = []
-    for pages in range(24):  # free ones: the first failure is later every time
+    for pages in range(0, 24, 3):  # free ones: the first failure is later every time
         shutil.rmtree(out, ignore_errors=True)
         ballast.write_bytes(b"x" * 4096 * (24 - pages))
         statuses.append(run("--silent", out=out))
@@ -406,7 +387,7 @@ def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk
             assert run("--silent", out=out) == 0  # the same command goes on
     assert set(statuses) == {0, 1}
     assert statuses == sorted(statuses, reverse=True)
-    assert statuses.index(0) > 5
+    assert statuses.index(0) > 1
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_once(run, toy, tmp_path, capsys, locked_disk, monkeypatch):

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -55,7 +57,7 @@ def test_glyphs_by_name_are_the_glyphs(key, monkeypatch):
     assert asked == [(10_000, 2_000)]
 
 
-def test_mnist_by_name_takes_the_leading_images(fake_mnist, tmp_path):
+def test_mnist_by_name_takes_the_leading_images(fake_mnist, tmp_path, monkeypatch):
     whole = load("mnist", folder=tmp_path)
     assert fake_mnist == [(False, tmp_path)]
     assert whole.name == "mnist"
@@ -64,21 +66,14 @@ def test_mnist_by_name_takes_the_leading_images(fake_mnist, tmp_path):
     for field, size in zip(FIELDS, (7, 7, 3, 3), strict=True):
         assert np.array_equal(getattr(part, field), getattr(whole, field)[:size])
     assert part.train_images.base is None  # the rest of the set can be freed
-
-
-def test_more_mnist_than_there_is_is_an_error(fake_mnist):
-    with pytest.raises(ValueError, match="`num_train` must be at most 60"):
-        load("mnist", num_train=61)
-    with pytest.raises(ValueError, match="`num_test` must be at most 10"):
-        load("mnist", num_test=11)
-
-
-def test_missing_mnist_is_never_replaced(monkeypatch):
-    def missing(permute_train=False, *, folder=None):
-        raise FileNotFoundError("no such folder")
-
-    monkeypatch.setattr(datasets, "mnist_data", missing)
-    with pytest.raises(FileNotFoundError):
+    for sizes, name in (
+        ({"num_train": 61}, "`num_train` must be at most 60"),
+        ({"num_test": 11}, "`num_test` must be"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            load("mnist", **sizes)
+    monkeypatch.setattr(datasets, "mnist_data", Mock(side_effect=FileNotFoundError))
+    with pytest.raises(FileNotFoundError):  # and is not replaced
         load("mnist", num_train=10, num_test=10)
 
 
@@ -113,13 +108,8 @@ def spoil(array, index, value):
     ("field", "change", "message"),
     [
         ("test_labels", lambda a: spoil(a, (1, 1), 1), "be integers .* or one-hot rows .*, got .* in row 1"),
-        ("train_labels", lambda a: a / 2, "be integers .* or one-hot rows"),
         ("test_labels", lambda a: a[:2], r"have as many samples as `test_images` \(3\), got 2"),
-        (
-            "test_images",
-            lambda a: a[:, :3],
-            r"be of shape \[m, d\] with d = 4 as in `train_images`, got shape \(3, 3\)",
-        ),
+        ("test_images", lambda a: a[:, :3], r"be of shape \[m, d\] with d = 4 as in `train_images`, got shape"),
         ("test_labels", lambda a: a[:, :2], "be integers .* or one-hot rows|have as many classes"),
     ],
 )

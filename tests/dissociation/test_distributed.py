@@ -1,6 +1,7 @@
 """Several processes on this machine, with CPU collectives: their members, their files, and the death of one."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,11 +27,6 @@ from dissociation.training._distributed import LocalMembers
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tools"))
 import together
-
-
-def digest(said):
-    (line,) = {line for each in said for line in each.splitlines() if line.startswith("digest")}
-    return line
 
 
 def test_arguments_must_fit_together():
@@ -62,28 +58,17 @@ distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=3)
 """
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_process_that_waits_in_vain_ends_with_a_sentence(index):
-    address = f"127.0.0.1:{together.free_port()}"
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, address, str(index)], capture_output=True, text=True, timeout=100
-    )
+def test_processes_that_wait_in_vain_end_with_a_sentence():
+    began, started = time.monotonic(), []
+    for index in (0, 1):
+        address = f"127.0.0.1:{together.free_port()}"
+        words = [sys.executable, "-c", ALONE, address, str(index)]
+        started.append((address, subprocess.Popen(words, stderr=subprocess.PIPE, text=True)))
+    for address, process in started:
+        ((status, _, said),) = together.wait([process], timeout=100)
+        assert status == 1
+        assert f"ConnectionError: Not all processes came to {address} within 3 s. Start all again." in said
     assert time.monotonic() - began < 60
-    assert done.returncode == 1
-    assert f"ConnectionError: Not all processes came to {address} within 3 s. Start all again." in done.stderr
-
-
-def test_one_process_has_all_values_and_members():
-    assert distributed.all_gather(b"3") == [b"3"]
-    assert distributed.all_gather(b"") == [b""]
-    assert distributed.all_values({"a": [None, "b"]}) == [{"a": [None, "b"]}]
-    assert distributed.on_main(lambda: (1, 2)) == [1, 2]
-    with pytest.raises(OSError, match="full"):
-        distributed.all_gather(b"", OSError("full"))
-    local, members = LocalMembers(3), {"a": jnp.arange(3)}
-    assert local.alone
-    assert local.gather(local.take(members)) is members
 
 
 @pytest.mark.parametrize(("total", "count"), [(5, 1), (5, 2), (2, 3), (1, 3)])
@@ -163,107 +148,100 @@ def test_padding_reaches_no_result(key):
     assert {leaf.shape[0] for leaf in jax.tree.leaves(spread.state)} == {5}
 
 
-def test_members_in_turn_agree_on_any_mesh(key):
-    models, step, sampler = small(key, 5)
-
-    def run(mesh):
-        result = fit(models, step, sampler, num_epochs=3, key=key, layout=Layout("scan", mesh=mesh))
-        return [*jax.tree.leaves(result.state), result.history.loss]
-
-    one = run(None)
-    for number in (2, 4):
-        for a, b in zip(one, run(dissociation.member_mesh(jax.devices("cpu")[:number])), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_two_processes_have_members_values_and_errors_of_both():
-    first, second = together.run(2, "maps", devices=2)
+def test_two_processes_have_members_values_and_errors_of_both(tmp_path):
+    """Arguments that differ, and a checkpoint of one process, are refused in both."""
+    path = f"checkpoint={tmp_path}/run.ckpt"
+    together.fit({"checkpoint": f"{tmp_path}/run.ckpt", "steps": "5"})
+    first, second = together.run(2, "maps", path, devices=2)
     assert "2 of 5; devices 2" in first
     assert "3 of 5; devices 2" in second
 
 
-@pytest.mark.slow
-def test_other_arguments_in_another_process_are_refused():
-    for status, _, said in together.wait(together.start(2, "other")):
-        assert status == 1
-        assert "`fit` must be called with the same models, hyperparameters, key and steps in all processes" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [["members=5"], ["members=3", "own=1", "freeze=10", "member_map=unroll"], ["member_map=vmap", "mesh=1", "data=2"]],
+OPTIONS = (
+    {"members": "5"},
+    {"members": "3", "own": "1", "freeze": "10", "member_map": "unroll"},
+    {"member_map": "vmap", "data": "2"},
 )
-def test_members_do_not_depend_on_the_number_of_processes(tmp_path, options):
-    """One, two and four processes: the same up to rounding. Process 0 alone calls the callbacks."""
-    found = []
-    for count in (1, 2, 4):
-        said = together.run(count, "fit", f"save={tmp_path}/out.npz", *options, devices=2)
-        assert digest(said)
-        assert all(("record" in each) == (index == 0) for index, each in enumerate(said))
-        with np.load(tmp_path / "out.npz") as file:
-            found.append(dict(file))
-    for other in found[1:]:
-        for name, leaf in found[0].items():
-            np.testing.assert_allclose(other[name], leaf, rtol=1e-3, atol=1e-5)
 
 
-def steps_of(folder):
-    return sorted(checkpoint.read_header(path)["step"] for path in folder.glob("run.ckpt.*"))
+def outcomes(said):
+    """For each run of a process, what it printed and its digest."""
+    _, *parts = re.split("^digest ", "\n" + said, flags=re.MULTILINE)
+    printed = re.split("^digest .*$", said, flags=re.MULTILINE)[:-1]
+    return list(zip(printed, (part.splitlines()[0] for part in parts), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dead", [1, 0])
-def test_a_process_that_dies_before_its_write_ends_the_others_and_nothing_is_lost(tmp_path, dead):
-    """The other process has written step 20, this one has not: both resume from step 15 to the same bits."""
-    path = tmp_path / "run.ckpt"
-    whole = digest(together.run(2, "fit"))
-    started = together.start(2, "fit", f"checkpoint={path}", f"die={dead}:20")
-    began = time.monotonic()
-    ended = together.wait(started)
-    assert time.monotonic() - began < 100
+def test_members_do_not_depend_on_the_number_of_processes(tmp_path):
+    """One and four processes: the same up to rounding. Process 0 alone calls the callbacks."""
+    words = []
+    for i, options in enumerate(OPTIONS):
+        together.fit(options | {"save": f"{tmp_path}/one-{i}.npz"})
+        words += ["then", f"save={tmp_path}/four-{i}.npz", *(f"{name}={value}" for name, value in options.items())]
+    said = together.run(4, "fit", *words, devices=2)
+    for i in range(len(OPTIONS)):
+        assert len({outcomes(each)[i][1] for each in said}) == 1
+        assert ["record" in outcomes(each)[i][0] for each in said] == [True, False, False, False]
+        with np.load(tmp_path / f"one-{i}.npz") as one, np.load(tmp_path / f"four-{i}.npz") as four:
+            for name, leaf in one.items():
+                np.testing.assert_allclose(four[name], leaf, rtol=1e-3, atol=1e-5)
+
+
+ENDS = ("fail=20", "interrupt=20", "terminate=20", "die=0:20", "die=1:20")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Runs of two processes that end at step 20 in each way, and their resumption after a whole run."""
+    folder, ended, steps = tmp_path_factory.mktemp("stopped"), [], []
+    paths = [folder / f"{i}" / "run.ckpt" for i in range(len(ENDS))]
+    for how, path in zip(ENDS, paths, strict=True):
+        path.parent.mkdir()
+        began = time.monotonic()
+        ended.append(together.wait(together.start(2, "fit", f"checkpoint={path}", how)))
+        assert time.monotonic() - began < 100
+        files = {file.name: checkpoint.read_header(file)["step"] for file in path.parent.glob("run.ckpt.*")}
+        steps.append(files)
+    words = [word for path in [*paths, paths[-1]] for word in ("then", f"checkpoint={path}")]
+    whole, *resumed = zip(*map(outcomes, together.run(2, "fit", "steps=40", *words)), strict=True)
+    return paths, ended, steps, whole, resumed
+
+
+@pytest.mark.slow
+def test_stopped_runs_resume_to_the_same_bits_and_finished_ones_are_read(stopped):
+    paths, _, _, whole, resumed = stopped
+    assert {digest for runs in (whole, *resumed) for _, digest in runs} == {whole[0][1]}
+    for path, ((printed, _), _) in zip(paths, resumed, strict=False):
+        assert "record 10 " not in printed
+        assert "record 20 " in printed or "die" not in ENDS[int(path.parent.name)]
+        names = {f"run.ckpt.{i}-of-2{end}" for i in range(2) for end in ("", ".before")}
+        assert {file.name for file in path.parent.glob("*")} == names
+    with pytest.raises(ValueError, match=r"`checkpoint` must be resumed by as many processes as .* \(2\), got 1\."):
+        together.fit({"checkpoint": str(paths[0])})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_dies_before_its_write_ends_the_others(stopped, dead):
+    """The other process has written step 20, this one has not."""
+    _, ended, steps, *_ = stopped
+    ended, steps = ended[3 + dead], steps[3 + dead]
     assert ended[dead][0] == -signal.SIGKILL
     status, _, said = ended[1 - dead]
     if dead:  # the death of process 0 ends the runtime, and with it the others
         assert status == 1
         assert "Start all processes again: they resume from their checkpoints." in said
-        assert steps_of(tmp_path)[-1] == 20
+        assert max(steps.values()) == 20
     assert status != 0
-    said = together.run(2, "fit", f"checkpoint={path}")
-    assert digest(said) == whole
-    assert "record 10 " not in said[0]
-    assert "record 20 " in said[0]
-    names = {f"run.ckpt.{i}-of-2{end}" for i in range(2) for end in ("", ".before")}
-    assert {file.name for file in tmp_path.glob("*")} == names
-    assert digest(together.run(2, "fit", f"checkpoint={path}")) == whole
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_is_refused(tmp_path):
-    """The end of process 0 ends the runtime, and may abort the others before they say why."""
-    path = tmp_path / "run.ckpt"
-    for wrote, others in ((2, (1, 3)), (1, (2,))):
-        together.run(wrote, "fit", f"checkpoint={path}", "steps=5")
-        for count in others:
-            ended = together.wait(together.start(count, "fit", f"checkpoint={path}", "steps=5"))
-            assert ended[0][0] == 1
-            assert all(status in (1, -signal.SIGABRT) for status, *_ in ended)
-            wanted = f"`checkpoint` must be resumed by as many processes as wrote it ({wrote}), got {count}."
-            assert all(wanted in said for status, _, said in ended if status == 1)
-        for file in tmp_path.glob("*"):
-            file.unlink()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["fail=20", "interrupt=20", "terminate=20"])
-def test_an_error_or_a_signal_of_one_stops_all_at_the_same_step(tmp_path, how):
-    path = tmp_path / "run.ckpt"
-    first, second = together.wait(together.start(2, "fit", f"checkpoint={path}", how))
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_an_error_or_a_signal_of_one_stops_all_at_the_same_step(stopped, index):
+    how, (first, second), steps = ENDS[index], stopped[1][index], stopped[2][index]
     words = ("OSError: the disk of the callback is full", "KeyboardInterrupt")
     assert first[0] == (-signal.SIGTERM if "terminate" in how else 130 if "interrupt" in how else 1), first
     assert second[0] != 0
     assert "terminate" in how or words["interrupt" in how] in first[2]
     assert words["fail" not in how] in second[2] or second[0] == -signal.SIGABRT
-    steps = [checkpoint.read_header(f"{path}.{i}-of-2")["step"] for i in range(2)]
-    assert steps[0] == steps[1] >= 20
-    assert digest(together.run(2, "fit", f"checkpoint={path}")) == digest(together.run(2, "fit"))
+    assert steps["run.ckpt.0-of-2"] == steps["run.ckpt.1-of-2"] >= 20

@@ -1,7 +1,6 @@
 """Both figures in small: what the theory says of the curves, the files, and resuming."""
 
 import dataclasses
-import json
 import warnings
 
 import equinox as eqx
@@ -14,22 +13,9 @@ from labels import assert_labelled
 
 from dissociation import recipes, take
 from dissociation.data import load
-from dissociation.figures import (
-    Parts,
-    figures,
-    main,
-    robustness,
-    transfer,
-)
-from dissociation.figures import (
-    _command as command,
-)
-from dissociation.figures import (
-    _members as members,
-)
-from dissociation.figures import (
-    _null_spaces as null_spaces,
-)
+from dissociation.figures import Parts, figures, main, robustness, transfer
+from dissociation.figures import _members as members
+from dissociation.figures import _null_spaces as null_spaces
 from dissociation.figures._artifacts import axes_of
 from dissociation.models import CNN
 from dissociation.rewrites import layer_inputs
@@ -94,11 +80,16 @@ def test_networks_of_images(model):
         assert certificate["changed_predictions"] == 0
     assert results.null_space["dimension"] >= 1  # few images, or a mean that normalisation takes out
     assert [row[0] for row in robustness.table(results)[1:3]] == ["trained", "null-perturbed"]
+    with pytest.raises(ValueError, match="`published_null` must be left out but for the perceptron"):
+        robustness.Config(**sizes, published_null=True)
+
+
+@pytest.mark.slow
+def test_features_of_networks_of_images_transfer():
+    sizes = {"num_seeds": 2, "num_epochs": 2, "num_train": 200, "num_test": 40, "width": 12, "model": "transformer"}
     probed = transfer.Config(**sizes, num_budgets=1, num_splits=2, num_zero=6, probes=("converged",))
     errors = transfer.compute(probed, key=KEY).transfer_error["coarse"]["converged"]
     np.testing.assert_allclose(errors["duplicated"], errors["trained"], atol=0.1)
-    with pytest.raises(ValueError, match="`published_null` must be left out but for the perceptron"):
-        robustness.Config(**sizes, published_null=True)
 
 
 @pytest.mark.slow
@@ -184,13 +175,11 @@ def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_
 
 
 @pytest.mark.slow
-def test_networks_that_all_diverged_are_an_error(one_diverges):
-    config = robustness.Config(**{**SMALL, "num_seeds": 1})
-    with pytest.MonkeyPatch.context() as patch:
-        real = recipes.fit_mnist
-        patch.setattr(members, "fit_mnist", lambda **options: real(**options)._replace(diverged_at=np.array([3])))
-        with pytest.raises(ValueError, match="All 1 networks diverged, at step 3"):
-            robustness.compute(dataclasses.replace(config, num_seeds=2), key=KEY)
+def test_networks_that_all_diverged_are_an_error(monkeypatch):
+    real, gone = recipes.fit_mnist, np.array([3, 3])
+    monkeypatch.setattr(members, "fit_mnist", lambda **options: real(**options)._replace(diverged_at=gone))
+    with pytest.raises(ValueError, match="All 2 networks diverged, at step 3"):
+        robustness.compute(robustness.Config(**SMALL | {"num_epochs": 1}), key=KEY)
 
 
 @pytest.mark.slow
@@ -311,32 +300,6 @@ def test_variants_tasks_and_probes_are_axes(noise, transferred, tmp_path):
         axes = axes_of(arrays, figure.AXES)
         for name, array in arrays.items():
             assert array.shape == tuple(lengths[axis] for axis in axes[name]), name
-
-
-@pytest.mark.slow
-def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
-    # The sizes of the fixture: nothing to compile again.
-    sizes = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    arguments = ["robustness", *sizes, "--num-scales", "6", "--num-zero", "48", "--out", str(tmp_path / "out")]
-    assert main([*arguments, "--silent"]) == 0
-    shown = capsys.readouterr()
-    assert "input null-perturbed" in shown.out
-    assert "compiling" in shown.out
-    (out,) = (tmp_path / "out").iterdir()
-    assert {path.suffix for path in out.glob("noise-robustness.*")} == {".pdf", ".png", ".npz", ".json"}
-    arrays = np.load(out / "noise-robustness.npz")
-    assert arrays["input_error_scaled"].shape == arrays["parameter_error_scaled"].shape == (2, 6)
-    assert json.loads(str(arrays["axes"]))["parameter_error_scaled"] == ["seeds", "parameter_scales"]
-    description = json.loads((out / "noise-robustness.json").read_text())
-    assert description["data"] == {"name": "glyphs", "num_train": 600, "num_test": 150}
-    assert description["config"]["num_zero"] == 48
-    assert description["certificates on the test images"]["scaled"]["changed_predictions"] == 0
-    assert "jax" in description["environment"]
-    assert main([*arguments, "--silent", "--resume"]) == 0
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [out.name]
-    again = np.load(out / "noise-robustness.npz")
-    np.testing.assert_array_equal(arrays["parameter_error_trained"], again["parameter_error_trained"])
 
 
 WRONG = {

@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -16,9 +15,7 @@ import dissociation
 from dissociation import figures
 from dissociation._core import checks, files
 from dissociation.figures import open_meter
-from dissociation.plotting import (
-    _axes as plotting,
-)
+from dissociation.plotting import _axes as plotting
 from dissociation.plotting import (
     band,
     differences,
@@ -30,9 +27,7 @@ from dissociation.plotting import (
     summarise,
 )
 from dissociation.training import _progress as progress_module
-from dissociation.training import _sharding as sharding
 from dissociation.training import log_spaced_steps
-from dissociation.training._cores import Shards
 from dissociation.training._progress import LineMeter
 from dissociation.training._samplers import steps_per_epoch
 
@@ -60,22 +55,20 @@ class Screen(io.StringIO):
 
 
 def test_a_terminal_has_one_bar_that_moves(monkeypatch):
-    for progress in ("terminal", "auto"):
-        monkeypatch.setattr(sys, "stderr", screen := Screen())
-        meter = open_meter(progress, 20, "training")
-        for step in (0, 10, 20):
-            meter.advance(step, f"loss {step}")
-        meter.close()
-        shown = screen.getvalue()
-        assert "\n" not in shown.strip()
-        assert all(f"{step}/20" in shown and f"loss {step}" in shown for step in (0, 10, 20))
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    meter = open_meter("auto", 20, "training")
+    for step in (0, 10, 20):
+        meter.advance(step, f"loss {step}")
+    meter.close()
+    shown = screen.getvalue()
+    assert "\n" not in shown.strip()
+    assert all(f"{step}/20" in shown and f"loss {step}" in shown for step in (0, 10, 20))
 
 
-@pytest.mark.parametrize("progress", ["terminal", "auto"])
-def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
+def test_a_file_has_a_line_now_and_then(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
-    meter = open_meter(progress, 20, "training")
+    meter = open_meter("terminal", 20, "training")
     for step in range(20):
         meter.advance(step, f"loss {step}")
         now[0] += LineMeter.SECONDS / 4.5
@@ -87,20 +80,6 @@ def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
     (last,) = capsys.readouterr().err.splitlines()
     assert "20/20" in last
     assert "loss 20" in last
-
-
-@pytest.mark.parametrize("num_members", [1, 4, 5])
-def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
-    mesh = dissociation.member_mesh(jax.devices("cpu")[:4])
-    tree = {"x": jnp.arange(3.0 * num_members).reshape(num_members, 3), "name": "kept"}
-    shards = Shards(num_members, -(-num_members // 4) * 4, mesh)
-    (placed,) = shards.split(tree)
-    assert len({shard.device for shard in placed["x"].addressable_shards}) == 4
-    assert {shard.data.shape[0] for shard in placed["x"].addressable_shards} == {-(-num_members // 4)}
-    np.testing.assert_array_equal(shards.joined([placed])["x"], tree["x"])
-    assert placed["name"] == "kept"
-    with pytest.raises(ValueError, match="`mesh` must have the axis 'members', and 'data' at most"):
-        sharding.check_mesh(jax.make_mesh((1,), ("batch",)))
 
 
 @pytest.mark.parametrize("members", [2, 7])
@@ -220,11 +199,6 @@ def test_a_mesh_may_have_an_axis_of_data():
     mesh = dissociation.member_mesh(devices, data=2)
     assert mesh.axis_names == ("members", "data")
     assert mesh.devices.tolist() == [devices[:2], devices[2:]]
-    assert sharding.member_devices(mesh) == 2
-    assert sharding.member_devices(dissociation.member_mesh(devices)) == 4
-    (placed,) = Shards(3, 4, mesh).split(jnp.arange(3.0))
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
-    sharding.check_mesh(mesh)
     with pytest.raises(ValueError, match=r"`data` must divide the number of devices \(4\), got 3"):
         dissociation.member_mesh(devices, data=3)
     with pytest.raises(ValueError, match="`data` must be at least 1, got 0"):

@@ -41,9 +41,16 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("kind", "said"), [("importing", ""), ("saving", "saved"), ("threads", "saved"), ("deaf", ""), ("callback", "")]
+    ("kind", "said", "number"),
+    [
+        ("importing", "", signal.SIGINT),
+        ("saving", "saved", signal.SIGINT),
+        ("saving", "saved", signal.SIGTERM),
+        ("threads", "saved", signal.SIGTERM),
+        ("deaf", "", signal.SIGINT),
+        ("callback", "", signal.SIGTERM),
+    ],
 )
 def test_signals_end_a_program_at_any_moment(kind, said, number):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -59,8 +59,6 @@ def test_files_give_everything_back(everything, tmp_path, suffix):
 
 
 def test_other_libraries_read_the_files(everything, tmp_path):
-    with np.load(everything.save(tmp_path / "x.npz")) as file:
-        np.testing.assert_array_equal(file["eigenvalues"], everything["eigenvalues"])
     with xarray.open_dataset(everything.save(tmp_path / "x.nc"), engine="h5netcdf", decode_times=False) as read:
         np.testing.assert_array_equal(read.eigenvalues.sel(seeds=9), everything["eigenvalues"][1])
         assert read.error_scaled.attrs["units"] == "%"
@@ -72,11 +70,6 @@ def test_an_array_named_as_its_axis_is_its_coordinate(everything):
     np.testing.assert_array_equal(everything["other_seeds"], [7, 9])
     with pytest.raises(ValueError, match="`name` must be one of .*, got 'missing'"):
         everything["missing"]
-
-
-def test_lengths_that_disagree_stand_in_the_names_of_axes():
-    found = label({"a": np.zeros((2, 3)), "b": np.zeros(4)}, {"a": ("seeds", "ranks"), "b": ("ranks",)})
-    assert found.dims == {"a": ("seeds", "ranks_3"), "b": ("ranks_4",)}
 
 
 def test_families_become_axes(everything):
@@ -147,8 +140,9 @@ def test_what_it_is_made_of_may_be_of_any_kind():
     assert as_json({"a": Config(), "b": jnp.arange(2), "c": 1j, "d": print}) == {
         "a": {"rates": [1, 2]}, "b": [0, 1], "c": "1j", "d": "<built-in function print>",
     }  # fmt: skip
-    found = label({"half": jnp.ones(2, jnp.bfloat16)}, {"half": ("k",)})
+    found = label({"half": jnp.ones(2, jnp.bfloat16), "b": np.zeros(4)}, {"half": ("k",), "b": ("k",)})
     assert found["half"].dtype == np.float32
+    assert found.dims == {"half": ("k_2",), "b": ("k_4",)}  # lengths that disagree stand in the names of axes
 
 
 @pytest.mark.parametrize(
@@ -156,7 +150,6 @@ def test_what_it_is_made_of_may_be_of_any_kind():
     [
         (lambda: label({"a": np.zeros(2)}, {}), ValueError, r"`dims` must name the axes of a, of shape \(2,\), got"),
         (lambda: label({"axes": 1.0}, {}), ValueError, "`arrays` must have names other than axes, labelled"),
-        (lambda: label({"a/b": 1.0}, {}), ValueError, "without a slash, got 'a/b'"),
         (lambda: label({"a": [object()]}, {"a": ("k",)}), TypeError, "`a` must hold numbers, truth values or text"),
         (
             lambda: label({"k": np.zeros((2, 2)), "b": np.zeros(2)}, {"k": ("i", "j"), "b": ("k",)}),
@@ -179,13 +172,13 @@ def test_wrong_files_are_refused(everything, tmp_path):
     for call in (everything.save, load_results):
         with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
             call(tmp_path / "x.csv")
-    for suffix in (".npz", ".nc"):
+    for path in (tmp_path / "x.npz", tmp_path / "x.nc"):
         with pytest.raises(FileNotFoundError, match="where there is none"):
-            load_results(tmp_path / f"x{suffix}")
-        whole = everything.save(tmp_path / f"x{suffix}").read_bytes()
-        (tmp_path / f"y{suffix}").write_bytes(whole[: len(whole) // 2])
+            load_results(path)
+        whole = everything.save(path).read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(RefusedFile, match="is broken, or no file of results"):
-            load_results(tmp_path / f"y{suffix}")
+            load_results(path)
 
 
 OTHER = xarray.Dataset({"a": ("k", [1.0])})
@@ -204,7 +197,6 @@ OTHER = xarray.Dataset({"a": ("k", [1.0])})
         ),
         ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "no file of results: it lacks 'axes'"),
         ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "no file of results: it lacks 'labelled'"),
-        ("x.npz", lambda path: np.savez(path, axes=np.array("axes")), "what it says of its arrays is no JSON"),
         ("x.npz", lambda path: np.savez(path, axes=np.array("3")), "what it says of its arrays is no dictionary"),
         ("x.npz", lambda path: path.mkdir(), " is a folder, and no file of results"),
     ],

@@ -74,13 +74,6 @@ def test_the_beginning_is_eight_times_pytorchs(trained, data):
 
 
 @pytest.mark.slow
-def test_a_member_alone_is_the_member_of_the_sweep(trained, data):
-    """Up to rounding, which a longer training would make large."""
-    alone = train_grokking(data, weight_decays=(0.1,), seeds=(43,), **SMALL)
-    np.testing.assert_allclose(alone.history.loss[0, :50], trained.history.loss[3, :50], rtol=1e-4)
-
-
-@pytest.mark.slow
 def test_every_parameter_decays_apart_from_the_gradient(data):
     # A first step of AdamW: the gradient's part has the size of the rate, whatever the decay, and is the same in both.
     options = {**SMALL, "num_steps": 1, "learning_rate": 0.01}
@@ -99,10 +92,9 @@ def test_initial_scales_by_member():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"optimizer": "sgd", "learning_rate": 1e-5}, {"network": "cnn"}])
-def test_other_optimisers_and_networks(data, options):
-    small = {**SMALL, "num_steps": 4, "init_scale": 1.0}
-    result = train_grokking(data, weight_decays=(0.1,), seeds=(1,), **small, **options)
+def test_stochastic_gradient_descent(data):
+    small = {**SMALL, "num_steps": 4, "init_scale": 1.0, "optimizer": "sgd", "learning_rate": 1e-5}
+    result = train_grokking(data, weight_decays=(0.1,), seeds=(1,), **small)
     observed = result.history.observed
     assert observed["train_loss"][0, -1] < observed["train_loss"][0, 0]
 

@@ -1,5 +1,3 @@
-from unittest.mock import Mock
-
 import jax
 import numpy as np
 import pytest
@@ -22,16 +20,6 @@ def test_training_beats_chance_by_far_and_keeps_history(small):
     assert (errors[:, -1] < 0.6).all()  # chance is 0.9
     assert result.history.loss.shape == (2, 8 * 16)
     assert np.isclose(result.history.loss[:, 0], np.log(10), atol=0.2).all()
-
-
-def test_training_shows_loss_and_error_from_epoch_zero_on(small):
-    meter = Mock()
-    train_mnist(num_epochs=2, num_seeds=2, dataset=small, width=16, progress=meter)
-    (first, begun), *_, (last, ended) = (one.args for one in meter.return_value.advance.mock_calls)
-    assert (first, last) == (0, 2 * 4)
-    assert "test_error" in begun
-    assert "±" in begun
-    assert "loss" in ended
 
 
 def test_sizes_and_keys_that_are_none_are_named(small):

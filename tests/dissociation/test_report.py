@@ -57,14 +57,10 @@ def test_it_is_one_page_with_all_in_it(page):
     assert '<tr><th scope="row">scaled</th><td>1e-07</td><td>0</td></tr>' in page
     assert re.findall(r"<td>(.*?)</td>", page)[-4:] == ["3", "(0.1, 0.25)", "1.235", "None"]
     assert not ADDRESS.search(page)
+    for words in ("glyphs: 3 seeds", "num_seeds", "f32[200,784]"):
+        assert words in without_scripts(page)
     for outside in ('<img src="x.png">', "<a href='https://a.org'>", "a { background: url(x.png) }"):
         assert ADDRESS.search(page + outside)
-
-
-def test_it_is_read_without_scripts(page):
-    shown = without_scripts(page)
-    for words in ("glyphs: 3 seeds", "num_seeds", "f32[200,784]"):
-        assert words in shown
 
 
 def test_texts_are_escaped_and_hold_anything(figure):
@@ -113,30 +109,19 @@ def opened(page, tmp_path):
 
 
 @needs_browser
-def test_a_browser_shows_the_trees_and_complains_of_nothing(opened):
-    _, told = opened
-    found, console = told()
+def test_a_browser_shows_the_trees_in_the_readers_colours_and_complains_of_nothing(opened, page, tmp_path):
+    path, told = opened
+    (light, console), (dark, _) = (told(f"--blink-settings=preferredColorScheme={scheme}") for scheme in (1, 0))
     assert console == []
-    (tree,) = found["trees"]
-    assert "float32(200, 784)" in tree
-    assert not found["wide"]
-
-
-@needs_browser
-def test_dark_and_light_are_the_readers(opened):
-    _, told = opened
-    light, _ = told("--blink-settings=preferredColorScheme=1")
-    dark, console = told("--blink-settings=preferredColorScheme=0")
-    assert console == []
+    assert "float32(200, 784)" in light["trees"][0]
+    assert not light["wide"]
+    assert not told("--window-size=500,900")[0]["wide"]  # tables scroll
     brightness = lambda colour: sum(map(int, re.findall(r"\d+", colour)[:3])) / 765  # noqa: E731
     assert [brightness(colour) > 0.5 for colour in light["colours"]] == [True, False]
     assert [brightness(colour) > 0.5 for colour in dark["colours"]] == [False, True]
-
-
-@needs_browser
-def test_a_narrow_window_scrolls_in_tables_alone(opened):
-    _, told = opened
-    assert not told("--window-size=500,900")[0]["wide"]
+    path.write_text(page.replace("</body>", '<img src="https://example.org/x.png"></body>'))
+    _, console = browser.run(path, tmp_path, "--dump-dom")
+    assert any("Content Security Policy" in line for line in console)  # nothing is fetched
 
 
 @needs_browser
@@ -168,14 +153,6 @@ def test_a_page_that_comes_in_pieces_shows_its_trees_too(page, tmp_path):
     assert console == []
     assert "float32(200, 784)" in shown.partition('id="told"')[2]
     assert "Loading" not in shown.partition('id="told"')[2]
-
-
-@needs_browser
-def test_what_would_be_fetched_is_an_error_of_the_console(page, tmp_path):
-    path = tmp_path / "report.html"
-    path.write_text(page.replace("</body>", '<img src="https://example.org/x.png"></body>'))
-    _, console = browser.run(path, tmp_path, "--dump-dom")
-    assert any("Content Security Policy" in line for line in console)
 
 
 @needs_browser

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from functools import partial
+from unittest.mock import Mock
 
 import equinox as eqx
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import linear_members, mean_of_batch, noisy_error, regression, squared_error, weights
+from linear_regression import linear_members, mean_of_batch, noisy_error, regression, trained, weights
 
 import dissociation
 from dissociation.training import (
@@ -22,12 +24,8 @@ from dissociation.training import (
     fit,
     make_step,
 )
-from dissociation.training import (
-    _run as run_module,
-)
-from dissociation.training import (
-    _samplers as samplers_module,
-)
+from dissociation.training import _run as run_module
+from dissociation.training import _samplers as samplers_module
 
 SEEN = make_step(mean_of_batch, optax.sgd(0.0))
 """A step whose loss is the mean of its batch."""
@@ -47,8 +45,7 @@ def test_every_epoch_uses_every_sample_once(key, shared):
     assert (seen == seen[0]).all() == shared
 
 
-@pytest.mark.parametrize("drop", [True, False])
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(("stacked", "drop"), [(True, True), (False, False)])
 def test_without_shuffling_batches_come_in_the_given_order(key, stacked, drop):
     factors = jnp.arange(1.0, 4)[:, None] if stacked else jnp.ones((3, 1))
     data = factors * jnp.arange(10.0)[None]
@@ -133,9 +130,7 @@ def test_a_sampler_of_ones_own(key):
 
 
 SAMPLERS = {
-    "epochs": lambda data: Epochs(data, 6),
     "own orders": lambda data: Epochs(data, 7, shared=False),
-    "in order": lambda data: Epochs(data, 7, shuffle=False),
     "draws": lambda data: Online(
         lambda source, key: jax.tree.map(lambda leaf: leaf[jax.random.permutation(key, len(leaf))[:5]], source), data
     ),
@@ -178,8 +173,7 @@ def in_order(data, size, begun=None):
     return start
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("member_map", "block"), [("scan", 1), ("scan", 100), ("vmap", 4)])
+@pytest.mark.parametrize(("member_map", "block"), [("vmap", 4), pytest.param("scan", 100, marks=pytest.mark.slow)])
 def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):
     models, data = linear_members(key), regression(key, samples=20)
     step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(member_map)
@@ -188,21 +182,15 @@ def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):
     outside = fit(models, step, sampler, num_steps=33, key=key, layout=layout)
     np.testing.assert_array_equal(weights(inside), weights(outside))
     np.testing.assert_array_equal(inside.history.loss, outside.history.loss)
-    assert fit(models, step, sampler, num_epochs=2, key=key).num_steps == 10
-
-
-def test_batches_of_the_host_go_on_where_a_state_stands(key):
-    models, data = linear_members(key), regression(key, samples=20)
-    step, sampler = make_step(noisy_error, optax.adam(0.05)), HostBatches(in_order(data, 4), block=3)
-    whole = fit(models, step, sampler, num_steps=15, key=key)
-    first = fit(models, step, sampler, num_steps=7, key=key)
+    first = fit(models, step, sampler, num_epochs=2, key=key, layout=layout)
     begun = []
-    second = fit(first.state, step, HostBatches(in_order(data, 4, begun), block=3), num_steps=8, key=key)
-    np.testing.assert_array_equal(weights(whole), weights(second))
-    assert set(begun) == {7}
+    again = HostBatches(in_order(data, 4, begun), block=block)
+    second = fit(first.state, step, again, num_steps=23, key=key, layout=layout)
+    np.testing.assert_array_equal(weights(outside), weights(second))
+    assert set(begun) == {first.num_steps} == {10}  # goes on where the state stands
 
 
-@pytest.mark.parametrize(("count", "block"), [(0, 4), (8, 4), (10, 4), (10, 16)])
+@pytest.mark.parametrize(("count", "block"), [(0, 4), (8, 4), (10, 16)])
 def test_an_iterator_that_ends_says_so(key, count, block):
     data = jnp.ones((4, 3))
     sampler = HostBatches(lambda step: iter([data] * (count - step)), block=block)
@@ -213,11 +201,10 @@ def test_an_iterator_that_ends_says_so(key, count, block):
         assert losses(sampler, key, num_steps=count).shape == (3, count)
 
 
-@pytest.mark.parametrize("fails_at", [0, 5])
-def test_an_iterator_that_raises_passes_its_error_on(key, fails_at):
+def test_an_iterator_that_raises_passes_its_error_on(key):
     def start(step):
         for i in range(step, 100):
-            if i == fails_at:
+            if i == 5:
                 raise OSError("the disk is gone")
             yield np.ones((4, 3), np.float32)
 
@@ -248,32 +235,24 @@ def test_batches_of_several_shapes_are_refused(key):
         kinds = HostBatches(lambda step: (np.ones(4, kind) for kind in ("f4", "f4", "f4", "i4")[step:]), block=block)
         with pytest.raises(ValueError, match=r"int32\) at step 3"):
             losses(kinds, key, num_steps=4)
-    with pytest.raises(TypeError, match="`start` must"):
-        losses(HostBatches(lambda step: iter([np.array(["a"])] * 20)), key, num_steps=4)
 
 
 def batch_threads():
     return [thread for thread in threading.enumerate() if "_fill" in thread.name]
 
 
-@pytest.mark.parametrize("mesh", [None, 2])
-def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path, mesh):
+def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path):
     """At the end, after an error on the way, and where nothing begins."""
     data = regression(key, samples=20)
-    layout = Layout(mesh=None if mesh is None else dissociation.member_mesh(jax.devices("cpu")[:mesh]))
-    models, sampler = linear_members(key), HostBatches(in_order(data, 4), block=2)
-    step, options = make_step(squared_error, optax.sgd(0.1)), {"num_steps": 6, "key": key, "layout": layout}
-
-    def fail(step, records):
-        raise RuntimeError("on the way")
-
-    fit(models, step, sampler, checkpoint=tmp_path / "run", **options)
+    layout = Layout(mesh=dissociation.member_mesh(jax.devices("cpu")[:2]))
+    run = partial(trained, key, sampler=HostBatches(in_order(data, 4), block=2), num_steps=6, layout=layout)
+    run(checkpoint=tmp_path / "run")
     with pytest.raises((ValueError, TypeError), match="`loss`"):
-        fit(models, make_step(lambda model, batch, key: batch, optax.sgd(0.1)), sampler, **options)
+        run(loss=lambda model, batch, key: batch)
     with pytest.raises(RuntimeError, match="on the way"):
-        fit(models, step, sampler, callbacks=[fail], **options)
+        run(callbacks=[Mock(side_effect=RuntimeError("on the way"))])
     with pytest.raises(ValueError, match="whose loss differ"):
-        fit(models, make_step(noisy_error, optax.sgd(0.1)), sampler, checkpoint=tmp_path / "run", **options)
+        run(loss=noisy_error, checkpoint=tmp_path / "run")
     end = time.monotonic() + 10
     while batch_threads() and time.monotonic() < end:
         time.sleep(0.05)
@@ -284,20 +263,17 @@ def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path, mesh):
     ("data", "error", "message"),
     [
         (([[1.0, 2.0]], [3.0]), TypeError, r"`data` must hold arrays, samples first, got float 1.0 at data\[0\]\[0\]"),
-        (np.array(["a"] * 10), TypeError, "`data` must be an array of numbers, got text"),
         ((np.ones(10), np.full(10, None)), TypeError, r"`data\[1\]` must be .* dtype object"),
         (np.full(10, 2**40), ValueError, "`data` must hold integers from -2147483648 to 2147483647, got 1099511627776"),
-        (np.full(10, -(2**40)), ValueError, "got -1099511627776. Larger ones need"),
         (jnp.full(10, jnp.inf, jnp.bfloat16), ValueError, "`data` must be finite, got inf"),
-        (np.ones((0, 2)), ValueError, "`data` must not be empty"),
         ({}, ValueError, "`data` must hold at least one array"),
         ((np.ones(10), np.ones(9)), ValueError, r"`data` must agree in the leading axis.*\[1\] with \(9,\)"),
     ],
 )
-@pytest.mark.parametrize("sampler", [FullBatch, lambda data: Epochs(data, 2)], ids=["whole", "batches"])
-def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message, sampler):
-    with pytest.raises(error, match=message):
-        sampler(data)
+def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message):
+    for sampler in (FullBatch, lambda data: Epochs(data, 2)):
+        with pytest.raises(error, match=message):
+            sampler(data)
 
 
 @pytest.mark.parametrize(
@@ -308,16 +284,15 @@ def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message, sa
     ],
 )
 def test_what_the_host_starts_must_give_batches(key, started, message):
-    step = make_step(squared_error, optax.sgd(0.1))
     with pytest.raises(TypeError, match=message):
-        fit(linear_members(key), step, HostBatches(lambda step: started), num_steps=2, key=key)
+        trained(key, sampler=HostBatches(lambda step: started), num_steps=2)
     for name in ("epoch_steps", "block"):
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
             HostBatches(lambda step: started, **{name: 0})
 
 
 def test_data_of_other_kinds_of_numbers_are_taken(key):
-    models, x = linear_members(key), regression(key)[0]
+    x = regression(key)[0]
     sample_keys, whole = jax.random.split(key, 10), np.arange(10) - 2**31
 
     def loss(model, batch, key):
@@ -325,5 +300,5 @@ def test_data_of_other_kinds_of_numbers_are_taken(key):
         return jnp.sum(model.weight) * (jnp.mean(batch[1] * 1.0) + jnp.mean(jnp.abs(batch[2])))
 
     data = (sample_keys, whole, 1j * x.astype(jnp.float16))
-    seen = fit(models, make_step(loss, optax.sgd(0.1)), Epochs(data, 4), num_steps=3, key=key)
+    seen = trained(key, loss=loss, sampler=Epochs(data, 4), num_steps=3)
     assert np.isfinite(seen.history.loss).all()

@@ -1,17 +1,13 @@
 """The figure of similarities in small: what must hold of it, its files' axes, and that drawing only draws."""
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import assert_only_draws
 from labels import assert_labelled
 
-from dissociation.figures import _members as members
 from dissociation.figures import similarity
 from dissociation.figures._artifacts import axes_of
-from dissociation.models import CNN
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 
@@ -88,16 +84,3 @@ def test_seeds_that_diverged_are_left_out(run):
     assert np.isnan(found["matrix"][1]).all()
     assert np.isnan(found["through"][:, :, 1]).all()
     assert np.isfinite(found["matrix"][0, 2])
-
-
-def test_rewrites_of_a_convolutional_network_keep_its_function():
-    model = CNN(12, key=jax.random.key(0))
-    images = jax.random.normal(jax.random.key(1), (4, 784))
-    wanted = jax.vmap(model)(images)
-    group = members.rewritten_group(eqx.filter_vmap(lambda _: model)(jnp.arange(2)), images[0])
-    variants = members.neuron_rewrites(CONFIG, CONFIG.num_zero, group)
-    for name in ("scaled", "duplicated", "zero"):
-        rewrite = variants[name]
-        found = rewrite(model, jax.random.key(2))
-        np.testing.assert_allclose(jax.vmap(found)(images), wanted, atol=1e-5, err_msg=name)
-        assert not np.array_equal(found.encoder.head.weight, model.encoder.head.weight)

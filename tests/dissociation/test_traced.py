@@ -1,6 +1,5 @@
 """Traced functions are equal if they compute the same, and compile once; and others are not."""
 
-import functools
 import subprocess
 import sys
 
@@ -38,31 +37,21 @@ def jitted_with(array):
 SAME = {
     "jit with an array": lambda: jitted_with(np.arange(3.0)[None]),
     "closure": lambda: lambda x, c=0.1: c * x,
-    "partial": lambda: functools.partial(jnp.power, 2.0),
     "jit inside": lambda: lambda x: jax.jit(lambda y: 2 * y)(x) + jax.jit(lambda z: 2 * z)(x),
     "loop": lambda: lambda x: jax.lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), x)[1],
     "rule of its own": lambda: rule(3.0),
-    "activation": lambda: lambda x: jax.nn.relu(x) + jax.nn.gelu(x),
     "draw": lambda: lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
     "array inside": lambda: lambda x: x + np.arange(3.0, dtype=np.float32)[None],
 }
 DIFFERENT = {
     "constant": (lambda x: 0.1 * x, lambda x: 0.1000001 * x),
-    "constant inside": (lambda x: jax.jit(lambda y: 2 * y)(x), lambda x: jax.jit(lambda y: 3 * y)(x)),
     "array inside": (jitted_with(np.ones((1, 3))), jitted_with(np.full((1, 3), 2.0))),
-    "array of JAX inside": (jitted_with(jnp.ones((1, 3))), jitted_with(jnp.full((1, 3), 2.0))),
-    "in a loop": (
-        lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2.0, x),
-        lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2.5, x),
-    ),
     "trips": (
         lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2.0, x),
         lambda x: jax.lax.fori_loop(0, 4, lambda i, y: y * 2.0, x),
     ),
-    "operation": (jnp.sin, jnp.cos),
     "order": (lambda x: x - jnp.flip(x), lambda x: jnp.flip(x) - x),
     "which result": (lambda x: (jnp.sin(x), jnp.cos(x))[0], lambda x: (jnp.sin(x), jnp.cos(x))[1]),
-    "axis": (lambda x: jnp.flip(x, 0), lambda x: jnp.flip(x, 1)),
     "precision": (lambda x: x @ x.T, lambda x: jnp.matmul(x, x.T, precision="highest")),
     "forward": (rule(3.0), rule(4.0)),
     "structure": (lambda x: (x, x), lambda x: [x, x]),
@@ -110,23 +99,6 @@ def test_callbacks_are_equal_to_themselves_only():
     assert code(lambda x: x) != told(heard)
 
 
-def test_a_traced_function_equals_the_function():
-    def function(tree):
-        return {"sum": tree["x"] + OFFSET, "gradient": jax.grad(lambda x: jnp.sum(jnp.tanh(x) ** 2))(tree["x"])}
-
-    traced = trace(function, {"x": jax.ShapeDtypeStruct(X.shape, X.dtype)})
-    jax.tree.map(np.testing.assert_array_equal, traced({"x": X}), function({"x": X}))
-    stacked = jnp.stack([X, 2 * X])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-        jax.jit(jax.vmap(traced))({"x": stacked}),
-        jax.vmap(function)({"x": stacked}),
-    )
-    with pytest.raises(TypeError, match="`args` must have the structure"):
-        traced(X)
-
-
-OFFSET = 1.5
 FINGERPRINT = """
 import jax, jax.numpy as jnp, optax
 from dissociation.training._traced import trace
@@ -145,18 +117,18 @@ def test_fingerprints_are_the_same_in_another_process_and_on_other_lines():
     assert there.strip() == here["found"]
 
 
-def training(rate=0.1, power=2, offset=0.0, scale=1.0, made=optax.adam, decimals=None):
+def training(offset=0.0, scale=1.0, decimals=None):
     """The same loss and optimiser, made anew: their functions are other objects at every call."""
     target = jnp.full(3, offset)
 
     def loss(model, batch, key):
-        return jnp.mean(jnp.abs(batch @ model - jnp.sum(target) - scale) ** power)
+        return jnp.mean(jnp.abs(batch @ model - jnp.sum(target) - scale) ** 2)
 
     def observe(model, step, key):
         return jnp.sum(model) if decimals is None else jnp.round(jnp.sum(model), decimals)
 
     options = {"num_steps": 6, "key": jax.random.key(0), "save": Save(observe, [6])}
-    return fit(jnp.ones((2, 3)), make_step(loss, made(rate)), Epochs(X, 3), **options)
+    return fit(jnp.ones((2, 3)), make_step(loss, optax.adam(0.1)), Epochs(X, 3), **options)
 
 
 def test_equal_programs_compile_once(caplog):
@@ -167,10 +139,9 @@ def test_equal_programs_compile_once(caplog):
     assert not np.array_equal(training(offset=0.5).models, training().models)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_later_epochs_compile_nothing(caplog, shared):
+def test_later_epochs_compile_nothing(caplog):
     step = make_step(lambda model, batch, key: jnp.mean((batch @ model) ** 2), optax.sgd(0.1))
-    sampler = Epochs(X, 3, shared=shared)
+    sampler = Epochs(X, 3, shared=False)
 
     def epochs(count):
         fit(jnp.ones((2, 3)), step, sampler, num_epochs=count, key=jax.random.key(0))
@@ -179,10 +150,9 @@ def test_later_epochs_compile_nothing(caplog, shared):
     assert compilations(caplog, lambda: epochs(7)) == []
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_unrolled_members_share_one_members_program(caplog, devices):
+def test_unrolled_members_share_one_members_program(caplog):
     """So their bits cannot depend on their number, nor does the time to compile."""
-    mesh = None if devices == 1 else dissociation.member_mesh(jax.devices()[:devices])
+    devices, mesh = 2, dissociation.member_mesh(jax.devices()[:2])
 
     def unrolled(members):
         step = make_step(lambda model, batch, key: jnp.mean((batch @ model - devices) ** 2), optax.adam(0.3))
@@ -196,14 +166,10 @@ def test_unrolled_members_share_one_members_program(caplog, devices):
     ]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"rate": 0.2}, {"power": 3}, {"scale": 2.0}, {"made": optax.sgd}, {"decimals": 1}],
-    ids=lambda change: "-".join(change),
-)
-def test_other_programs_are_not_taken_for_one_another(caplog, change):
+def test_other_programs_are_not_taken_for_one_another(caplog):
     first = training()
-    assert compilations(caplog, lambda: training(**change))
-    other = training(**change)
-    assert np.array_equal(first.history.loss, other.history.loss) == ("decimals" in change)
-    assert not np.array_equal(first.history.observed, other.history.observed)
+    for change in ({"scale": 2.0}, {"decimals": 1}):
+        assert compilations(caplog, lambda change=change: training(**change))
+        other = training(**change)
+        assert np.array_equal(first.history.loss, other.history.loss) == ("decimals" in change)
+        assert not np.array_equal(first.history.observed, other.history.observed)

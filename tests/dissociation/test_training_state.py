@@ -14,6 +14,7 @@ from linear_regression import (
     normalised_error,
     regression,
     squared_error,
+    trained,
     weights,
 )
 
@@ -65,15 +66,10 @@ def test_a_state_survives_transformations(key):
         np.testing.assert_allclose(mapped.model.weight[m], alone.model.weight, rtol=1e-5, atol=1e-6)
     assert mapped.step.tolist() == [4, 4, 4]
     # Two states of one kind are one structure, so that a program compiled for one serves the other.
-    first, second = step.init(Linear(models.weight[0])), step.init(Linear(models.weight[1]))
-    assert jax.tree.structure(first) == jax.tree.structure(second)
-    traces = []
+    first, second, traces = step.init(Linear(models.weight[0])), step.init(Linear(models.weight[1])), []
     run = jax.jit(lambda state: traces.append(1) or step(state, data, key)[1].loss)
     run(first), run(second)
     assert len(traces) == 1
-    leaves, structure = jax.tree.flatten(states)
-    assert all(eqx.is_array(leaf) for leaf in leaves)
-    assert structure.unflatten(leaves).model.name == "linear"
 
 
 def test_replace_changes_what_it_is_told(key):
@@ -147,11 +143,6 @@ def test_batch_statistics_are_carried_by_every_member(key, how):
         found = jax.tree.leaves(jax.tree.map(lambda leaf, m=m: leaf[m], state.aux))
         for one, other in zip(found, jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    # The running mean is that of the batches, by its momentum.
-    mean = np.zeros(4)
-    for batch in batches:
-        mean = 0.75 * mean + 0.25 * np.asarray(batch[0]).mean(0)
-    assert any(np.shape(leaf) == (4,) and np.allclose(leaf, mean, rtol=1e-3, atol=1e-3) for leaf in found)
 
 
 def test_the_callers_aux_outlives_the_call(key):
@@ -162,40 +153,30 @@ def test_the_callers_aux_outlives_the_call(key):
     np.testing.assert_array_equal(first.model.head.weight, second.model.head.weight)
 
 
-def test_multipliers_ascend_while_the_model_descends():
-    """min w^2 with w = 1 by a Lagrangian: w = 1, multiplier -2."""
+def test_multipliers_ascend_while_the_model_descends_and_is_projected():
+    """min w^2 with w = 1 by a Lagrangian: w = 1, multiplier -2; w is kept below 1.2."""
 
     def lagrangian(w, multiplier, batch, key):
         return w**2 + multiplier * (w - 1) + 0.5 * (w - 1) ** 2 + 0 * jnp.sum(batch), multiplier
 
     def ascend(state):
-        return state.replace(aux=state.aux + 0.1 * (state.model - 1))
+        w = jnp.minimum(state.model, 1.2)
+        return state.replace(model=w, aux=state.aux + 0.1 * (w - 1))
 
     step = make_step(lagrangian, optax.sgd(0.1), after_update=ascend)
-    w, multiplier = 3.0, 0.0
+    w, multiplier, clipped, values = 3.0, 0.0, 0, []
     for _ in range(300):
+        values.append(w**2 + multiplier * (w - 1) + 0.5 * (w - 1) ** 2)
         w -= 0.1 * (2 * w + multiplier + (w - 1))
+        clipped += w > 1.2
+        w = min(w, 1.2)
         multiplier += 0.1 * (w - 1)
     result = fit(jnp.full(2, 3.0), step, FullBatch(jnp.ones(1)), num_steps=300, key=jax.random.key(0), aux=jnp.zeros(2))
     np.testing.assert_allclose(result.models, w, rtol=1e-5)
     np.testing.assert_allclose(result.state.aux, multiplier, rtol=1e-5)
+    np.testing.assert_allclose(result.history.loss[0], values, rtol=1e-4)
     np.testing.assert_allclose([w, multiplier], [1, -2], rtol=1e-3)
-
-
-def test_a_projection_keeps_weights_on_the_sphere(key):
-    def onto_sphere(state):
-        weight = state.model.weight
-        return state.replace(model=Linear(weight / jnp.linalg.norm(weight)))
-
-    models, data = linear_members(key), regression(key)
-    step = make_step(squared_error, optax.sgd(0.1), after_update=onto_sphere)
-    result = fit(models, step, FullBatch(data), num_steps=6, key=key)
-    np.testing.assert_allclose(np.linalg.norm(weights(result).reshape(3, -1), axis=1), 1, rtol=1e-6)
-    weight = models.weight[0]
-    for _ in range(6):
-        weight = weight - 0.1 * jax.grad(lambda w: squared_error(Linear(w), data, None))(weight)
-        weight = weight / jnp.linalg.norm(weight)
-    np.testing.assert_allclose(weights(result)[0], weight, rtol=1e-5, atol=1e-6)
+    assert clipped
 
 
 def test_micro_batches_average_to_the_whole(key):
@@ -255,6 +236,8 @@ def test_an_optimiser_and_its_hyperparameters_belong_together(key):
             make_step(squared_error, optax.sgd(0.1), micro_batches=count)
     with pytest.raises(TypeError, match="complex64"):
         make_step(squared_error, optax.sgd(0.1)).init(Linear(jnp.ones((2, 4), complex)))
+    with pytest.raises(ValueError, match="`model` must hold at least one array, got none"):
+        make_step(squared_error, optax.sgd(0.1)).init(jnp.tanh)
 
 
 CURVATURE = jnp.array([[1.0, 3.0, 10.0], [2.0, 0.5, 7.0]])
@@ -264,18 +247,21 @@ def quadratic(weights, batch, key):
     return 0.5 * jnp.sum(batch.mean(0) * weights**2) - weights.sum()
 
 
+def plateau_of_several():
+    return optax.MultiSteps(optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)), 2)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "how"),
     [
-        optax.lbfgs,
-        optax.polyak_sgd,
-        lambda: optax.chain(optax.adam(0.3), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)),
-        lambda: optax.MultiSteps(optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)), 2),
-        lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+        (optax.lbfgs, "fit"),
+        (optax.lbfgs, "micro_batches"),
+        (lambda: optax.chain(optax.adam(0.3), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)), "hyperparams"),
+        (plateau_of_several, "fit"),
+        (plateau_of_several, "hyperparams"),
+        (lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), "micro_batches"),
     ],
-    ids=["lbfgs", "polyak", "plateau", "plateau of several", "several"],
 )
-@pytest.mark.parametrize("how", ["fit", "hyperparams", "micro_batches"])
 def test_optimisers_get_the_value(make, how, key):
     """As in a loop of Optax by hand, which gives them the loss, its gradient, and the function."""
     optimizer, start = make(), jnp.array([3.0, -2.0, 1.0])
@@ -316,33 +302,20 @@ def test_an_optimiser_that_takes_no_value_gets_none(key):
     np.testing.assert_allclose(result.models[0], weights, rtol=1e-5)
 
 
-def test_an_optimiser_that_needs_a_function_of_gradients_is_refused(key):
+def test_optimisers_that_cannot_be_followed_are_refused(key):
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
-    for optimizer, hyperparams in ((sam, None), (lambda rate: sam, jnp.ones(1))):
-        step = make_step(quadratic, optimizer)
-        with pytest.raises(ValueError, match="`optimizer` must need no `grad_fn`, .*Pass opaque_mode=False"):
-            fit(jnp.ones((1, 3)), step, FullBatch(CURVATURE), num_steps=1, key=key, hyperparams=hyperparams)
-
-
-def test_lookahead_is_refused(key):
-    step = make_step(quadratic, optax.chain(optax.lookahead(optax.sgd(0.1), 2, 0.5)))
+    with pytest.raises(ValueError, match="`optimizer` must need no `grad_fn`, .*Pass opaque_mode=False"):
+        trained(key, optimizer=lambda rate: sam, num_steps=1, hyperparams=jnp.ones(3))
+    lookahead = optax.chain(optax.lookahead(optax.sgd(0.1), 2, 0.5))
     with pytest.raises(TypeError, match="`optimizer` must update the model's own arrays, got optax.lookahead"):
-        fit(jnp.ones((2, 3)), step, FullBatch(CURVATURE), num_steps=1, key=key)
+        trained(key, optimizer=lookahead, num_steps=1)
 
 
 def test_a_state_among_the_models_is_refused(key):
-    models = eqx.filter_vmap(lambda key: eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema"))(
-        jax.random.split(key, 2)
-    )
+    make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
+    models = eqx.filter_vmap(lambda key: make(3, "batch", mode="ema"))(jax.random.split(key, 2))
     with pytest.raises(TypeError, match="`models` must hold parameters, got an eqx.nn.State among them. Pass .* `aux`"):
-        fit(models, make_step(lambda m, b, k: 0.0, optax.sgd(0.1)), FullBatch(CURVATURE), num_steps=1, key=key)
-
-
-def test_data_that_float32_rounds_is_named(key):
-    far = 1e9 + np.random.default_rng(0).normal(size=(20, 3))
-    for sampler in (lambda: FullBatch((far, far)), lambda: Epochs((far, far), 10)):
-        with pytest.warns(RuntimeWarning, match="float32 keeps 0 digits"):
-            sampler()
+        trained(key, models, num_steps=1)
 
 
 def test_functions_of_other_arguments_are_named(key):
@@ -354,9 +327,7 @@ def test_functions_of_other_arguments_are_named(key):
             lambda step=step, aux=aux: step(step.init(models[0], aux=aux), CURVATURE, key),
             lambda step=step, aux=aux: train(step.init(models[0], aux=aux), step, data, 1, key=key),
         ):
-            with pytest.raises(
-                TypeError, match=rf"`loss` must take \d arguments \({words}\), got .*With an `aux`"
-            ) as e:
+            with pytest.raises(TypeError, match=rf"`loss` must take \d arguments \({words}\), .*With an `aux`") as e:
                 call()
             assert not any(str(entry.path).endswith("run.py") for entry in e.traceback)  # at the edge
     for observe in (lambda model, step: 0.0, lambda model, aux, step, key: 0.0):
@@ -381,8 +352,3 @@ def test_what_is_returned_must_be_what_a_loop_can_carry(key):
         run(lambda m, aux, b, k: squared_error(m, b, k), aux=jnp.ones(()))
     with pytest.raises(ValueError, match="`loss` must return a scalar"):
         run(lambda m, b, k: b[0])
-
-
-def test_a_model_without_arrays_is_refused():
-    with pytest.raises(ValueError, match="`model` must hold at least one array, got none"):
-        make_step(squared_error, optax.sgd(0.1)).init(jnp.tanh)

@@ -79,12 +79,9 @@ ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     "rows",
     [
         [np.array([1.0, 2.0]), jnp.array([3.0, 4.0]), (5, 6)],
-        np.array(ROWS, np.float16),
         jnp.array(ROWS, jnp.bfloat16),
         np.array(ROWS, ">f4"),
-        np.array(ROWS, np.uint8),
         np.array(ROWS, np.longdouble),
-        np.array(ROWS)[::-1, ::-1][::-1, ::-1],
         pd.DataFrame(ROWS),
         Foreign(ROWS),
         Capsule(ROWS),
@@ -108,10 +105,8 @@ def test_arrays_pass_untouched():
     ("arguments", "error", "message"),
     [
         ({"x": None}, TypeError, r"`x` must be an array of real numbers \[n, d\], got None\."),
-        ({"x": "text"}, TypeError, r"`x` must be .*got str 'text'"),
         ({"x": [["a", "b"]]}, TypeError, "`x` must be .*got text.*return_inverse=True"),
         ({"x": {"a": 1}}, TypeError, "`x` must be .*got an object of type dict"),
-        ({"x": np.sum}, TypeError, "`x` must be .*got the function sum"),
         ({"x": [[1.0], [2.0, 3.0]]}, ValueError, "`x` must be .*rows differ in shape"),
         ({"x": [[1.0, None]]}, TypeError, "`x` must be .*dtype object"),
         ({"x": np.ones((2, 2), complex)}, TypeError, "`x` must hold real numbers, got dtype complex128"),
@@ -124,25 +119,19 @@ def test_arrays_pass_untouched():
         ({"y": 2.0}, ValueError, r"`y` must have at least 1 axis \[n, \.\.\.\]"),
         ({"scale": "2"}, TypeError, "`scale` must be a number, got str '2'"),
         ({"scale": True}, TypeError, "`scale` must be a number, got True"),
-        ({"scale": np.ones(2)}, ValueError, r"`scale` must be a number, got shape \(2,\)"),
         ({"scale": Fraction(1, 2)}, TypeError, r"`scale` must be a number, got .* Fraction. Pass float\(...\)\."),
         ({"steps": OtherScalar(3)}, TypeError, r"`steps` must be a whole number, .* OtherScalar. Pass int\(...\)\."),
         ({"flag": OtherScalar(True)}, TypeError, r"`flag` must be True or False, .* OtherScalar. Pass bool\(...\)\."),
         ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float64"),
-        ({"count": True}, TypeError, "`count` must be a whole number, got True"),
-        ({"steps": 1.5}, TypeError, "`steps` must hold integers"),
         ({"flag": "yes"}, TypeError, "`flag` must be True or False"),
         ({"word": 3}, TypeError, "`word` must be text, got int 3"),
         ({"function": 3}, TypeError, "`function` must be a function, got int 3"),
         ({"key": 0}, TypeError, r"`key` must be a random key, as `jax.random.key\(0\)` makes it, got int 0"),
-        ({"key": jnp.zeros(2)}, TypeError, "`key` must be a random key, .*float32"),
         ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, r"`key` must .* of shape \(3,\)\..*vmap"),
         ({"keys": jax.random.PRNGKey(0)}, ValueError, r"`keys` must be random keys, one per member"),
-        ({"fractions": "0.5"}, TypeError, "`fractions` must be an array of real numbers"),
         ({"fractions": 0.5}, ValueError, r"`fractions` must be known real numbers, one .*, got shape \(\)"),
         ({"fractions": ()}, ValueError, "`fractions` must not be empty"),
         ({"module": jax.nn.relu}, TypeError, "`module` must be of type MLP, got the function relu"),
-        ({"indices": [0.5]}, TypeError, "`indices` must hold integers, got dtype float64"),
     ],
 )
 def test_the_rest_is_refused_by_name(arguments, error, message):
@@ -208,9 +197,11 @@ def test_options_for_others_pass_and_the_rest_is_still_checked():
     assert options == {"depth": 3}
     with pytest.raises(ValueError, match="`x` must have 2 axes"):
         opened([1.0], depth=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
+        take(ROWS, z=1)
 
 
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Foreign, pd.Series])
+@pytest.mark.parametrize("kind", [jnp.asarray, Foreign, pd.Series])
 def test_arrays_in_a_list_are_taken_one_by_one(kind):
     first, second = opened(ROWS, paths=[kind([1, 2, 3]), kind([4.0])])[2]
     np.testing.assert_array_equal(first, [1, 2, 3])
@@ -230,21 +221,12 @@ def test_arrays_in_a_list_are_taken_one_by_one(kind):
         ([], "`paths` must not be empty"),
         ([np.ones(3), np.ones(3) * 1j], r"`paths\[1\]` must hold real numbers"),
         ([np.ones(3), np.asarray(1.0)], r"`paths\[1\]` must have at least 1 axis"),
-        ([np.ones(3), np.ones((0, 2))], r"`paths\[1\]` must not be empty"),
-        ({1.0, 2.0}, "`paths` must be an array"),
     ],
     ids=str,
 )
 def test_lists_of_other_things_are_refused(paths, message):
     with pytest.raises((TypeError, ValueError), match="^" + message):
         opened(ROWS, paths=paths)
-
-
-def test_python_says_what_is_wrong_with_a_call():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
-        take(ROWS, z=1)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
-        take()
 
 
 @validated
@@ -262,7 +244,7 @@ def count(labels: Classes, features: Float[Array | np.ndarray, "n d"] | None = N
 LOGITS = np.zeros((3, 4), np.float32)
 
 
-@pytest.mark.parametrize("kind", [list, np.asarray, jnp.asarray, Foreign, pd.Series])
+@pytest.mark.parametrize("kind", [list, jnp.asarray, Foreign, pd.Series])
 def test_labels_are_integers_or_one_hot(kind):
     rows = np.eye(4)[[2, 0, 1]]
     np.testing.assert_array_equal(score(kind([2, 0, 1]), LOGITS), rows)  # four classes, as the logits say
@@ -276,13 +258,11 @@ def test_labels_are_integers_or_one_hot(kind):
     ("labels", "message"),
     [
         (["cat", "dog", "cat"], "`labels` must be integers .*got text.*numpy.unique"),
-        (pd.Series(["cat", "dog", "cat"]), "`labels` must be integers .*got text"),
         ([0.0, 1.0, 2.0], r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype"),
         ([0, 1, -1], "`labels` must be integers from 0, got -1"),
         ([0, 1], r"`labels` must be of shape \[n.* with n = 3"),
         ([[1], [0], [2]], r"`labels` must be .*one column.*labels\[:, 0\]"),
         (np.full((3, 4), 0.25), "`labels` must be .*in row 0"),
-        (np.eye(4)[[0, 1, 2]] * 2, "`labels` must be .*in row 0"),
         (np.zeros((3, 4, 1)), "`labels` must be"),
     ],
     ids=str,
@@ -368,12 +348,11 @@ WHITE[7] = 254 / 255
         (NOISE * 1e-30 + [0, 1e-20, 0]),
         [[1, 2**40 + i, 0] for i in range(40)],
         np.array([[0, 2**32 - 41 + i, 0] for i in range(40)], np.uint32),
-        np.array([[0, 2**24 + i, 0] for i in range(40)], np.int32),
         np.stack([NOISE + [0, 1e9, 0]] * 2),
         NOISE[:2] + [0, 1e9, 0],
         pd.DataFrame(NOISE + [0, 1e5, 0]),
     ],
-    ids=["list", "small", "integers", "uint32", "int32", "stacked", "two", "frame"],
+    ids=["list", "small", "integers", "uint32", "stacked", "two", "frame"],
 )
 def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
     with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps") as seen:
@@ -389,15 +368,12 @@ def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
     "x",
     [
         NOISE * 1e9 + 1e11,
-        np.full((40, 2), 1e9 + 0.1),
         np.full((40, 2), 2**24 + 1),
         0.1 + 1e-17 * NOISE,
         WHITE,
         np.arange(0, 100_000, 100),
-        1_000_000 * np.arange(40) * 64,
         np.array([2**31 - 40, 2**31 - 1] * 20) // 256 * 256,
         np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3)).astype(np.uint8),
-        NOISE.astype(np.float32) + np.float32(1e6),
         np.full((40, 2), np.nan),
     ],
     ids=str,
@@ -428,7 +404,6 @@ def test_frames_of_several_runs_are_no_array():
 
 
 def test_an_error_of_a_model_has_no_hole():
-    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(jax.random.split(jax.random.key(0), 4))
     with pytest.raises(TypeError, match="got an error: ") as seen:
-        checks.check_model("model", lambda x: jax.vmap(lambda a, b: a + b)(models.weight[:, 0], x), np.zeros(5))
+        checks.check_model("model", lambda x: jax.vmap(lambda a, b: a + b)(jnp.ones((4, 3)), x), np.zeros(5))
     assert ":." not in str(seen.value)

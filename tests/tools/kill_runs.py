@@ -1,12 +1,11 @@
-"""Kills runs of a command at random moments, or starts them side by side, and compares what they leave.
+"""Kills runs of a command at random moments and compares what they leave.
 
     python tests/tools/kill_runs.py dissociation robustness --quick --num-train 300 --kills 12
 
 A reference run, in a folder of its own, says how long the command takes. Then the same command is stopped `--kills`
 times, each time after a time drawn evenly from that span, by SIGKILL, SIGINT and SIGTERM in turn, and started again; a
-run that came to its end is followed by one in another folder, and the last run goes through. With `--pair` two runs
-with different seeds go side by side in one folder, and a second one of the first seed is started beside them. Arrays
-are compared bit for bit with those of runs alone. Anything that looks like a traceback is shown, and counts.
+run that came to its end is followed by one in another folder, and the last run goes through. Arrays are compared bit
+for bit with those of a run alone. Anything that looks like a traceback is shown, and counts.
 """
 
 import argparse
@@ -83,35 +82,17 @@ def kill_often(words: list[str], folder: Path, kills: int, rng: random.Random, e
     return faults + different + foreign
 
 
-def run_pair(words: list[str], folder: Path, errors: Path) -> int:
-    """Returns the number of faults."""
-    both = [begin([*words, "--seed", seed], folder / "pair", errors) for seed in ("37", "38")]
-    time.sleep(5)
-    third = begin([*words, "--seed", "37"], folder / "pair", errors)
-    statuses = [process.wait() for process in (*both, third)]
-    for seed in ("37", "38"):
-        assert begin([*words, "--seed", seed], folder / "apart", errors).wait() == 0, errors.read_text()
-    number, different, foreign = compare(folder / "pair", folder / "apart")
-    print(f"{' '.join(words)}: side by side with statuses {statuses} (the third is told, or comes too late or early)")
-    print(f"  {number} arrays, {different} different, {foreign} foreign")
-    return different + foreign + (0 not in statuses[:1] + statuses[2:]) + (statuses[1] != 0)
-
-
 def main() -> int:
     """Returns the number of faults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=12)
-    parser.add_argument("--pair", action="store_true")
     parser.add_argument("--random", type=int, default=0)
     own, words = parser.parse_known_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
         errors = Path(scratch) / "errors"
-        if own.pair:
-            faults = run_pair(words, Path(scratch), errors)
-        else:
-            faults = kill_often(words, Path(scratch), own.kills, random.Random(own.random), errors)
+        faults = kill_often(words, Path(scratch), own.kills, random.Random(own.random), errors)
         said = errors.read_text()
         if "Traceback" in said:
             faults += 1

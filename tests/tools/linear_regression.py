@@ -4,6 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+
+from dissociation.training import FullBatch, fit, make_step
 
 
 class Linear(eqx.Module):
@@ -59,3 +62,14 @@ def mean_of_batch(model, batch, key):
 
 def weights(result):
     return np.asarray(result.models.weight)
+
+
+def trained(key, models=None, *, loss=squared_error, optimizer=None, sampler=None, keys=None, **options):
+    """Return `fit` of three linear members by gradient descent on ten samples, or of what is given."""
+    return fit(
+        linear_members(key) if models is None else models,
+        make_step(loss, optax.sgd(0.1) if optimizer is None else optimizer),
+        FullBatch(regression(key)) if sampler is None else sampler,
+        key=key if keys is None else keys,
+        **options,
+    )

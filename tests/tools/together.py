@@ -1,10 +1,11 @@
 """Processes on this machine that work together: `start` and `wait` for tests, and what each of them runs.
 
-    python tests/tools/together.py fit 127.0.0.1:1234 2 0 members=5 steps=40 checkpoint=run.ckpt
+    python tests/tools/together.py fit 127.0.0.1:1234 2 0 members=5 checkpoint=run.ckpt then member_map=vmap
 
-trains small networks, as process 0 of 2, and prints a digest of all that came of it. A count of 1 joins nothing.
+trains small networks twice, as process 0 of 2, and prints a digest of each outcome.
 """
 
+import itertools
 import os
 import signal
 import socket
@@ -60,8 +61,17 @@ def run(count: int, *words: str, **options) -> list[str]:
     return [said for _, said, _ in ended]
 
 
+def end(options: dict[str, str], step: int) -> None:
+    """End a run by an error or a signal, if the options say so for this step."""
+    if options.get("fail") == str(step):
+        raise OSError("the disk of the callback is full")
+    for name, number in (("interrupt", signal.SIGINT), ("terminate", signal.SIGTERM)):
+        if options.get(name) == str(step):
+            os.kill(os.getpid(), number)
+
+
 def fit(options: dict[str, str]) -> None:
-    """Trains small networks, members in turn unless `member_map` says otherwise, and prints a digest of the outcome."""
+    """Train small networks, write the history and weights to `save`, and print a digest of the outcome."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -76,7 +86,6 @@ def fit(options: dict[str, str]) -> None:
     key, members = jax.random.key(3), int(options.get("members", 5))
     x = jax.random.normal(key, (60, 4))
     models = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 1, 8, 1, key=key))(jax.random.split(key, members))
-    slow, die = float(options.get("slow", 0)), options.get("die", "").split(":")
 
     def loss(model, batch, key):
         noise = 0.1 * jax.random.normal(key, batch.shape[:1])
@@ -86,24 +95,18 @@ def fit(options: dict[str, str]) -> None:
         return {"norm": jnp.linalg.norm(model.layers[0].weight), "drawn": jax.random.normal(key)}
 
     def look(step, records):
-        said = f"{step} of {records['loss'].shape[0]} members"
-        sys.stdout.write(f"record {said} in process {jax.process_index()}\n")
-        time.sleep(slow)
-        if options.get("fail") == str(step):
-            raise OSError("the disk of the callback is full")
-        if options.get("interrupt") == f"{step}":
-            os.kill(os.getpid(), signal.SIGINT)
-        if options.get("terminate") == f"{step}":
-            os.kill(os.getpid(), signal.SIGTERM)
+        print(f"record {step} of {records['loss'].shape[0]} members in process {jax.process_index()}")
+        end(options, step)
         return jnp.arange(members) == 1 if options.get("freeze") == str(step) else None
 
     def save(path, tree, header):
-        if die == [str(jax.process_index()), str(header["step"])]:
+        if options["die"] == f"{jax.process_index()}:{header['step']}":
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, tree, header)
 
-    write, checkpoint.save = checkpoint.save, save
-    mesh = dissociation.member_mesh(data=int(options.get("data", 1))) if "mesh" in options else "auto"
+    if "die" in options:
+        write, checkpoint.save = checkpoint.save, save
+    mesh = dissociation.member_mesh(data=int(options["data"])) if "data" in options else "auto"
     result = train(
         models,
         make_step(loss, optax.adam(1e-2)),
@@ -122,7 +125,7 @@ def fit(options: dict[str, str]) -> None:
 
 
 def maps(options: dict[str, str]) -> None:
-    """Map over the members of this process, all-gather, and call functions in process 0 alone."""
+    """Map over the members of this process, all-gather, call functions in process 0 alone, and be refused by `fit`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -133,7 +136,7 @@ def maps(options: dict[str, str]) -> None:
     from dissociation.training import _distributed as distributed
     from dissociation.training import _sharding as sharding
 
-    number = int(options.get("members", 5))
+    number = 5
     x = {"a": jnp.arange(3.0 * number).reshape(number, 3), "key": jax.random.split(jax.random.key(1), number), "n": 2}
     local = distributed.LocalMembers(number)
 
@@ -159,24 +162,23 @@ def maps(options: dict[str, str]) -> None:
     of_all = jax.make_mesh((jax.device_count(),), ("members",))
     with pytest.raises(ValueError, match="`mesh` must hold devices of this process, got devices of several"):
         sharding.check_mesh(of_all)
+    with pytest.raises(ValueError, match="`fit` must be called with the same models, hyperparameters, key and steps"):
+        fit({"members": str(4 + index)})
+    with pytest.raises((ValueError, ConnectionError), match=r"by as many processes as wrote it \(1\), got 2\."):
+        fit(options)
     print(f"{len(local.take(x)['a'])} of {number}; devices {mesh.size}")
 
 
-def other(options: dict[str, str]) -> None:
-    """Call `fit` with other arguments in each process."""
-    import jax
-
-    fit({"members": str(4 + jax.process_index())})
-
-
 def main() -> None:
-    """What one of the processes runs."""
+    """Run what one of the processes runs: "maps", or "fit" several times, with "then" between the options."""
     part, where, count, index, *words = sys.argv[1:]
     from dissociation import training
 
     if int(count) > 1:
         training.initialize(where, int(count), int(index))
-    {"fit": fit, "maps": maps, "other": other}[part](dict(word.split("=", 1) for word in words))
+    for _, own in itertools.groupby(words, "then".__eq__):
+        if (given := list(own)) != ["then"]:
+            {"fit": fit, "maps": maps}[part](dict(word.split("=", 1) for word in given))
 
 
 if __name__ == "__main__":
