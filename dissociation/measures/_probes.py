@@ -1,12 +1,8 @@
 """Cross-validated softmax probes: what a linear classifier reads from a representation.
 
-Two learners with one shape of output. `crossval_softmax_predict` is *converged*: it returns the minimum of a convex
-loss, so that what it says belongs to the representation. `crossval_gradient_predict` stops after a fixed number of
-stable gradient steps, so that what it says belongs to the representation and the optimiser together.
-
-All folds are trained at once. A fold is a mask over samples, so the logits of every fold are one product
-[n, d] x [d, folds * classes], and the standardisation of a fold is folded into its weights instead of being applied to
-the data. Under `jax.vmap` over members, the members are solved in turn, each with its own number of iterations.
+A *converged* probe minimises a convex loss, so that it belongs to the representation. A probe of a fixed number of
+stable gradient steps belongs to the representation and the optimiser together. Under `jax.vmap` over members, these
+are solved sequentially, each with its own number of iterations.
 """
 
 from functools import partial
@@ -91,8 +87,8 @@ def crossval_softmax_predict(
     >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples}
-    fit, ids = _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)
+    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
+    fit, ids = _converged(x, y, num_splits, ridge=ridge, **options)
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
         advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
@@ -148,8 +144,8 @@ def crossval_softmax_fit(
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples}
-    return _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)[0]
+    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
+    return _converged(x, y, num_splits, ridge=ridge, **options)[0]
 
 
 def _converged(x, y, num_splits, *, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
@@ -221,13 +217,9 @@ def crossval_gradient_predict(
 
 
 @validated
+@jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     """Return the step 1 / L of `crossval_gradient_predict` for all of `x`; steps below twice it are stable."""
-    return _stable_step_size(jnp.asarray(x))
-
-
-@jax.jit
-def _stable_step_size(x: Array) -> Array:
     ones = jnp.ones((x.shape[0], 1), x.dtype)
     return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, ones], 1))
 

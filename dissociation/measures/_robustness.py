@@ -1,5 +1,6 @@
-"""How the error grows with noise on the inputs and on the parameters, for many noise scales at once."""
+"""Error rates under noise on the inputs and on the parameters, for many noise scales at once."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,6 @@ from dissociation._core.types import OneHot, PyTree
 from dissociation._core.validation import validated
 from dissociation.models._program import called, function_of, parameters_in, with_draws
 from dissociation.training._bmap import bmap
-
-__all__ = ["error_rate", "input_noise_error", "parameter_noise_error"]
 
 Images = Float[Array | np.ndarray, "n ..."]
 Scales = Float[Array | np.ndarray, " scales"]
@@ -88,9 +87,7 @@ def input_noise_error(
     def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
         return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
 
-    over_scales = bmap(at, in_axes=(0, None, None, None, None), batch_size=scales_per_batch)
-    with jax.default_matmul_precision("highest"):
-        return _named(over_scales(jnp.asarray(scales), still, moving, tail, jnp.asarray(labels)), scales)
+    return _over_scales(at, scales, still, moving, tail, jnp.asarray(labels), scales_per_batch=scales_per_batch)
 
 
 @validated
@@ -136,12 +133,15 @@ def parameter_noise_error(
         noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise)
         return error_rate(jax.vmap(partial(called, eqx.combine(noisy, tail)))(still + scale * moving), labels)
 
-    over_scales = bmap(at, in_axes=(0, None, None, None, None, None), batch_size=scales_per_batch)
+    fixed = still, moving, tail, tail_noise, jnp.asarray(labels)
+    return _over_scales(at, scales, *fixed, scales_per_batch=scales_per_batch)
+
+
+def _over_scales(at: Callable[..., Array], scales: Any, *fixed: Any, scales_per_batch: int | None) -> Array:
+    """Return the errors at every scale, and warn of those that are undefined."""
+    mapped = bmap(at, in_axes=(0, *(None for _ in fixed)), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
-        return _named(over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, jnp.asarray(labels)), scales)
-
-
-def _named(errors: Array, scales: Any) -> Array:
+        errors = mapped(jnp.asarray(scales), *fixed)
     if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():
         checks.warn(f"`model` gives outputs that are not finite, and so no error rate, at `scales` {scales[bad]}")
     return errors
@@ -154,7 +154,7 @@ def _check_outputs(model: Any, images: Any, labels: Any) -> None:
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
-    """Preactivations of the first layer and the rest of the network; images and model if it has no such layer."""
+    """Return preactivations of the first layer and the rest; images and model if it has no such layer."""
     layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model

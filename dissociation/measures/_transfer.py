@@ -92,16 +92,14 @@ def transfer_errors(
         errors.append(_errors(predict, options, x, y, jnp.asarray(members, jnp.int32)))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
     if not is_traced(ordered) and np.any(np.isnan(ordered)):
-        number, advice = (
-            int(np.sum(np.isnan(ordered))),
-            "Raise `ridge`." if probe == "converged" else "Lower `step_size`.",
-        )
+        number = int(np.sum(np.isnan(ordered)))
+        advice = "Raise `ridge`." if probe == "converged" else "Lower `step_size`."
         warn(f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}")
     return ordered
 
 
 def _budget(fraction: float, size: int, num_splits: int) -> int:
-    """The int(fraction * size) of real numbers: rounding of the product must not cost a sample."""
+    """Return int(fraction * size) of real numbers: rounding of the product must not cost a sample."""
     if not 0 < fraction <= 1:
         fail("fractions", "lie in (0, 1]", fraction)
     count = int(round(fraction * size, 6))
@@ -113,7 +111,7 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
 def _probe(
     probe: str, ridge: Scalar, num_steps: Count, step_size: Scalar | None
 ) -> tuple[Callable[..., Array], dict[str, Any]]:
-    """The probe and its options, checked while they are known."""
+    """Return the probe and its options, checked while they are known."""
     if probe == "converged":
         check_positive("ridge", ridge)
         return crossval_softmax_predict, {"ridge": ridge}
@@ -126,7 +124,7 @@ def _probe(
 
 @eqx.filter_jit
 def _errors(predict: Callable[..., Array], options: dict[str, Any], x: Array, y: Array, counts: Array) -> Array:
-    """The error of a probe on the first `counts` samples, one number after the other."""
+    """Return the error of a probe on the first `counts` samples, one number after the other."""
 
     def error(count: Array) -> Array:
         chances = predict(x, y, num_samples=count, **options)

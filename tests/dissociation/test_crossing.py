@@ -161,7 +161,7 @@ def test_a_survival_of_one_half_is_counted():
         (lambda: median_crossing([np.nan, 6, 7], end=[1, 6, 6.5]), "the crossing at 7, got 6.5"),
         (lambda: log_slope([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], 3.5), "the crossing at 4, got 3.5"),
         (lambda: first_cross(np.arange(3.0), np.arange(3.0), 1.0, "up"), "'above', 'below'"),
-        (lambda: median_crossing(np.ones(3), 1.0, level=1.0), "`level` must lie between 0 and 1"),
+        (lambda: median_crossing(np.ones(3), 1.0, level=1.0), "`level` must be between 0 and 1"),
         (lambda: log_slope(np.asarray([1.0, np.nan, 2.0]), np.ones(3), 3.0), "three crossings"),
         (lambda: log_slope(np.asarray([1.0, 0.0, 2.0]), np.ones(3), 3.0), "`times` must be positive and finite"),
         (lambda: log_slope(np.asarray([1.0, np.inf, 2.0]), np.ones(3), 3.0), "`times` must be positive and finite"),

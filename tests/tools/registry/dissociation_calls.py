@@ -30,7 +30,6 @@ from dissociation.data import _glyphs as glyphs
 from dissociation.data import _mnist as mnist_files
 from dissociation.data import _tasks as tasks
 from dissociation.measures import _collapse as collapse
-from dissociation.measures import _hsic as hsic
 from dissociation.measures import _margins as margins
 from dissociation.measures import _probes as probes
 from dissociation.models import (
@@ -69,9 +68,6 @@ from dissociation.recipes import _grokking as grokking
 from dissociation.rewrites import _neurons as neurons
 from dissociation.rewrites import _noise as noise
 from dissociation.rewrites import _null_spaces as symmetry
-from dissociation.similarity import (
-    _dissimilarity as dissimilarity,
-)
 from dissociation.similarity import (
     _streaming as streaming,
 )
@@ -246,7 +242,6 @@ def training_step():
 
 PAIRS = TALL, TALL[:, :2]
 TIMES = np.array([3.0, 5.0, np.nan, 9.0, 4.0])
-GRAMS = np.stack([TALL @ TALL.T, np.eye(12, dtype=np.float32)])
 LABELS = np.arange(12) % 3
 NUISANCE = {"neurons_per_group": 2, "key": KEY, "incoming_std": 0.5, "outgoing_std": 0.5}
 PATTERN = {"inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5}
@@ -401,8 +396,6 @@ CALLS = {
     measures.crossval_softmax_fit: lambda: PROBE | {"ridge": 1.0},
     measures.crossval_gradient_predict: lambda: PROBE | {"num_steps": 3, "step_size": 0.1},
     probes.stable_step_size: lambda: {"x": TALL},
-    hsic.gaussian_gram: lambda: {"x": TALL, "sigma": 5.0, "bandwidth": "dimension"},
-    hsic.centred_gram: lambda: {"gram": GRAMS[0]},
     measures.information_plane: lambda: {
         "features": TALL,
         "inputs": TALL,
@@ -421,7 +414,6 @@ CALLS = {
     rsa: lambda: {"x": TALL, "y": OTHER, "rdm": "cosine", "comparison": "kendall"},
     crossnobis_rsa: lambda: {"x": TALL, "y": OTHER, "comparison": "pearson"},
     rdm: lambda: {"x": TALL, "kind": "squared"},
-    dissimilarity.filled: lambda: {"pairs": np.arange(6.0)},
     compare_rdms: lambda: {"a": TALL[:, 0], "b": TALL[:, 1], "comparison": "spearman"},
     crossnobis_rdm: lambda: {"a": TALL, "b": TALL[::-1], "noise_covariance": POSITIVE},
     mutual_knn: lambda: {"x": TALL, "y": OTHER, "num_neighbours": 3},
