@@ -102,6 +102,7 @@ def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Arra
     size = forms.shape[1] - constant
     lift = lift[: model.embed.shape[1], :size]
     layer, lengths = model.layers[0], jnp.sum(model.embed**2, 1)[:, None]
+    biases = biases_of(layer)
     left, right = (product(weights, model.embed) for weights in (layer.left, layer.right))
     left_size, right_size = (jnp.sqrt(product(weights**2, lengths)[:, 0]) for weights in (layer.left, layer.right))
 
@@ -112,7 +113,7 @@ def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Arra
         if model.residual:
             linear = 0.5 * product(weights[None], model.embed)[0]
             linear_size = 0.5 * product(size_of[None], jnp.abs(model.embed))[0]
-        factors = Factors(left, right, *biases_of(layer), weights, linear, left_size, right_size, size_of, linear_size)
+        factors = Factors(left, right, *biases, weights, linear, left_size, right_size, size_of, linear_size)
         return _in_eigenbasis(forms[first] - forms[second], size, lift, factors)
 
     return make

@@ -156,10 +156,11 @@ def compact_forms(
     return 0.5 * (forms + forms.swapaxes(1, 2)), lift
 
 
-def biases_of(layer: BilinearLayer) -> list[Array]:
+def biases_of(layer: BilinearLayer) -> tuple[Array, Array]:
     """Return the biases of a layer's two sides, zeros if there are none."""
     zero = jnp.zeros(layer.left.shape[0], layer.left.dtype)
-    return [zero if bias is None else bias for bias in (layer.left_bias, layer.right_bias)]
+    left, right = (zero if bias is None else bias for bias in (layer.left_bias, layer.right_bias))
+    return left, right
 
 
 def widened(model: BilinearNetwork) -> BilinearNetwork:

@@ -72,7 +72,7 @@ def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Arra
 
 @validated
 def whiten(points: Points, num_components: int | None = None, *, rtol: float | None = None) -> Float[Array, "n k"]:
-    """Leading principal components, each divided by its standard deviation.
+    """Return leading principal components, each divided by its standard deviation.
 
     Args:
         points: [n, d].

@@ -22,7 +22,7 @@ Scales = Float[Array | np.ndarray, " scales"]
 
 @validated
 def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -> Float[Array, ""]:
-    """The share of samples whose largest logit is not at the label.
+    """Return the share of samples whose largest logit is not at the label.
 
     Args:
         logits: [samples, classes].
@@ -56,11 +56,10 @@ def input_noise_error(
     noise: Float[Array | np.ndarray, "..."],
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
-    """Error rate on `images + scale * noise`, for every scale.
+    """Return the error rate on `images + scale * noise`, for every scale.
 
-    One draw of the noise serves all scales, so curves of several models differ by the models alone. For an
-    `eqx.nn.MLP` the first layer is linear in the scale, W (x + s n) = W x + s W n: it is applied twice in all
-    instead of once per scale.
+    One draw of the noise serves all scales, so curves of several models differ by the models alone. The first layer of
+    an `eqx.nn.MLP` is linear in the scale, W (x + s n) = W x + s W n, and is applied twice in all.
 
     Args:
         model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
@@ -68,12 +67,12 @@ def input_noise_error(
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Noise scales in units of `images`, non-negative, [scales].
         noise: As `images`, as a rule standard normal.
-        scales_per_batch: How many scales are evaluated at once; 1 takes the least memory and is the fastest on a
-            CPU, None takes all.
+        scales_per_batch: Number of scales evaluated at once; 1 takes the least memory and is the fastest on a CPU,
+            None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
-        scales unless the call is traced.
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the scales
+        unless the call is traced.
 
     Raises:
         ValueError: If a scale is negative or the shapes do not fit.
@@ -100,10 +99,9 @@ def parameter_noise_error(
     noise: PyTree,
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
-    """Error rate of the model whose every parameter p became `p + scale * noise`, for every scale.
+    """Return the error rate of the model whose every parameter p became `p + scale * noise`, for every scale.
 
-    For an `eqx.nn.MLP` the first layer is linear in the scale, (W + s N) x = W x + s N x, and is applied twice in
-    all instead of once per scale.
+    The first layer of an `eqx.nn.MLP` is linear in the scale and is applied twice in all.
 
     Args:
         model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
@@ -112,11 +110,10 @@ def parameter_noise_error(
         scales: Noise scales in units of the parameters, non-negative, [scales].
         noise: A PyTree like `model` with a draw for every parameter, or for some and None for others, as
             `rewrites.parameter_noise` makes it.
-        scales_per_batch: How many scales are evaluated at once; None takes all.
+        scales_per_batch: Number of scales evaluated at once; None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
-        scales unless the call is traced.
+        As `input_noise_error`.
 
     Raises:
         ValueError: If a scale is negative, or `noise` is not shaped like the parameters.

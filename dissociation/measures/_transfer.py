@@ -33,20 +33,20 @@ def transfer_errors(
     step_size: Scalar | None = None,
     num_buckets: int = 4,
 ) -> Float[Array, " budgets"]:
-    """Cross-validated error of a probe on int(p n) samples, for every fraction p; each budget holds all smaller ones.
+    """Return the cross-validated error of a probe on int(p n) samples, for every fraction p.
 
-    Under `jax.jit` all budgets are one compilation: they are sorted into `num_buckets` groups by size, and a group runs
-    in turn through one solver whose arrays are as long as the group's largest budget. One bucket compiles fastest and
-    makes every budget cost as much as the largest; more buckets compile longer and follow the budgets.
+    Each budget holds all smaller ones. Under `jax.jit` all budgets are one compilation: they are sorted into
+    `num_buckets` groups by size, each of which runs through one solver whose arrays are as long as its largest budget.
+    More buckets compile longer and cost less.
 
     Args:
         features: Representation of the samples.
         labels: Classes [n], or one-hot [n, classes].
         key: Draws the order in which budgets take samples: one key for several representations compares them on the
-            same ones. None takes rows as they come, which is wrong where they are sorted.
+            same ones. None takes rows as they come, which is wrong if they are sorted.
         fractions: Budgets as fractions of n in (0, 1], in any order.
         num_splits: Folds of the cross-validation.
-        folds: How a budget's samples are shared out, one of `dissociation.measures._probes.FOLDS`.
+        folds: How a budget's samples are shared out, "stratified" or "contiguous".
         probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.

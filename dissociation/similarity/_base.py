@@ -175,7 +175,7 @@ def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, mi
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1])
-    value = _evaluate(route.prepare, route.compare, *in_common_dtype(x, y))
+    value = prepared_and_compared(route, *in_common_dtype(x, y))
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):
             refuse_constant(name, array)
@@ -183,8 +183,9 @@ def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, mi
 
 
 @eqx.filter_jit
-def _evaluate(prepare: Any, compare: Any, x: Array, y: Array) -> Array:
-    return compare(prepare(x), prepare(y))
+def prepared_and_compared(route: Route, x: Array, y: Array) -> Array:
+    """Return a route's measure of two arrays of one dtype."""
+    return route.compare(route.prepare(x), route.prepare(y))
 
 
 def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:

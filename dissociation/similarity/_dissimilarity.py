@@ -26,6 +26,7 @@ from dissociation.similarity._base import (
     check_samples,
     evaluate,
     in_common_dtype,
+    prepared_and_compared,
     product_route,
     scaled,
     unit,
@@ -195,15 +196,8 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     References:
         Nili et al. (2014), A toolbox for representational similarity analysis.
     """
-    check_choice("comparison", comparison, COMPARISONS)
-    a, b = in_common_dtype(a, b)
-    return _compare_rdms(a, b, comparison)
-
-
-@eqx.filter_jit
-def _compare_rdms(a: Array, b: Array, comparison: str) -> Array:
     route = _compared(eqx.Partial(_read_alone, comparison=comparison), comparison)
-    return route.compare(route.prepare(a), route.prepare(b))
+    return prepared_and_compared(route, *in_common_dtype(a, b))
 
 
 def _read_alone(pairs: Array, comparison: str) -> Prepared:

@@ -219,14 +219,14 @@ def custom_measure(
 
 def routes_of(measure: Measure, options: dict[str, Any]) -> Routes:
     """Return the ways to compute a measure with options."""
-    routes = measure.routes if callable(measure.routes) else lambda: measure.routes
-    known = inspect.signature(routes).parameters.values()
+    routes = measure.routes
+    known = inspect.signature(routes).parameters.values() if callable(routes) else ()
     names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]
     wrong = [name for name in options if name not in names]
     if wrong and not any(one.kind == one.VAR_KEYWORD for one in known):
         allowed = f"the options of {measure.name} are {', '.join(names)}" if names else f"{measure.name} has no options"
         raise TypeError(f"`{wrong[0]}` is no option: {allowed}.")
-    return routes(**options)
+    return routes(**options) if callable(routes) else routes
 
 
 def _opaque(function: Callable[..., Array], **options: Any) -> Routes:

@@ -269,8 +269,9 @@ def pairwise(
     found: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
     if second is not None and first.single and second.single:
         found = [None if part is None else part[..., 0, 0] for part in found]
-    labels = tuple(first.labels), tuple((second or first).labels)
-    return Similarities(*found, *labels, known.name, number, second is None and known.symmetric)
+    labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
+    once = second is None and known.symmetric
+    return Similarities(*found, **labels, measure=known.name, num_samples=number, counts_once=once)
 
 
 @validated
@@ -414,7 +415,7 @@ def _check_fit(one: Items, measure: Measure, number: int, every: int) -> None:
 def _warn_undefined(measure: Measure, values: Array, first: Items, second: Items) -> None:
     known: Any = np.isfinite(np.asarray(values))
     sides = ((first, ~known.any(1)), (second, ~known.any(0)))
-    gone = {one.shown(place): None for one, undefined in sides for place in np.flatnonzero(undefined)}
+    gone = {one.shown(place): None for one, undefined in sides for place in np.flatnonzero(undefined).tolist()}
     if gone:
         names = ", ".join(gone)
         warn(f"{measure.name} is not defined for {names}, whose values are NaN: are all samples the same there?")

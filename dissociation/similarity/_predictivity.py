@@ -143,9 +143,14 @@ def _checked_folds(num_folds: int | None, folds: str) -> int | None:
     return None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
 
 
-def _check_number(x: Array | np.ndarray, num_folds: int | None) -> None:
-    if num_folds is not None and num_folds > x.shape[0]:
-        fail("num_folds", f"be at most the number of samples ({x.shape[0]})", num_folds)
+def _check_sizes(x: Array | np.ndarray, num_folds: int | None) -> None:
+    """Raise unless there are samples for all folds, or more of them than features if nothing is held out."""
+    number, width = x.shape
+    if num_folds is not None and num_folds > number:
+        fail("num_folds", f"be at most the number of samples ({number})", num_folds)
+    if num_folds is None and width >= number - 1:
+        advice = "As many features as samples fit anything: give `num_folds`"
+        fail("x", "have fewer features than samples less one where nothing is held out", f"{tuple(x.shape)}", advice)
 
 
 @validated(finite=("x", "y"))
@@ -182,8 +187,7 @@ def linear_predictivity(
         cortex; Hoerl and Kennard (1970), Ridge regression.
     """
     routes = predictivity_routes(alpha=alpha, num_folds=num_folds, folds=folds)
-    _check_number(x, num_folds)
-    _refuse_interpolation(x, num_folds)
+    _check_sizes(x, num_folds)
     if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
         warn_dropped(x=x)
     return evaluate(routes, x, y)
@@ -218,17 +222,10 @@ def predictivity_path(
     check_non_negative("alphas", alphas)
     count = _checked_folds(num_folds, folds)
     check_samples("x", x.shape[0], 2)
-    _check_number(x, count)
-    _refuse_interpolation(x, count)
+    _check_sizes(x, count)
     refuse_constant("y", y)
     x, y = in_common_dtype(x, y)
     return _whole_path(x, y, jnp.asarray(alphas), count, folds)
-
-
-def _refuse_interpolation(x: Array | np.ndarray, num_folds: int | None) -> None:
-    if num_folds is None and x.shape[1] >= x.shape[0] - 1:
-        advice = "As many features as samples fit anything: give `num_folds`"
-        fail("x", "have fewer features than samples less one where nothing is held out", f"{tuple(x.shape)}", advice)
 
 
 @eqx.filter_jit
