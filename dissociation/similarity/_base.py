@@ -53,6 +53,7 @@ class Route(NamedTuple):
         over_samples: If True, matrices over samples are compared, entry by entry; if False, features.
         matrix: If True, the measure is the product of symmetric matrices of norm 1 whose rows sum to zero.
         effort: Multiplications of a step beside those of one product of features.
+        scratch: Memory that comparing two takes, beside that of the first arrays of both.
     """
 
     prepare: Callable[[Array], Any]
@@ -63,12 +64,13 @@ class Route(NamedTuple):
     over_samples: bool = False
     matrix: bool = False
     effort: float = 1.0
+    scratch: float = 1.0
 
     def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
         """Return the multiplications for so many representations of p and q features, and pairs of them."""
         p, q = max(p, q), min(p, q)
         if self.over_samples:
-            return self.effort * n * n * (items * p + pairs)
+            return self.effort * n * n * (items * (p + 5) + pairs)  # matrices are centred and scaled
         return self.effort * n * p * (items * p + pairs * q)
 
 

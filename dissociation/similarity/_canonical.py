@@ -118,7 +118,7 @@ CCA = (Route(basis, _mean_correlation, effort=_SVD),)
 
 CCA_SQUARED = (
     Route(basis, _mean_square, expected=_squares_expected, effort=_SVD),
-    product_route(_projector, _mean_overlap)._replace(effort=_SVD),
+    product_route(_projector, _mean_overlap)._replace(effort=1.5 * _SVD),
 )
 """Over features, or over samples if pairs are many."""
 

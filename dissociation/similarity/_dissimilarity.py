@@ -134,7 +134,7 @@ def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> Routes
 def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
     check_choice("comparison", comparison, COMPARISONS)
     if comparison == "kendall":
-        return Route(prepare, _kendall, over_samples=True, effort=2e3)
+        return Route(prepare, _kendall, over_samples=True, effort=2e3, scratch=8.0)
     return product_route(prepare)
 
 

@@ -61,7 +61,7 @@ def knn_jaccard_routes(*, num_neighbours: int = 10) -> Routes:
     """Return one route."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     prepare, compare = (eqx.Partial(f, num_neighbours=count) for f in (memberships, _jaccard))
-    return (Route(prepare, compare, over_samples=True),)
+    return (Route(prepare, compare, over_samples=True, scratch=0.5),)
 
 
 @validated(finite=("x", "y"))

@@ -122,9 +122,10 @@ def _block(route: Route, a: Any, b: Any, *, symmetric: bool) -> Array:
         light = [one._replace(entries=one.mean) for one in (a, b)]
         finish = lambda row, one: jax.vmap(lambda value, other: finished(value, one, other))(row, light[1])  # noqa: E731
         return jax.vmap(finish)(products, light[0])
-    sizes = [jax.tree.leaves(one)[0].shape[0] for one in (a, b)]
-    bytes_of_pair = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves((a, b)))
-    side = int(np.sqrt(TILE_BYTES / (bytes_of_pair * (4 if route.over_samples else 1))))
+    first = [jax.tree.leaves(one)[0] for one in (a, b)]
+    sizes = [array.shape[0] for array in first]
+    bytes_of_pair = route.scratch * sum(array.size // array.shape[0] * array.dtype.itemsize for array in first)
+    side = int(np.sqrt(TILE_BYTES / bytes_of_pair))
     if symmetric:  # of the tiles on the diagonal, half is for nothing
         side = min(side, -(-sizes[0] // FEWEST_TILES))
     tile = [-(-size // -(-size // max(1, min(side, size)))) for size in sizes]
