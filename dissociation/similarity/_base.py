@@ -39,6 +39,10 @@ class Prepared(NamedTuple):
     rank: Array | float = 1.0
 
 
+def _held(n: int, p: int) -> int:
+    return 4 * p * p
+
+
 class Route(NamedTuple):
     """One way to compute a measure: each representation is prepared once, then all pairs are compared.
 
@@ -53,7 +57,8 @@ class Route(NamedTuple):
         over_samples: If True, matrices over samples are compared, entry by entry; if False, features.
         matrix: If True, the measure is the product of symmetric matrices of norm 1 whose rows sum to zero.
         effort: Multiplications of a step beside those of one product of features.
-        scratch: Memory that comparing two takes, beside that of the first arrays of both.
+        held: From n and the largest p to the numbers held while two are compared.
+        tile: Representations on a side of a tile of pairs, at most; `Job` sets it.
     """
 
     prepare: Callable[[Array], Any]
@@ -64,7 +69,8 @@ class Route(NamedTuple):
     over_samples: bool = False
     matrix: bool = False
     effort: float = 1.0
-    scratch: float = 1.0
+    held: Callable[[int, int], int] = _held
+    tile: int = 1
 
     def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
         """Return the multiplications for so many representations of p and q features, and pairs of them."""

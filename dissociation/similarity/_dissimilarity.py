@@ -134,8 +134,12 @@ def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> Routes
 def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
     check_choice("comparison", comparison, COMPARISONS)
     if comparison == "kendall":
-        return Route(prepare, _kendall, over_samples=True, effort=2e3, scratch=8.0)
+        return Route(prepare, _kendall, over_samples=True, effort=2e3, held=_held)
     return product_route(prepare)
+
+
+def _held(n: int, p: int) -> int:
+    return 8 * n * n
 
 
 def _kendall(a: Prepared, b: Prepared) -> Array:

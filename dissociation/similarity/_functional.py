@@ -36,9 +36,13 @@ def _divergence(a: Array, b: Array) -> Array:
     return jnp.maximum(jnp.mean(0.5 * (half(a) + half(b))), 0.0)
 
 
-DISAGREEMENT = (Route(_predictions, _agreement, expected=_agreement_expected),)
+def _held(n: int, p: int) -> int:
+    return 4 * n * p
 
-JENSEN_SHANNON = (Route(_log_probabilities, _divergence),)
+
+DISAGREEMENT = (Route(_predictions, _agreement, expected=_agreement_expected, held=_held),)
+
+JENSEN_SHANNON = (Route(_log_probabilities, _divergence, held=_held),)
 
 
 @validated(finite=("x", "y"))

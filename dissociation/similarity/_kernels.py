@@ -197,15 +197,19 @@ def _debiased_halves(x: Array) -> Prepared:
     return Prepared(tuple(part / own for part in parts), jnp.zeros((), x.dtype))
 
 
+def _held(n: int, p: int) -> int:
+    return p * p
+
+
 LINEAR_CKA = (
-    Route(_plain_features, _squared_product, expected=_means),
+    Route(_plain_features, _squared_product, expected=_means, held=_held),
     product_route(_plain_halves),
     product_route(eqx.Partial(_unit_gram, linear_gram, double_centred), matrix=True),
 )
 """Over features if these are few, over samples if pairs or features are many; the last one for moments alone."""
 
 DEBIASED_CKA = (
-    Route(_debiased_features, _debiased_cosine, expected=_nothing),
+    Route(_debiased_features, _debiased_cosine, expected=_nothing, held=_held),
     product_route(_debiased_halves),
     product_route(eqx.Partial(_unit_gram, linear_gram, u_centred), matrix=True),
 )

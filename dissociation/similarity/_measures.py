@@ -229,9 +229,13 @@ def routes_of(measure: Measure, options: dict[str, Any]) -> Routes:
     return routes(**options) if callable(routes) else routes
 
 
+def _held(n: int, p: int) -> int:
+    return 2 * n * p
+
+
 def _opaque(function: Callable[..., Array], **options: Any) -> Routes:
     check_call("measure", partial(function, **options), ("x", "y"))
-    return (Route(_same, eqx.Partial(_one_number, function, **options)),)
+    return (Route(_same, eqx.Partial(_one_number, function, **options), held=_held),)
 
 
 def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:

@@ -51,6 +51,10 @@ def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
     return jnp.mean(common / (2 * num_neighbours - common))
 
 
+def _held(n: int, p: int) -> int:
+    return n * n
+
+
 def mutual_knn_routes(*, num_neighbours: int = 10) -> Routes:
     """Return one route."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
@@ -61,7 +65,7 @@ def knn_jaccard_routes(*, num_neighbours: int = 10) -> Routes:
     """Return one route."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     prepare, compare = (eqx.Partial(f, num_neighbours=count) for f in (memberships, _jaccard))
-    return (Route(prepare, compare, over_samples=True, scratch=0.5),)
+    return (Route(prepare, compare, over_samples=True, held=_held),)
 
 
 @validated(finite=("x", "y"))

@@ -129,13 +129,17 @@ def _single(a: _Maps, b: _Maps | _Prepared, num_folds: int | None, folds: str) -
     return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
+def _held(n: int, p: int) -> int:
+    return (n + p) * p
+
+
 def predictivity_routes(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Routes:
     """Return one route."""
     check_single("alpha", alpha)
     check_non_negative("alpha", alpha)
     count = _checked_folds(num_folds, folds)
     prepare = eqx.Partial(_prepare_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds)
-    return (Route(prepare, eqx.Partial(_single, num_folds=count, folds=folds), effort=20.0 * (count or 1)),)
+    return (Route(prepare, eqx.Partial(_single, num_folds=count, folds=folds), effort=20.0 * (count or 1), held=_held),)
 
 
 def _checked_folds(num_folds: int | None, folds: str) -> int | None:

@@ -122,10 +122,8 @@ def _block(route: Route, a: Any, b: Any, *, symmetric: bool) -> Array:
         light = [one._replace(entries=one.mean) for one in (a, b)]
         finish = lambda row, one: jax.vmap(lambda value, other: finished(value, one, other))(row, light[1])  # noqa: E731
         return jax.vmap(finish)(products, light[0])
-    first = [jax.tree.leaves(one)[0] for one in (a, b)]
-    sizes = [array.shape[0] for array in first]
-    bytes_of_pair = route.scratch * sum(array.size // array.shape[0] * array.dtype.itemsize for array in first)
-    side = int(np.sqrt(TILE_BYTES / bytes_of_pair))
+    sizes = [jax.tree.leaves(one)[0].shape[0] for one in (a, b)]
+    side = route.tile
     if symmetric:  # of the tiles on the diagonal, half is for nothing
         side = min(side, -(-sizes[0] // FEWEST_TILES))
     tile = [-(-size // -(-size // max(1, min(side, size)))) for size in sizes]
@@ -196,8 +194,10 @@ class Job:
         items = sum(array.shape[0] for array in both)
         pairs = len(first.labels) * len((second or first).labels)
         routes = routes_of(measure, dict(options))
-        self.route = cheapest(routes, *sizes, items=items, pairs=pairs)
-        self.work = self.route.work(*sizes, items=items, pairs=pairs)
+        route = cheapest(routes, *sizes, items=items, pairs=pairs)
+        bytes_of_pair = both[0].dtype.itemsize * route.held(*sizes[:2])
+        self.route = route._replace(tile=int((TILE_BYTES / bytes_of_pair) ** 0.5))
+        self.work = route.work(*sizes, items=items, pairs=pairs)
         self.matrix = next((route for route in routes if route.matrix), None)
         known = tuple(route for route in routes if route.expected is not None)
         self.expected = cheapest(known, *sizes, items=1, pairs=0) if known else None
