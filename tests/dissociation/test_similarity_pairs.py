@@ -16,8 +16,8 @@ from scipy.spatial.distance import squareform
 from dissociation import similarity
 from dissociation.similarity import MEASURES
 from dissociation.similarity import _inference as inference
+from dissociation.similarity import _items as items
 from dissociation.similarity import _kernels as kernels
-from dissociation.similarity import _pairs as pairs
 from dissociation.similarity import _tables as tables
 from dissociation.similarity._measures import routes_of
 from dissociation.training import _progress as progress
@@ -150,7 +150,7 @@ def test_frames_that_order_their_rows_differently_are_refused(kind):
 def test_layers_whose_names_look_the_same_are_refused(names):
     layers = {name: RNG.standard_normal((20, 3)) for name in names}
     with pytest.raises(ValueError, match="`representations` must have layers whose names differ as text, .*Rename one"):
-        pairs._named("representations", layers)
+        items._named("representations", layers)
 
 
 SHAPED = RNG.standard_normal((6, 5, 4, 3))
@@ -176,7 +176,7 @@ def test_axes_are_stated_or_refused(shape, stated, wanted):
         with pytest.raises(ValueError, match=wanted):
             similarity.pairwise("linear_cka", {"layer": array}, **stated)
         return
-    (given,) = pairs._as_set("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
+    (given,) = items.as_items("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
     if stated.get("channels") == "first":
         array = np.moveaxis(array, 2 if stated["members"] else 1, -1)
     np.testing.assert_array_equal(np.ravel(given), np.ravel(array).astype(np.float32))
