@@ -1,19 +1,9 @@
 """Exact robustness of one-layer bilinear networks: the nearest input of another class, in Euclidean distance.
 
-The margin between two classes is a quadratic q of the input, so the nearest point with q <= 0 solves a trust-region
-problem. In the eigenbasis of its matrix, with eigenvalues a_i, slopes g_i and q_0 at the input, a step y has the length
-|y| and
-
-    q(y) = q_0 + sum_i (2 g_i y_i + a_i y_i^2),      y_i = -m g_i / (1 + m a_i),      1 + m min(a) >= 0,
-
-where q falls in the multiplier m, whose root is found by bisection. In the hard case q stays positive up to the
-largest m; the rest of the way is a step along the eigenvector of min(a). One quadratic constraint leaves no duality
-gap, so this is the global optimum.
-
-What is certified is a radius for the weights as they are given, not for what rounding made of them: the margin is
-lowered by a bound on all that rounding may have done to it (`_rounding.bound_rounding`, and the evaluation at the
-input), and the radius is the dual value |y|^2 + m q(y) of the lowered margin, which for any m is no more than the
-squared distance. It falls short of the distance that was found by the allowance.
+The margin between two classes is a quadratic q, so the nearest point with q <= 0 solves a trust-region problem, without
+a duality gap. A certificate lowers the margin by a bound on all that rounding may have done to it
+(`_rounding.bound_rounding`, and the evaluation at the input), and takes the dual value |y|^2 + m q(y) of the lowered
+margin, which for any multiplier m is no more than the squared distance.
 """
 
 from collections.abc import Callable
@@ -27,7 +17,7 @@ from dissociation._core.checks import check_finite, fail, is_traced
 from dissociation._core.linalg import finite_part, product
 from dissociation._core.results import Result
 from dissociation._core.validation import validated
-from dissociation.bilinear._forms import Spectrum, check_on_inputs, compact_forms, widened
+from dissociation.bilinear._forms import Spectrum, biases_of, check_on_inputs, compact_forms, widened
 from dissociation.bilinear._rounding import Factors, bound_rounding
 from dissociation.models._bilinear import BilinearNetwork
 
@@ -90,15 +80,15 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
     """
     if isinstance(source, Spectrum):
         check_on_inputs("source", source, known=True)
+        classes, make = source.values.shape[0], _from_components(source)
     else:
         source = widened(source)
-    classes = source.values.shape[0] if isinstance(source, Spectrum) else source.head.shape[0]
+        classes, make = source.head.shape[0], _from_network(source)
     if classes < 2:
         fail("source", "have at least two classes", classes)
     first, second = np.triu_indices(classes, 1)
     table = np.zeros((classes, classes), np.int32)
     table[first, second] = table[second, first] = np.arange(len(first))
-    make = _from_components(source) if isinstance(source, Spectrum) else _from_network(source)
     pairs = (jnp.asarray(first), jnp.asarray(second))
     values, directions, linear, offset, rounding = jax.lax.map(lambda pair: make(*pair), pairs)
     return Margins(values, directions, linear, offset, rounding, jnp.asarray(table))
@@ -112,8 +102,7 @@ def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Arra
     size = forms.shape[1] - constant
     lift = lift[: model.embed.shape[1], :size]
     layer, lengths = model.layers[0], jnp.sum(model.embed**2, 1)[:, None]
-    zero = jnp.zeros(layer.left.shape[0], layer.left.dtype)
-    biases = [zero if bias is None else bias for bias in (layer.left_bias, layer.right_bias)]
+    biases = biases_of(layer)
     left, right = (product(weights, model.embed) for weights in (layer.left, layer.right))
     left_size, right_size = (jnp.sqrt(product(weights**2, lengths)[:, 0]) for weights in (layer.left, layer.right))
 
@@ -124,9 +113,7 @@ def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Arra
         if model.residual:
             linear = 0.5 * product(weights[None], model.embed)[0]
             linear_size = 0.5 * product(size_of[None], jnp.abs(model.embed))[0]
-        factors = Factors(
-            left, right, biases[0], biases[1], weights, linear, left_size, right_size, size_of, linear_size
-        )
+        factors = Factors(left, right, *biases, weights, linear, left_size, right_size, size_of, linear_size)
         return _in_eigenbasis(forms[first] - forms[second], size, lift, factors)
 
     return make
@@ -152,7 +139,7 @@ def _from_components(spectrum: Spectrum) -> Callable[[Array, Array], tuple[Array
 
 
 def _in_eigenbasis(form: Array, size: int, lift: Array, factors: Factors) -> tuple[Array, ...]:
-    """Of a form on r coordinates, and the constant where there is one more than `size`; `lift` is [d, r]."""
+    """Return a form on `size` coordinates, or one more for a constant, in its eigenbasis; `lift`: [d, size]."""
     form, undefined = finite_part(form)
     values, vectors = jnp.linalg.eigh(form[:size, :size])
     zero = jnp.zeros(size, form.dtype)
@@ -221,7 +208,7 @@ def _certified_radius(source: Margins, image: Array, label: Array) -> DistanceCe
 def _errors(
     source: Margins, image: Array, rows: Array, along: Array, values: Array, linear: Array
 ) -> tuple[Array, Array, Array]:
-    """Bounds on the errors of margins at an input, of half their gradients there, and of their curvature."""
+    """Return bounds on the errors of margins at an input, of half their gradients there, and of their curvature."""
     along, values, linear, length = jax.lax.stop_gradient((along, values, linear, jnp.linalg.norm(image)))
     eps = jnp.finfo(values.dtype).eps
     quadratic, slope, constant = jax.lax.stop_gradient(source.rounding[rows]).T
@@ -240,7 +227,7 @@ def _errors(
 
 
 def _path(values: Array, slopes: Array, start: Array, base: Array) -> tuple[Callable, Callable, Array]:
-    """The multiplier and the step at a place, and the ends of the places; multipliers up to 1 / |base|."""
+    """Return the multiplier and the step at a place, and the ends of the places; multipliers up to 1 / |base|."""
     # The root lies at 1 / m near the curvature, or near slope^2 / start where the margin is all but linear.
     limits = jnp.finfo(values.dtype)
     scale = jnp.where(base < 0, -base, jnp.max(jnp.abs(values)))
@@ -271,9 +258,11 @@ def _bisect(is_positive: Callable[[Array], Array], edge: Array) -> tuple[Array, 
 
 
 def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
-    """The shortest y with start + sum (2 slopes y + values y^2) <= 0; infinite if there is none.
+    """Return the shortest y with q = start + sum (2 slopes y + values y^2) <= 0; infinite if there is none.
 
-    A lowest value that is negative within `doubt` counts as zero.
+    With eigenvalues a_i and slopes g_i, y_i = -m g_i / (1 + m a_i), 1 + m min(a) >= 0, where q falls in the multiplier
+    m, whose root is found by bisection. In the hard case q stays positive up to the largest m; the rest of the way is a
+    step along the eigenvector of min(a). A lowest value that is negative within `doubt` counts as zero.
     """
     lowest = jnp.argmin(values)
     bottom = values[lowest]
@@ -302,13 +291,13 @@ def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
 def _certified(
     values: Array, slopes: Array, start: Array, errors: tuple[Array, Array, Array], norm: Array, *, full: bool
 ) -> Array:
-    """A lower bound on the norm of the shortest y with start + sum (2 slopes y + values y^2) <= 0.
+    """Return a lower bound on the norm of the shortest y with start + sum (2 slopes y + values y^2) <= 0.
 
     The true margin is at least the one given, minus `errors` at the input, in the slope and in the curvature e:
 
         q - e_0 - 2 e_1 |y| - e_2 |y|^2 >= q - (e_0 + e_1 t) - (e_1 / t + e_2) |y|^2     for any t > 0,
 
-    taken at the distance `found`, or of its order. Unless the eigenvectors are `full`, some directions have no other
+    taken at the distance `norm`, or of its order. Unless the eigenvectors are `full`, some directions have no other
     curvature than the last term.
     """
     size, slope = jnp.max(jnp.abs(values)), jnp.linalg.norm(slopes)

@@ -1,11 +1,9 @@
-"""Bilinear layers as quadratic forms, and what their eigenvectors say.
+"""Bilinear layers as quadratic forms, and their eigenvectors.
 
 Along an output direction u a bilinear layer computes u . ((W z) * (V z)) = z^T B_u z with the symmetric part B_u of
-W^T diag(u) V: its interaction matrix. Behind an embedding z = E x the form on inputs is Q_u = E^T B_u E. Its
-eigenvectors are orthonormal on inputs; those of B_u, taken back through E, are not. With E^T = P R (P orthonormal) the
-non-zero spectrum of Q_u is that of R B_u R^T, which is never larger than the hidden layer.
-
-Biases and residual connections make linear and constant terms: the form then acts on (z, 1), one coordinate more.
+W^T diag(u) V. Behind an embedding z = E x the form on inputs is Q_u = E^T B_u E, whose eigenvectors are orthonormal on
+inputs. With E^T = P R (P orthonormal) its non-zero spectrum is that of R B_u R^T, never larger than the hidden layer.
+Biases and residual connections make linear and constant terms: the form then acts on (z, 1).
 """
 
 import equinox as eqx
@@ -17,7 +15,7 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_choice, check_count, check_finite, fail
 from dissociation._core.linalg import product
 from dissociation._core.validation import validated
-from dissociation.models._bilinear import BilinearNetwork
+from dissociation.models._bilinear import BilinearLayer, BilinearNetwork
 
 ORDERS = ("magnitude", "positive", "negative")
 """By falling |eigenvalue|, by falling eigenvalue (most positive first), by rising eigenvalue (most negative first)."""
@@ -42,7 +40,7 @@ class Spectrum(eqx.Module):
     space: str | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: Float[Array | np.ndarray, " d"]) -> Float[Array, " outputs"]:
-        """sum_i lambda_i (v_i . x)^2 of every output."""
+        """Return sum_i lambda_i (v_i . x)^2 of every output."""
         return jnp.sum(contributions(self, jnp.asarray(x)[None])[0], 1)
 
 
@@ -121,7 +119,7 @@ def decompose(
 def compact_forms(
     model: BilinearNetwork, directions: Array | np.ndarray | None, layer: int, space: str
 ) -> tuple[Array, Array]:
-    """Forms on coordinates of the smaller space, [outputs, r, r], and the orthonormal columns that lead out, [d, r]."""
+    """Return forms in the smaller space, [outputs, r, r], and the orthonormal columns that lead out, [d, r]."""
     check_choice("space", space, SPACES)
     model = widened(model)
     count = len(model.layers)
@@ -149,9 +147,8 @@ def compact_forms(
     else:
         lift = jnp.eye(left.shape[1], dtype=left.dtype)
     if _has_constant(model, layer):
-        zero = jnp.zeros(left.shape[0], left.dtype)
-        biases = [zero if bias is None else bias for bias in (chosen.left_bias, chosen.right_bias)]
-        left, right = (jnp.concatenate([w, b[:, None]], 1) for w, b in zip((left, right), biases, strict=True))
+        sides = zip((left, right), biases_of(chosen), strict=True)
+        left, right = (jnp.concatenate([weights, biases[:, None]], 1) for weights, biases in sides)
         lift = jnp.pad(lift, ((0, 1), (0, 1))).at[-1, -1].set(1.0)
     forms = product(left.T[None], outputs[:, :, None] * right[None])
     if residual is not None:
@@ -159,8 +156,15 @@ def compact_forms(
     return 0.5 * (forms + forms.swapaxes(1, 2)), lift
 
 
+def biases_of(layer: BilinearLayer) -> tuple[Array, Array]:
+    """Return the biases of a layer's two sides, zeros if there are none."""
+    zero = jnp.zeros(layer.left.shape[0], layer.left.dtype)
+    left, right = (zero if bias is None else bias for bias in (layer.left_bias, layer.right_bias))
+    return left, right
+
+
 def widened(model: BilinearNetwork) -> BilinearNetwork:
-    """One network with its weights in float32 at least, in which every half precision number is exact."""
+    """Return one network with its weights in float32 at least, in which half precision is exact."""
     if model.embed.ndim != 2:
         advice = "Map over members by `equinox.filter_vmap`"
         fail("model", "be one network", f"an embedding of shape {model.embed.shape}", advice)
@@ -173,7 +177,7 @@ def _has_constant(model: BilinearNetwork, layer: int) -> bool:
 
 @validated
 def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
-    """The same components, the most important first."""
+    """Return the same components, the most important first."""
     if importance.shape != spectrum.values.shape:
         fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
     check_finite("importance", importance)
@@ -207,14 +211,14 @@ def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
 
 
 def check_single(name: str, spectrum: Spectrum) -> None:
-    """Raises if a spectrum is a stack of spectra, whose first axis would be taken for outputs."""
+    """Raise if a spectrum is a stack of spectra, whose first axis would be taken for outputs."""
     if spectrum.values.ndim != 2 or spectrum.vectors.ndim != 3:
         wanted = "be one spectrum, of values [outputs, components]"
         fail(name, wanted, f"shape {spectrum.values.shape}", "Map over stacked ones by `equinox.filter_vmap`")
 
 
 def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> None:
-    """Raises if eigenvectors are in another space than that of inputs, or if `known` in one that is not given."""
+    """Raise if eigenvectors are not among inputs, or with `known` if their space is not given."""
     check_single(name, spectrum)
     if spectrum.space == "hidden" or (known and spectrum.space is None):
         advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
@@ -223,7 +227,7 @@ def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> No
 
 @validated
 def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
-    """v_i . x of every component."""
+    """Return v_i . x of every component."""
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
     if np.ndim(x) != 2 or x.shape[1] != width:
@@ -236,13 +240,13 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
 
 @validated
 def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
-    """lambda_i (v_i . x)^2: what every component adds to the output, the explanation of an example."""
+    """Return lambda_i (v_i . x)^2: what every component adds to the output."""
     return spectrum.values[None] * activations(spectrum, x) ** 2
 
 
 @validated
 def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
-    """|lambda_i| E (v_i . x)^2 over examples, an order of components that knows the data."""
+    """Return |lambda_i| E (v_i . x)^2 over examples, an order of components that depends on the data."""
     return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
 
 

@@ -1,10 +1,8 @@
-"""How far computed quadratic margins may be from those of the weights as they are given, for certificates that hold.
+"""Bounds on the rounding of quadratic margins sum_k w_k (l_k . z + b_k)(r_k . z + c_k) + 2 h . z, for certificates.
 
-A margin is sum_k w_k (l_k . z + b_k)(r_k . z + c_k) + 2 h . z, whose matrix is found by products, sums that may cancel,
-and an eigendecomposition. What all of these did together is measured: the matrix is applied to the eigenvectors once
-more, factor by factor, and compared with eigenvalue times eigenvector. The comparison has rounding of its own, of the
-same size and by other sums. Where few numbers are compared the two may agree by chance, so that the rounding of single
-operations on numbers of the size of the summands, before they cancel, is added.
+What products, sums and an eigendecomposition did together is measured: the matrix is applied to the eigenvectors once
+more, factor by factor, and compared with eigenvalue times eigenvector. Few numbers may agree by chance, so the rounding
+of single operations on numbers of the size of the summands, before they cancel, is added.
 """
 
 from typing import NamedTuple
@@ -17,20 +15,7 @@ from dissociation._core.linalg import product
 
 
 class Factors(NamedTuple):
-    """A margin as a sum of products.
-
-    Attributes:
-        left: l, [m, d].
-        right: r, [m, d].
-        left_bias: b, [m].
-        right_bias: c, [m].
-        weights: w, [m].
-        linear: h, [d].
-        left_size: Norms of the rows of `left` before summands cancelled in them, [m].
-        right_size: Of `right`.
-        weight_size: |w| before two classes' weights were subtracted, [m].
-        linear_size: |h| before anything cancelled in it, [d].
-    """
+    """A margin as a sum of products. Sizes are those of what was summed before it cancelled."""
 
     left: Float[Array, "m d"]
     right: Float[Array, "m d"]
@@ -38,16 +23,16 @@ class Factors(NamedTuple):
     right_bias: Float[Array, " m"]
     weights: Float[Array, " m"]
     linear: Float[Array, " d"]
-    left_size: Float[Array, " m"]
+    left_size: Float[Array, " m"]  # norms of rows
     right_size: Float[Array, " m"]
-    weight_size: Float[Array, " m"]
+    weight_size: Float[Array, " m"]  # absolute values
     linear_size: Float[Array, " d"]
 
 
 def bound_rounding(
     factors: Factors, values: Float[Array, " r"], directions: Float[Array, "r d"], linear: Float[Array, " r"]
 ) -> Float[Array, "3"]:
-    """Bounds on the errors of the quadratic part, of half the linear part, and of the constant.
+    """Return bounds on the errors of the quadratic part, of half the linear part, and of the constant.
 
     Source: Higham (2002), Accuracy and stability of numerical algorithms, chapter 3. Parlett (1998), The symmetric
     eigenvalue problem, section 4.5, for the residual.

@@ -1,4 +1,4 @@
-"""Do two spectra hold the same components? By rank, by the best matching, by subspaces, and as whole forms."""
+"""Compare the components of two spectra: by rank, by the best matching, and as whole forms."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from dissociation.bilinear._forms import Spectrum, check_single, truncate
 
 @validated
 def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a components_b"]:
-    """|cosine| of every component of one spectrum with every one of the other, output by output."""
+    """Return |cosine| of every component of one spectrum with every one of the other, output by output."""
     check_single("a", a)
     check_single("b", b)
     if None not in (a.space, b.space) and a.space != b.space:
@@ -69,7 +69,8 @@ def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[A
     References:
         Kuhn (1955), The Hungarian method for the assignment problem.
     """
-    return _matched(overlaps(_leading(a, num_components), _leading(b, num_components)))
+    count = check_count("num_components", num_components, minimum=1)
+    return _matched(overlaps(truncate(a, count), truncate(b, count)))
 
 
 @jax.jit
@@ -99,13 +100,9 @@ def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
     return inner / sizes
 
 
-def _leading(spectrum: Spectrum, count: int) -> Spectrum:
-    return truncate(spectrum, check_count("num_components", count, minimum=1))
-
-
 @validated
 def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
-    """Indices of all pairs of members, no member with itself."""
+    """Return the indices of all pairs of members, no member with itself."""
     if other is None:
         check_count("num_members", num_members, minimum=2)
         return np.triu_indices(num_members, 1)
@@ -126,7 +123,7 @@ class Interval(NamedTuple):
 
 @validated
 def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float = 0.9) -> Interval:
-    """Student's interval for the mean over the first axis, which holds if samples are independent."""
+    """Return Student's interval for the mean over the first axis, which holds if samples are independent."""
     count = check_count("samples", samples.shape[0], minimum=2)
     check_level(level)
     values = jnp.asarray(samples)
@@ -144,7 +141,7 @@ def bootstrap_interval(
     level: float = 0.9,
     num_resamples: int = 1000,
 ) -> Interval:
-    """Percentile bootstrap over members, for statistics of pairs: pairs share members and are not independent.
+    """Return a percentile bootstrap over members, for statistics of pairs, which share members.
 
     `statistic`: From members' weights [num_members] (how often each was drawn, summing to their number) to an array; a
     mean over pairs weighs each pair by the product of its members' weights, see `pair_mean`.

@@ -1,9 +1,8 @@
 """Neural collapse: how far the features of a class have shrunk to a point, and how the points of classes stand.
 
-Everything follows from the moments of features by class. Those come from all samples at once (two passes: means first,
-then squared distances from them) or from batches, merged by Chan's update. The one-pass form, mean of squares less
-square of the mean, cancels when classes collapse, and can come out negative. Class means are kept with what their
-rounding took, so that an offset that all features share costs no digits.
+All measures follow from the moments of features by class, of all samples at once (two passes: means, then squared
+distances from them) or of batches, merged by Chan's update. The mean of squares less the square of the mean cancels
+when classes collapse. Class means are kept with what their rounding took, so that an offset costs no digits.
 """
 
 from functools import partial
@@ -14,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from dissociation._core.checks import check_classes, check_count, check_finite, check_same_length, fail, is_traced, warn
+from dissociation._core.distances import root
 from dissociation._core.linalg import finite_part, product, scale_of
 from dissociation._core.results import Result
 from dissociation._core.types import Classes, Scalar
@@ -131,16 +131,10 @@ def _class_moments(features: Array, labels: Array, count: int, scatter: bool) ->
         means=means,
         rest=rest,
         spread=product(member.T, jnp.sum(residual**2, 1)[:, None])[:, 0],
-        norms=unit * jnp.sum(_root(jnp.sum((features / unit) ** 2, 1))),
+        norms=unit * jnp.sum(root(jnp.sum((features / unit) ** 2, 1))),
         scatter=product(residual.T, residual) if scatter else None,
         unit=unit,
     )
-
-
-def _root(squares: Array) -> Array:
-    """Square root whose derivative at zero is zero: of a distance, the subgradient of least norm."""
-    zero = squares == 0
-    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, squares)))
 
 
 @validated
@@ -241,7 +235,7 @@ def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
 
 
 def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
-    """Class means minus their weighted mean, zero for classes without samples; and which have some."""
+    """Return class means minus their weighted mean, zero for classes without samples; and which have some."""
     present = moments.counts > 0
     share = jnp.where(present, weights, 0.0)[:, None] / jnp.sum(jnp.where(present, weights, 0.0))
     centred = moments.means - jnp.sum(share * moments.means, 0)[None] + moments.rest
@@ -274,11 +268,11 @@ def _condition_number(moments: ClassMoments) -> Array:
 @validated
 @jax.jit
 def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
-    """tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one, class by class dimension.
+    """Return tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one.
 
     S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with mu_G the mean of
-    the class means; classes without samples do not count in C. Directions in which class means do not differ have no
-    part in it: all but C - 1 at least.
+    the class means; classes without samples do not count in C. Directions in which class means do not differ, all but
+    C - 1 at least, do not contribute.
 
     Source: Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1. Golub and Pereyra (1973), The
     differentiation of pseudo-inverses, for the derivative.
@@ -301,7 +295,7 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
 
 
 def _pinv_near(matrix: Array, inverse: Array) -> Array:
-    """The pseudo-inverse, given as a constant, with its derivative at fixed rank."""
+    """Return the pseudo-inverse, given as a constant, with its derivative at fixed rank."""
     here = jax.lax.stop_gradient(matrix)
     step = (matrix - here).T
     outside = step - product(product(step, here), inverse)
@@ -316,7 +310,7 @@ def _pinv_near(matrix: Array, inverse: Array) -> Array:
 
 
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
-    """Class means about their mean, in `unit`, zero for absent classes; present classes; and the rounding of zero."""
+    """Return class means about their mean, in `unit`, zero for absent classes; present classes; rounding of zero."""
     means, present = _centred(moments, jnp.ones_like(moments.counts))
     means = means / moments.unit
     # A mean's rounding goes by what was summed: the distances of samples from one another.
@@ -328,17 +322,17 @@ def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " class
 @validated
 @jax.jit
 def simplex_frame(moments: ClassMoments) -> Frame:
-    """Equinorm and equiangularity of class means about their mean (NC2).
+    """Return equinorm and equiangularity of class means about their mean.
 
     Source: Papyan, Han and Donoho (2020), NC2.
     """
     means, present, smallest = _about_their_mean(moments)
-    norms = _root(jnp.sum(means**2, 1))
+    norms = root(jnp.sum(means**2, 1))
     classes = jnp.sum(present)
     average = jnp.sum(norms) / classes
     apart = (classes > 1) & (jnp.max(norms) > smallest)
     directed = apart & jnp.all(~present | (norms > smallest))
-    deviation = _root(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
+    deviation = root(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
     unit = means / jnp.where(norms > 0, norms, 1.0)[:, None]
     rows, columns = np.triu_indices(means.shape[0], 1)
     cosines = product(unit, unit.T)[rows, columns]
@@ -349,7 +343,7 @@ def simplex_frame(moments: ClassMoments) -> Frame:
     off = jnp.abs(cosines + 1.0 / (classes - 1))
     return Frame(
         equinorm=jnp.where(apart, deviation / jnp.where(apart, average, 1.0), jnp.nan),
-        equiangularity=jnp.where(directed, _root(variance), jnp.nan),
+        equiangularity=jnp.where(directed, root(variance), jnp.nan),
         maximal_angle=jnp.where(directed, jnp.sum(jnp.where(both, off, 0.0)) / pairs, jnp.nan),
     )
 
@@ -357,7 +351,7 @@ def simplex_frame(moments: ClassMoments) -> Frame:
 @validated
 @jax.jit
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
-    """|W / |W| - M / |M||^2 with Frobenius norms: whether the last layer's rows are the centred class means (NC3).
+    """Return |W / |W| - M / |M||^2 with Frobenius norms: of the last layer's rows and the centred class means.
 
     Source: Papyan, Han and Donoho (2020), NC3.
     """
@@ -375,9 +369,7 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
 def nearest_centre_agreement(
     features: Features, logits: Float[Array | np.ndarray, "n classes"], moments: ClassMoments
 ) -> Float[Array, ""]:
-    """Share of samples that the network puts into the class whose mean is nearest (NC4).
-
-    `features`: [samples, d].
+    """Return the share of samples that the network puts into the class whose mean is nearest; `features`: [samples, d].
 
     Source: Papyan, Han and Donoho (2020), NC4.
     """

@@ -1,4 +1,4 @@
-"""Coordinates in which neighbours tell more of information: tails drawn in, normal scores, and white ones."""
+"""Coordinates for estimates of information from neighbours: tails drawn in, normal scores, and white ones."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ _TAIL = 3.0
 
 
 def drawn_in(points: Array) -> Array:
-    """Arsinh of every coordinate, which leaves three robust deviations about the median nearly as they are."""
+    """Return the asinh of every coordinate; three robust deviations about the median stay nearly as they are."""
     low, middle, high = jnp.quantile(points, jnp.asarray([0.25, 0.5, 0.75], points.dtype), axis=0)
     points = points - middle[None]
     deviation = (high - low) / 1.349  # of a Gaussian
@@ -26,10 +26,10 @@ def drawn_in(points: Array) -> Array:
 
 
 def normal_scores(points: Array) -> Array:
-    """Every coordinate replaced, rank by rank, by a sample of a Gaussian. What coincides stays so.
+    """Return every coordinate replaced, rank by rank, by a sample of a Gaussian. Equal values stay equal.
 
     Ranks of a sample are independent of its ordered values, so these are samples of a distribution with Gaussian
-    margins and the same information. Quantiles of a Gaussian would do but for their even spacing, which neighbours see.
+    margins and the same information. Quantiles of a Gaussian are spaced evenly, which biases neighbours.
     """
     key = named_key("normal scores")
     scores = jax.random.normal(key, points.shape[::-1], jnp.float32).astype(points.dtype)
@@ -41,7 +41,7 @@ def normal_scores(points: Array) -> Array:
 
 
 def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Array]:
-    """Points in coordinates in which the reference is white, and the log volume that they were divided by.
+    """Return points in coordinates in which the reference is white, and the log volume that they were divided by.
 
     By Gram and Schmidt, twice each: a covariance would have half the digits. A coordinate that is constant or a linear
     function of those before it becomes zero (of another reference, keeps its own scale), and the logarithm infinite.
@@ -72,7 +72,7 @@ def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Arra
 
 @validated
 def whiten(points: Points, num_components: int | None = None, *, rtol: float | None = None) -> Float[Array, "n k"]:
-    """Leading principal components, each divided by its standard deviation.
+    """Return leading principal components, each divided by its standard deviation.
 
     Args:
         points: [n, d].

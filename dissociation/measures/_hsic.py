@@ -2,16 +2,7 @@
 
 With centred kernel matrices K and L of n samples,
 
-    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}),
-
-which counts the directions of sample space that both kernels span: from 0 to n - 1, or to C - 1 against one-hot labels
-of C classes with the linear kernel. Two kernels that each span most directions share most of them whether their samples
-belong together or not: look at the measure beside its mean over shuffled pairs, `shuffled_hsic`.
-
-The Gaussian kernel of the literature, exp(-|a - b|^2 / (2 sigma^2 d)) with sigma = 5, has a fixed bandwidth. Features
-that shrink become alike to it although nothing was lost. `bandwidth="median"` measures distances in units of their
-median instead, and does not follow the scale of the features. Where the median is zero, since more than half of the
-pairs coincide, it is their mean; and features that are all alike have a constant kernel.
+    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}).
 """
 
 from functools import partial
@@ -32,9 +23,9 @@ from dissociation._core.validation import validated
 Features = Float[Array | np.ndarray, "n d"]
 
 BANDWIDTHS = ("dimension", "median")
-"""2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch. For uncorrelated features of
-variance 1 that distance is 2 d: there 5 / sqrt(2) is the published 5. At sigma = 1 samples stand alone, and the measure
-is near its largest whatever the features."""
+"""2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch (the mean if that is zero, 1 if
+the mean is, too). For uncorrelated features of variance 1 that distance is 2 d: there 5 / sqrt(2) is the published 5.
+At sigma = 1 samples stand alone, and the measure is near its largest whatever the features."""
 
 
 class InformationPlane(Result):
@@ -53,34 +44,20 @@ class InformationPlane(Result):
     zy_null: Float[Array, ""]
 
 
-@validated
-def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Float[Array, "n n"]:
-    """Kernel matrix exp(-|x_i - x_j|^2 / (2 sigma^2 s)), s the dimension or the median squared distance.
-
-    A median of zero is replaced by the mean, and a mean of zero by 1.
-
-    `x`: Features, [samples, d].
+@partial(jax.jit, static_argnames="bandwidth")
+def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Array:
+    """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n], s the dimension or the median squared distance.
 
     Source: Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without back-propagation.
     """
-    check_positive("sigma", sigma)
-    check_choice("bandwidth", bandwidth, BANDWIDTHS)
-    return _gaussian_gram(jnp.asarray(x), sigma, bandwidth)
-
-
-@partial(jax.jit, static_argnames="bandwidth")
-def _gaussian_gram(x: Array, sigma: Scalar, bandwidth: str) -> Array:
     square = squared_distances(x)
-    scale = jnp.asarray(x.shape[1], x.dtype)
-    if bandwidth == "median":
-        scale = typical(square)
+    scale = typical(square) if bandwidth == "median" else jnp.asarray(x.shape[1], x.dtype)
     return jnp.exp(-square / (2 * jnp.asarray(sigma, x.dtype) ** 2 * scale))
 
 
-@validated
 @jax.jit
-def centred_gram(gram: Float[Array, "*b n n"]) -> Float[Array, "*b n n"]:
-    """H K H with H = I - 1 1^T / n: the kernel matrix of centred features."""
+def centred_gram(gram: Array) -> Array:
+    """Return H K H with H = I - 1 1^T / n, the kernel matrices of centred features, [..., n, n]."""
     gram = gram - gram[..., :1, :1]  # H takes any constant away: its rounding, with fused products, would stay
     rows = gram - jnp.mean(gram, -1, keepdims=True)
     return rows - jnp.mean(rows, -2, keepdims=True)
@@ -98,20 +75,13 @@ def _by_chance(spans: Array) -> Array:
     return traces[0] * traces[1] / (spans.shape[-1] - 1)
 
 
-def _spans(grams: Array, epsilon: Scalar) -> Array:
-    check_positive("epsilon", epsilon)
-    if grams.shape[0] < 2:
-        fail("grams", "hold at least two kernel matrices", grams.shape[0])
-    return _ridge_spans(grams, epsilon)
-
-
 @jax.jit
-def _ridge_spans(grams: Array, epsilon: Scalar) -> Array:
+def _spans(grams: Array, epsilon: Scalar) -> Array:
+    """Return K (K + eps n I)^{-1} of kernel matrices [..., n, n]."""
     number = grams.shape[-1]
     ridge = jnp.asarray(epsilon, grams.dtype) * number * jnp.eye(number, dtype=grams.dtype)
-    shape = grams.shape
     inverses = positive_inverse(grams.reshape(-1, number, number) + ridge[None])
-    return (jnp.eye(number, dtype=grams.dtype)[None] - ridge[0, 0] * inverses).reshape(shape)
+    return (jnp.eye(number, dtype=grams.dtype)[None] - ridge[0, 0] * inverses).reshape(grams.shape)
 
 
 @validated
@@ -127,9 +97,12 @@ def information_plane(
     bandwidth: str = "dimension",
     epsilon: Scalar = 1e-5,
 ) -> InformationPlane:
-    """nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
+    """Return nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
 
-    Rows of all three belong together and are shuffled together.
+    Rows of all three belong together and are shuffled together. nHSIC counts the directions of sample space that two
+    kernels both span. Kernels that each span most directions share most of them by chance: the result holds the mean
+    over shuffled pairs, too. To the published kernel, of a fixed bandwidth, features that shrink become alike although
+    nothing was lost; `bandwidth="median"` does not depend on the scale of the features.
 
     Args:
         features: Z, [samples, d].

@@ -1,4 +1,4 @@
-"""Where features stand between two classes of a linear last layer: signed distances, and the plane of two weights."""
+"""Features between two classes of a linear last layer: signed distances, and the plane of two weights."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_same_length, fail, is_traced
+from dissociation._core.checks import check_count, check_same_length, fail, fail_kind, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.results import Result
 from dissociation._core.validation import validated
@@ -32,21 +32,18 @@ class Plane(Result):
     boundary: Float[Array, ""]
 
     def coordinates(self, features: Features) -> Float[Array, "n 2"]:
-        """Features projected onto the plane, [samples, d] to [samples, 2]."""
+        """Return features projected onto the plane, [samples, d] to [samples, 2]."""
         check_same_length("weights", self.basis.shape[1], "features", features.shape[1], "dimensions")
         return product(jnp.asarray(features), self.basis.T)
 
 
 @validated
 def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " classes"]]:
-    """Weights and biases of a model's last layer.
+    """Return the weights [classes, d] and biases [classes] of a model's last layer.
 
     Args:
         model: With a layer `head`, or a sequence `layers`, whose last is affine: of `dissociation.models`, or
-            `eqx.nn.MLP`; or a pair of such a model and its state.
-
-    Returns:
-        Weights [classes, d] and biases [classes], zero if there are none.
+            `eqx.nn.MLP`; or a pair of such a model and its state. Missing biases are zero.
 
     Raises:
         TypeError: If the last layer is not linear, or cannot be told.
@@ -57,14 +54,12 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
             # Of all sizes: a clipped output is the identity on small numbers.
             probe = jnp.asarray(np.outer([-1.5, 0.5], 10.0 ** np.arange(-15, 16)).ravel(), float)
             if not np.allclose(jax.vmap(model.final_activation)(probe), probe, atol=0):
-                raise TypeError(
-                    f"`model` must have a linear last layer, got {type(model).__name__} with an activation."
-                )
+                fail_kind("model", "have a linear last layer", f"{type(model).__name__} with an activation")
     last = getattr(model, "head", None)
     if last is None:
         last = (getattr(model, "layers", None) or [None])[-1]
     if not isinstance(last, Affine | eqx.nn.Linear):
-        raise TypeError(f"`model` must have a linear last layer, got {type(model).__name__} ending in {last!r:.60}.")
+        fail_kind("model", "have a linear last layer", f"{type(model).__name__} ending in {last!r:.60}")
     biases = jnp.zeros(last.weight.shape[0], last.weight.dtype) if last.bias is None else last.bias
     return last.weight, biases
 
@@ -73,11 +68,9 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
 def signed_distance(
     features: Features, weights: Weights, biases: Biases, first: int, second: int
 ) -> Float[Array, " n"]:
-    """Distance to the boundary between two classes, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|.
+    """Return distances to the boundary between two classes, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|.
 
     `features`: The last layer's inputs z, [samples, d].
-    `weights`: The last layer's, [classes, d].
-    `biases`: [classes].
     """
     normal, length, offset = _between(weights, biases, first, second)
     return (product(jnp.asarray(features), normal[:, None])[:, 0] + offset) / length
@@ -85,11 +78,7 @@ def signed_distance(
 
 @validated
 def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rtol: float = 1e-5) -> Plane:
-    """The plane of two classes' weights, for drawing samples and the boundary between them.
-
-    `weights`: The last layer's, [classes, d].
-    `biases`: [classes].
-    """
+    """Return the plane of two classes' weights, for drawing samples and the boundary between them."""
     normal, length, offset = _between(weights, biases, first, second)
     along, other = normal / length, jnp.asarray(weights)[second]
     rest = other - jnp.sum(other * along) * along
@@ -102,7 +91,7 @@ def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rt
 
 
 def _between(weights: Weights, biases: Biases, first: int, second: int) -> tuple[Array, Array, Array]:
-    """The normal w_a - w_b of the boundary between two classes, its length, and b_a - b_b."""
+    """Return the normal w_a - w_b of the boundary between two classes, its length, and b_a - b_b."""
     number = weights.shape[0]
     for name, value in (("first", first), ("second", second)):
         if check_count(name, value) >= number:

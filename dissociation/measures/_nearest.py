@@ -1,19 +1,9 @@
 """Entropy and mutual information of samples from the distances to their nearest neighbours.
 
-With r_ij the distance from sample i to its j-th neighbour among n in d dimensions and V_d the volume of the unit ball,
-
-    H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))),    sum_j w_j = 1,
-
-the weighted Kozachenko-Leonenko estimator. Its weights cancel the leading terms of the bias in 4 and more dimensions.
-Kraskov's estimator of information counts the neighbours of the margins within the joint distance instead, and its
-variant for labels those of all classes.
-
-Information does not change when the coordinates of either side do. So every coordinate is replaced by normal scores,
-a Gaussian sample of the same ranks, unless asinh, which draws tails in, leaves a strong linear relation straighter.
-Then each side is whitened, and for the entropy of both together the joint distribution, too, whose log determinant is
-the information of the linear relation: neighbours see only what is left over, however strong it is and whatever the
-units. Ranks have no derivatives: those of an information are zero, and `smoothed_information` has some. For labels,
-whose classes may stand apart, there is asinh alone.
+Information does not depend on coordinates. Each coordinate is replaced by normal scores, or by asinh, which draws
+tails in, if a strong linear relation is straighter so; then each side is whitened, and both together, whose log
+determinant is the information of the linear relation: neighbours estimate what is left over. Ranks have no
+derivatives: those of an information are zero (`smoothed_information` has some).
 """
 
 import math
@@ -50,28 +40,24 @@ class Estimate(Result):
     """A number of nats.
 
     What `error` leaves out is bias. An information by "entropies" resolves a strong relation only as far as it is
-    linear between normal scores, or after asinh; one by "kraskov" falls short by more the stronger the relation
-    and the more the dimensions.
-    `reliable` is False where a bias shows; one that halving the samples does not change cannot be told from the truth.
+    linear between normal scores, or after asinh; one by "kraskov" falls short by more the stronger the relation and the
+    more the dimensions. A bias that halving the samples does not change cannot be detected.
 
     Attributes:
-        value: The estimate; NaN where it is not `reliable`.
+        value: The estimate; NaN if it is not `reliable`.
         error: Standard error from the spread of the samples' own terms, or that of the estimates from up to 16
             parts of the samples if larger, since the terms of neighbours depend on each other. Parts and halves are
-            drawn by a fixed permutation of the rows, in whatever order these come. Both take samples for independent.
-            An information about labels has the first alone, and at least the share of one sample in all that labels
-            can hold: what no sample showed may lie in the next.
-        reliable: False where more than 1 % of the samples coincide with neighbours (an entropy is then minus infinity,
-            an information infinite; fewer are taken for rounding), or coordinates are linear functions of others; where
-            an information is more than three errors below zero, or its part that is not linear above two thirds of the
-            most that n samples can show (log n, and psi(k) less for Kraskov's estimator); where one about labels is
-            above what labels can hold by more than its error; where the two halves of the samples say something else
-            than the whole, by more than three errors, or say less by two of an information above log(n) / 2; where
-            there are fewer than 2^d samples in d dimensions, those of both sides together for an information, 8^d for
-            Kraskov's, or fewer than 8 k for halves; and for Kraskov's estimator of information where the other is not
-            reliable, or more than three errors away. Halves share every class alike; of an information about labels it
-            is False where a tenth of the samples are of classes of fewer than 2 (k + 1), and Kraskov's where a class,
-            on average over the samples, has fewer than 2^d.
+            drawn by a fixed permutation. Both take samples for independent. An information about labels has the first
+            alone, and at least the share of one sample in all that labels can hold.
+        reliable: False if a bias shows: if more than 1 % of the samples coincide with neighbours, or coordinates are
+            linear functions of others; if an information is more than three errors below zero, its part that is not
+            linear above two thirds of the most that n samples can show (log n, and psi(k) less for Kraskov's
+            estimator), or one about labels above what labels can hold by more than its error; if the halves of the
+            samples differ from the whole by more than three errors, or fall short by two of an information above
+            log(n) / 2; if there are fewer than 2^d samples in d dimensions (those of both sides together), 8^d for
+            Kraskov's, or fewer than 8 k for halves; if Kraskov's estimate is more than three errors from the other, or
+            that is not reliable; if a tenth of the samples are of classes of fewer than 2 (k + 1), and for Kraskov's
+            if a class, on average over the samples, has fewer than 2^d.
     """
 
     value: Float[Array, ""]
@@ -83,9 +69,10 @@ class Estimate(Result):
 
 @validated
 def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " k"]:
-    """The shortest weights over neighbours that sum to 1 and cancel the terms n^(-2 l / d), l = 1 ... floor(d / 4).
+    """Return the shortest weights over neighbours that sum to 1 and cancel leading terms of the bias.
 
-    The condition of every term is sum_j w_j Gamma(j + 2 l / d) / Gamma(j) = 0. Below 4 dimensions weights are equal.
+    The terms are n^(-2 l / d), l = 1 ... floor(d / 4), and the condition of every one is
+    sum_j w_j Gamma(j + 2 l / d) / Gamma(j) = 0. Below 4 dimensions weights are equal.
 
     Args:
         num_neighbours: k.
@@ -101,10 +88,8 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
         Berrett, Samworth and Yuan (2019), Efficient multivariate entropy estimation via k-nearest neighbour distances,
         section 2.
     """
-    count, width = (
-        check_count("num_neighbours", num_neighbours, minimum=1),
-        check_count("dimension", dimension, minimum=1),
-    )
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    width = check_count("dimension", dimension, minimum=1)
     terms = np.arange(width // 4 + 1)
     if len(terms) > count:
         fail("num_neighbours", f"be at least {len(terms)} in {width} dimensions", num_neighbours)
@@ -115,7 +100,12 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
 
 @validated
 def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Estimate:
-    """Differential entropy by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
+    """Return the differential entropy by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
+
+    With r_ij the distance from sample i to its j-th neighbour among n in d dimensions, V_d the volume of the unit ball,
+    and `entropy_weights` w_j,
+
+        H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))).
 
     Args:
         points: Samples, [n, d].
@@ -123,7 +113,7 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
         block: Points compared at once.
 
     Returns:
-        In nats.
+        The entropy in nats.
 
     Raises:
         ValueError: If there are too few samples, or neighbours for the dimension.
@@ -208,7 +198,7 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
 
 
 def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
-    """Each side white, both together white, and the log determinant that this took: minus the linear information."""
+    """Return each side white, both together white, and its log determinant: minus the linear information."""
     x, z = (whitened(part)[0] for part in jnp.split(both, [split], 1))
     return x, z, *whitened(jnp.concatenate([x, z], 1))
 
@@ -311,7 +301,7 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
 
 
 def _capped(estimate: Estimate, most: Array, entropy: Array) -> Estimate:
-    """An information of at most `entropy`; not reliable more than three errors above what the estimator can reach."""
+    """Return an information of at most `entropy`; not reliable more than three errors above `most`."""
     reliable = estimate.reliable & (estimate.value <= most + 3 * estimate.error + 1e-3)
     return _where(reliable, jnp.minimum(estimate.value, entropy), estimate.error)
 
@@ -322,7 +312,7 @@ def _where(reliable: Array, value: Array, error: Array) -> Estimate:
 
 
 def _entropy_terms(points: Array, count: int, block: int) -> Array:
-    """Every sample's term of the entropy of all samples, of the two halves, and of the parts: [levels, n]."""
+    """Return every sample's term of the entropy of all samples, of the two halves, and of the parts: [levels, n]."""
     number = points.shape[0]
     groups = num_parts(number, count)
     squares = smallest(points, None, count, block, squared, groups)
@@ -334,7 +324,7 @@ def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
 
 
 def _terms_of_distances(squares: Array, width: int, sizes: Array) -> Array:
-    """Every sample's term of the entropy; infinite where samples coincide."""
+    """Return every sample's term of the entropy; infinite if samples coincide."""
     count = squares.shape[1]
     weights = jnp.asarray(entropy_weights(count, width), squares.dtype)
     volume = 0.5 * width * math.log(math.pi) - math.lgamma(0.5 * width + 1)
@@ -356,7 +346,7 @@ def _estimate(
     most: float | Array = math.inf,
     enough: bool | Array,
 ) -> Estimate:
-    """Mean and error from terms of all samples, halves and parts, [levels, n]; see `Estimate` for what is reliable."""
+    """Return mean and error from terms of all samples, halves and parts, [levels, n]; see `Estimate`."""
     number = terms.shape[1]
     value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
     reliable = jnp.isfinite(value) & (value < most) & enough

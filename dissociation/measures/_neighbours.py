@@ -1,11 +1,11 @@
-"""Distances to the nearest neighbours: of all samples, and within interleaved parts of them, in one search.
+"""Distances to the nearest neighbours, of all samples and within interleaved parts of them, in one search.
 
-Distances come in blocks, so everything runs on any device and maps over members. Differences are taken coordinate by
-coordinate: products of coordinates would cancel at the distances that matter here.
+Differences are taken coordinate by coordinate: products of coordinates would cancel at the distances that matter here.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ _PARTS = 16
 
 
 def check_neighbours(num_neighbours: int, number: int) -> int:
-    """Returns the number of neighbours, or raises unless there are more samples."""
+    """Return the number of neighbours, or raise unless there are more samples."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     if count >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
@@ -29,33 +29,25 @@ def check_neighbours(num_neighbours: int, number: int) -> int:
 
 
 def squared(a: Array, b: Array) -> Array:
-    """|a_i - b_j|^2, coordinate by coordinate: no array [i, j, d], and no cancellation."""
+    """Return |a_i - b_j|^2, coordinate by coordinate: no array [i, j, d], and no cancellation."""
     total = jnp.zeros((a.shape[0], b.shape[0]), a.dtype)
     for index in range(a.shape[1]):
         total = total + (a[:, index, None] - b[None, :, index]) ** 2
     return total
 
 
-def _blocks(arrays: tuple[Array, ...], block: int) -> tuple[tuple[Array, ...], int]:
-    number = arrays[0].shape[0]
-    size = min(check_count("block", block, minimum=1), number)
-    extra = -number % size
-    padded = tuple(jnp.pad(a, ((0, extra), *((0, 0),) * (a.ndim - 1))).reshape(-1, size, *a.shape[1:]) for a in arrays)
-    return padded, number
-
-
 def num_parts(number: int, count: int) -> int:
-    """Interleaved parts with at least 4 k samples each, an even number of them, or all samples in one."""
+    """Return the number of interleaved parts with at least 4 k samples each, even, or 1."""
     return max(min(_PARTS, number // (4 * count)) // 2 * 2, 1)
 
 
 def strides(groups: int) -> tuple[int, ...]:
-    """Of all samples, the halves, and the parts if they are others: sample i belongs to number i % stride."""
+    """Return strides of all samples, halves, and parts if these are others: sample i belongs to number i % stride."""
     return (1, 2, groups) if groups > 2 else (1, 2)[:groups]
 
 
 def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
-    """How many samples there are in that of every sample: [levels, n]."""
+    """Return how many samples there are in that of every sample: [levels, n]."""
     index = np.arange(number)
     return jnp.asarray([(number - 1 - index % stride) // stride + 1 for stride in strides(groups)], dtype)
 
@@ -68,12 +60,10 @@ def smallest(
     distance: Callable[[Array, Array], Array],
     groups: int = 1,
 ) -> Array:
-    """Every point's smallest distances to others, of its label if there are some: [levels, n, count], rising.
+    """Return every point's smallest distances to others, of its label if there are some, rising: [levels, n, count].
 
-    They are infinite where there are fewer.
-
-    Levels are all points and, with several groups, its own half and group. Every distance is computed once. Points are
-    taken group by group, those of the first half before the others, so that halves and groups are slices.
+    They are infinite where there are fewer. Levels are all points and, with several groups, its own half and group.
+    Points are taken group by group, those of the first half before the others, so that halves and groups are slices.
     """
     number = points.shape[0]
     longest = -(-number // groups)
@@ -104,17 +94,16 @@ def smallest(
 
 
 def _by_group(number: int, groups: int, width: int) -> np.ndarray:
-    """The samples of group 0 (i % groups), 2, 4 ... 1, 3 ..., each filled up to `width` with `number`."""
+    """Return the samples of group 0 (i % groups), 2, 4 ... 1, 3 ..., each filled up to `width` with `number`."""
     first = np.concatenate([np.arange(groups)[half::2] for half in range(2)])
     index = first[:, None] + groups * np.arange(width)[None]
     return np.minimum(index, number).reshape(-1)
 
 
 def _least(values: Array, count: int) -> Array:
-    """The `count` smallest of every row, rising; rows are as long as a multiple of `_MULTIPLE`.
+    """Return the `count` smallest of every row, rising; rows are as long as a multiple of `_MULTIPLE`.
 
-    They lie in the groups with the `count` smallest minima, so the sort sees few candidates: fewest where groups are as
-    long as there are of them per neighbour.
+    They lie in the groups with the `count` smallest minima, so the sort has few candidates.
     """
     rows, columns = values.shape
     length = min(1 << int(math.log2(max(columns / count, 1)) / 2), _MULTIPLE)
@@ -125,8 +114,17 @@ def _least(values: Array, count: int) -> Array:
     return -jax.lax.top_k(-values, count)[0]
 
 
+def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: int) -> Any:
+    """Return arrays of rows, which `function` makes of blocks of rows of `arrays`; the last block is filled up."""
+    number = arrays[0].shape[0]
+    size = min(check_count("block", block, minimum=1), number)
+    padded = (jnp.pad(part, ((0, -number % size), *((0, 0),) * (part.ndim - 1))) for part in arrays)
+    found = jax.lax.map(function, tuple(part.reshape(-1, size, *part.shape[1:]) for part in padded))
+    return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:number], found)
+
+
 def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
-    """How many others lie strictly within a squared radius of every point, level by level: [levels, n].
+    """Return how many others lie strictly within a squared radius of every point, level by level: [levels, n].
 
     One is usually at that radius. A compiler may round its distance otherwise here than where the radius was found, so
     the radius is shortened by what coordinates can be off.
@@ -134,7 +132,6 @@ def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
     index = jnp.arange(points.shape[0])
     rounding = 8 * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))
     radius = jnp.maximum(jnp.sqrt(radius) - rounding, 0.0) ** 2
-    parts, number = _blocks((points, radius.T, index), block)
 
     def some(part: tuple[Array, ...]) -> Array:
         point, limits, row = part
@@ -143,7 +140,6 @@ def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
             jnp.sum((squares < limits[:, level, None]) & (row[:, None] % stride == index[None] % stride), 1)
             for level, stride in enumerate(strides(groups))
         ]
-        return jnp.stack(levels)
+        return jnp.stack(levels, 1)
 
-    counts = jax.lax.map(some, parts)
-    return counts.swapaxes(0, 1).reshape(counts.shape[1], -1)[:, :number]
+    return in_blocks(some, (points, radius.T, index), block).T

@@ -1,12 +1,8 @@
 """Cross-validated softmax probes: what a linear classifier reads from a representation.
 
-Two learners with one shape of output. `crossval_softmax_predict` is *converged*: it returns the minimum of a convex
-loss, so that what it says belongs to the representation. `crossval_gradient_predict` stops after a fixed number of
-stable gradient steps, so that what it says belongs to the representation and the optimiser together.
-
-All folds are trained at once. A fold is a mask over samples, so the logits of every fold are one product
-[n, d] x [d, folds * classes], and the standardisation of a fold is folded into its weights instead of being applied to
-the data. Under `jax.vmap` over members, the members are solved in turn, each with its own number of iterations.
+A *converged* probe minimises a convex loss, so that it belongs to the representation. A probe of a fixed number of
+stable gradient steps belongs to the representation and the optimiser together. Under `jax.vmap` over members, these
+are solved sequentially, each with its own number of iterations.
 """
 
 from functools import partial
@@ -30,9 +26,8 @@ from dissociation.measures._softmax_solver import (
 )
 
 FOLDS = ("stratified", "contiguous")
-"""Every class dealt out evenly among the folds, in whatever order the rows come; or blocks of rows in that order, the
-first `n % num_splits` of which are one sample longer, as in scikit-learn's `KFold`. With contiguous folds, rows sorted
-by class leave no training part with the classes that it is tested on."""
+"""Every class evenly among the folds, whatever the order of the rows; or blocks of rows, as in scikit-learn's `KFold`.
+With contiguous folds, rows sorted by class leave no training part with the classes that it is tested on."""
 
 
 @validated
@@ -48,36 +43,35 @@ def crossval_softmax_predict(
     tol: Scalar | None = None,
     max_steps: int = 1000,
 ) -> Float[Array, "n classes"]:
-    r"""Held-out class probabilities of a converged softmax probe.
+    """Return held-out class probabilities of a converged softmax probe.
 
     For every fold f, with features x~ standardised by the mean and deviation of its training part T_f,
 
         minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
 
-    How to choose `ridge`: it is the precision of a Gaussian prior on weights of standardised features, in units of one
-    sample, and equals `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes, where
-    scikit-learn keeps one weight vector instead of two). For a penalty `r` on the *mean* loss of m training samples
-    pass `r * m`. The default 1 is scikit-learn's. Larger values suit fewer samples than features and noisy labels; much
-    smaller ones make separable data slow, because the minimum moves towards infinity. It is traced: a sweep over it
-    compiles once.
+    `ridge` is the precision of a Gaussian prior on weights of standardised features, in units of one sample: `1 / C` of
+    `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r on the *mean* loss of m
+    training samples. Larger values suit fewer samples than features and noisy labels; much smaller ones make separable
+    data slow, because the minimum moves towards infinity.
 
     Args:
         x: Features. May be traced, and mapped over members by `jax.vmap` or `eqx.filter_vmap`.
         y: One-hot labels.
         num_splits: Folds, from 2 to n.
-        ridge: Penalty on the weights, above zero. The intercept is not penalised.
-        folds: How samples are shared out, one of `FOLDS`.
+        ridge: Penalty on the weights, above zero; traced. The intercept is not penalised.
+        folds: How samples are shared out: "stratified", every class evenly among the folds, or "contiguous", blocks of
+            rows.
         key: Shuffles the samples before they are shared out. The result keeps the given order all the same.
         num_samples: Uses the first `num_samples` samples only, at the cost of all n; later rows of the result are zero.
-            It is traced: all values share one compilation. `x[:num_samples]` gives the same, compiled for each length.
+            It is traced: all values share one compilation.
         tol: Where to stop: the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum. Default 1e-5 in
             float32 and 1e-9 in float64. Probabilities move with the square root of it.
         max_steps: Limit of the solver's loop.
 
     Returns:
-        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample. Rows of a
-        fold that did not converge are NaN, with a `RuntimeWarning` unless the call is traced. The `argmax` of such a
-        row is 0: ask for NaN before an accuracy, or for `converged` of `crossval_softmax_fit`.
+        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not contain the sample. Rows of
+        a fold that did not converge are NaN, with a `RuntimeWarning` unless the call is traced. The `argmax` of such a
+        row is 0: test for NaN before an accuracy, or use `converged` of `crossval_softmax_fit`.
 
     Raises:
         ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or there are too few
@@ -91,8 +85,8 @@ def crossval_softmax_predict(
     >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples}
-    fit, ids = _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)
+    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
+    fit, ids = _converged(x, y, num_splits, ridge=ridge, **options)
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
         advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
@@ -118,42 +112,40 @@ def crossval_softmax_fit(
     tol: Scalar | None = None,
     max_steps: int = 1000,
 ) -> SoftmaxFit:
-    r"""The probe of `crossval_softmax_predict` with its coefficients and the solver's record.
+    """Return the probe of `crossval_softmax_predict` with its coefficients and the solver's record.
 
     L-BFGS, all folds in one loop, in the metric of one curvature matrix that all folds and classes share and that is
-    computed anew after 8, 24, 72 ... steps. A fold whose line search fails begins anew, with an empty memory and a new
-    matrix. A fold that has converged is frozen, and the loop ends with its last fold. The penalty makes the loss f
-    strongly convex in the weights, f - f* <= ||g||^2 / (2 ridge), which is what the stopping rule and `gap` use. The
-    unpenalised intercept is counted in g as if it were penalised, so `gap` is no strict bound: in float64, on 1000
-    MNIST samples x 1024 features, the distance was at most 1.13 times it.
+    computed anew after 8, 24, 72 ... steps. The penalty makes the loss f strongly convex in the weights,
+    f - f* <= ||g||^2 / (2 ridge), which the stopping rule and `gap` use. The unpenalised intercept is counted in g as
+    if it were penalised, so `gap` is no strict bound: in float64, on 1000 MNIST samples x 1024 features, the distance
+    was at most 1.13 times it.
 
     Args:
         x: Features.
         y: One-hot labels.
         num_splits: Folds.
         ridge: Penalty on the weights, see `crossval_softmax_predict`.
-        folds: How samples are shared out, one of `FOLDS`.
+        folds: "stratified" or "contiguous".
         key: Shuffles the samples before they are shared out.
         num_samples: Uses the first `num_samples` samples only.
         tol: The `gap` at which a fold stops.
         max_steps: Limit of the loop.
 
     Returns:
-        Where every fold came to, with `converged`: `probabilities` of a fold that did not are those of its last step.
+        The fit. `probabilities` of a fold that is not `converged` are those of its last step.
 
     Raises:
-        ValueError: As `crossval_softmax_predict`.
-        TypeError: As `crossval_softmax_predict`.
+        ValueError, TypeError: As `crossval_softmax_predict`.
 
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples}
-    return _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)[0]
+    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
+    return _converged(x, y, num_splits, ridge=ridge, **options)[0]
 
 
 def _converged(x, y, num_splits, *, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
-    """The fit, and the fold of every sample."""
+    """Return the fit, and the fold of every sample."""
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
     check_positive("ridge", ridge)
     if tol is None:
@@ -176,15 +168,13 @@ def crossval_gradient_predict(
     key: PRNGKey | None = None,
     num_samples: Count | None = None,
 ) -> Float[Array, "n classes"]:
-    r"""Held-out class probabilities of a softmax probe after a fixed budget of gradient steps.
+    """Return held-out class probabilities of a softmax probe after a fixed budget of gradient steps.
 
     W and b start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. A step
     is stable below 2 / L, where L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], bounds the curvature
-    (Boehning 1992) of a fold with m_f training samples; the default is 1 / L.
-
-    The default step follows the scale of the features, so a learner that uses it does not see a common factor on
-    them, apart from the intercept. Pass one `step_size` for several representations, for instance the smallest of
-    their `stable_step_size`, to see what a learner with one learning rate sees.
+    (Boehning 1992) of a fold with m_f training samples. The default 1 / L follows the scale of the features. One
+    `step_size` for several representations, for instance the smallest of their 1 / L, compares them for a learner with
+    one learning rate.
 
     Args:
         x: Features, used as they are.
@@ -192,13 +182,13 @@ def crossval_gradient_predict(
         num_splits: Folds, as in `crossval_softmax_predict`.
         num_steps: Steps; traced.
         step_size: Step in units of the mean loss, shared by the folds; traced. Default 1 / L of each fold. Above 2 / L
-            of all samples a `RuntimeWarning` says so, unless the call is traced.
-        folds: How samples are shared out, one of `FOLDS`.
+            of all samples it warns, unless the call is traced.
+        folds: "stratified" or "contiguous".
         key: Shuffles the samples before they are shared out.
         num_samples: Uses the first `num_samples` samples only; later rows of the result are zero.
 
     Returns:
-        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample.
+        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not contain the sample.
 
     Raises:
         ValueError: If shapes disagree, `y` is not one-hot, or there are too few samples for the folds.
@@ -221,33 +211,27 @@ def crossval_gradient_predict(
 
 
 @validated
+@jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     """Return the step 1 / L of `crossval_gradient_predict` for all of `x`; steps below twice it are stable."""
-    return _stable_step_size(jnp.asarray(x))
-
-
-@jax.jit
-def _stable_step_size(x: Array) -> Array:
     ones = jnp.ones((x.shape[0], 1), x.dtype)
     return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, ones], 1))
 
 
 def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
-    """Warns if steps of this size on the first `count` samples are above what is known to be stable."""
+    """Warn if steps of this size on the first `count` samples are above what is known to be stable."""
     if is_traced(x) or is_traced(count) or is_traced(step_size):
         return
     limit = 2 * float(stable_step_size(x[: int(count)]))
     if float(step_size) > limit:
-        warn(
-            f"`step_size` ({float(step_size):.3g}) is above the stable {limit:.3g}: the loss may rise, and"
-            " the probe says little about `x`."
-        )
+        step = f"`step_size` ({float(step_size):.3g}) is above the stable {limit:.3g}"
+        warn(f"{step}: the loss may rise, and the probe says little about `x`.")
 
 
 def _prepare(
     x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, num_samples: Count | None, folds: str
 ) -> tuple[Array, Array, Array]:
-    """Checks the arguments that the probes share and returns the arrays and the number of samples in use."""
+    """Check the arguments that the probes share and return the arrays and the number of samples in use."""
     x = jnp.asarray(x)
     size = x.shape[0]
     if y.shape[1] < 2:

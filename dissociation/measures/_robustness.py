@@ -1,5 +1,6 @@
-"""How the error grows with noise on the inputs and on the parameters, for many noise scales at once."""
+"""Error rates under noise on the inputs and on the parameters, for many noise scales at once."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,13 @@ from dissociation._core.validation import validated
 from dissociation.models._program import called, function_of, parameters_in, with_draws
 from dissociation.training._bmap import bmap
 
-__all__ = ["error_rate", "input_noise_error", "parameter_noise_error"]
-
 Images = Float[Array | np.ndarray, "n ..."]
 Scales = Float[Array | np.ndarray, " scales"]
 
 
 @validated
 def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -> Float[Array, ""]:
-    """The share of samples whose largest logit is not at the label.
+    """Return the share of samples whose largest logit is not at the label.
 
     Args:
         logits: [samples, classes].
@@ -57,11 +56,10 @@ def input_noise_error(
     noise: Float[Array | np.ndarray, "..."],
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
-    """Error rate on `images + scale * noise`, for every scale.
+    """Return the error rate on `images + scale * noise`, for every scale.
 
-    One draw of the noise serves all scales, so curves of several models differ by the models alone. For an
-    `eqx.nn.MLP` the first layer is linear in the scale, W (x + s n) = W x + s W n: it is applied twice in all
-    instead of once per scale.
+    One draw of the noise serves all scales, so curves of several models differ by the models alone. The first layer of
+    an `eqx.nn.MLP` is linear in the scale, W (x + s n) = W x + s W n, and is applied twice in all.
 
     Args:
         model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
@@ -69,12 +67,12 @@ def input_noise_error(
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Noise scales in units of `images`, non-negative, [scales].
         noise: As `images`, as a rule standard normal.
-        scales_per_batch: How many scales are evaluated at once; 1 takes the least memory and is the fastest on a
-            CPU, None takes all.
+        scales_per_batch: Number of scales evaluated at once; 1 takes the least memory and is the fastest on a CPU,
+            None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
-        scales unless the call is traced.
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the scales
+        unless the call is traced.
 
     Raises:
         ValueError: If a scale is negative or the shapes do not fit.
@@ -88,9 +86,7 @@ def input_noise_error(
     def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
         return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
 
-    over_scales = bmap(at, in_axes=(0, None, None, None, None), batch_size=scales_per_batch)
-    with jax.default_matmul_precision("highest"):
-        return _named(over_scales(jnp.asarray(scales), still, moving, tail, jnp.asarray(labels)), scales)
+    return _over_scales(at, scales, still, moving, tail, jnp.asarray(labels), scales_per_batch=scales_per_batch)
 
 
 @validated
@@ -103,10 +99,9 @@ def parameter_noise_error(
     noise: PyTree,
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
-    """Error rate of the model whose every parameter p became `p + scale * noise`, for every scale.
+    """Return the error rate of the model whose every parameter p became `p + scale * noise`, for every scale.
 
-    For an `eqx.nn.MLP` the first layer is linear in the scale, (W + s N) x = W x + s N x, and is applied twice in
-    all instead of once per scale.
+    The first layer of an `eqx.nn.MLP` is linear in the scale and is applied twice in all.
 
     Args:
         model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
@@ -115,11 +110,10 @@ def parameter_noise_error(
         scales: Noise scales in units of the parameters, non-negative, [scales].
         noise: A PyTree like `model` with a draw for every parameter, or for some and None for others, as
             `rewrites.parameter_noise` makes it.
-        scales_per_batch: How many scales are evaluated at once; None takes all.
+        scales_per_batch: Number of scales evaluated at once; None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
-        scales unless the call is traced.
+        As `input_noise_error`.
 
     Raises:
         ValueError: If a scale is negative, or `noise` is not shaped like the parameters.
@@ -136,12 +130,15 @@ def parameter_noise_error(
         noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise)
         return error_rate(jax.vmap(partial(called, eqx.combine(noisy, tail)))(still + scale * moving), labels)
 
-    over_scales = bmap(at, in_axes=(0, None, None, None, None, None), batch_size=scales_per_batch)
+    fixed = still, moving, tail, tail_noise, jnp.asarray(labels)
+    return _over_scales(at, scales, *fixed, scales_per_batch=scales_per_batch)
+
+
+def _over_scales(at: Callable[..., Array], scales: Any, *fixed: Any, scales_per_batch: int | None) -> Array:
+    """Return the errors at every scale, and warn of those that are undefined."""
+    mapped = bmap(at, in_axes=(0, *(None for _ in fixed)), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
-        return _named(over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, jnp.asarray(labels)), scales)
-
-
-def _named(errors: Array, scales: Any) -> Array:
+        errors = mapped(jnp.asarray(scales), *fixed)
     if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():
         checks.warn(f"`model` gives outputs that are not finite, and so no error rate, at `scales` {scales[bad]}")
     return errors
@@ -154,7 +151,7 @@ def _check_outputs(model: Any, images: Any, labels: Any) -> None:
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
-    """Preactivations of the first layer and the rest of the network; images and model if it has no such layer."""
+    """Return preactivations of the first layer and the rest; images and model if it has no such layer."""
     layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model

@@ -1,12 +1,4 @@
-"""Mutual information of features with a little Gaussian noise on them, from all pairs of samples.
-
-A deterministic network loses nothing: I(X; Z) is infinite for continuous X, and log n for n samples. With noise,
-T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, whose entropy is finite:
-
-    I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X) - I(T; Y).
-
-The entropy of a mixture is estimated by Monte Carlo, or bounded from pairwise distances (Kolchinsky and Tracey).
-"""
+"""Mutual information of features with a little Gaussian noise on them, from all pairs of samples."""
 
 from functools import partial
 
@@ -20,25 +12,25 @@ from dissociation._core.linalg import product
 from dissociation._core.results import Result
 from dissociation._core.types import Classes, PRNGKey, Scalar
 from dissociation._core.validation import validated
+from dissociation.measures._neighbours import in_blocks
 
 Features = Float[Array | np.ndarray, "n d"]
 
 METHODS = ("monte_carlo", "upper", "lower")
-"""Draws from the mixture, or bounds on its entropy h(T), and so on I(T; X), from distances of pairs of components: from
-above by Kullback-Leibler divergences (from Jensen's inequality), from below by Bhattacharyya distances. I(T; Y) is a
-difference of two such entropies, and so with either method an estimate and no bound."""
+"""Draws from the mixture, or bounds on h(T), and so on I(T; X), from distances of pairs of components: from above by
+Kullback-Leibler divergences, from below by Bhattacharyya distances. I(T; Y) is an estimate with either."""
 
 
 class SmoothedInformation(Result):
-    """What noisy features say, in nats.
+    """Information of noisy features, in nats.
 
     Attributes:
         zx: I(T; X), from 0 to log n; a bound with the methods "upper" and "lower".
         zy: I(T; Y), from 0 to H(Y); with no method a bound.
         zx_given_y: I(T; X | Y) = zx - zy: an average over classes, and a bound of the same kind as zx.
-        saturated: Whether nothing can be said, and all three are NaN: zx is within 1 % of log n (every sample is a
-            cluster of its own, whatever its label), or the features are so long against the noise that their distances
-            are rounding (in float32 from about 1000 times the noise on; use x64, or standardise).
+        saturated: True if all three are NaN: zx is within 1 % of log n (every sample is a cluster of its own, whatever
+            its label), or the features are so long against the noise that their distances are rounding (in float32
+            from about 1000 times the noise on; use x64, or standardise).
     """
 
     zx: Float[Array, ""]
@@ -53,8 +45,7 @@ class SmoothedInformation(Result):
 def _log_mixtures(
     points: Array, owners: Array, centres: Array, labels: Array, scale: Array, block: int
 ) -> tuple[Array, Array]:
-    """Log mean_j exp(-|t_i - z_j|^2 / scale) of every point: over all centres, and over those of its own label."""
-    size = min(block, points.shape[0])
+    """Return log mean_j exp(-|t_i - z_j|^2 / scale) of every point, over all centres and over those of its label."""
     middle = jnp.mean(centres, 0)
     centres, points = centres - middle[None], points - middle[None]
     lengths = jnp.sum(centres**2, 1)
@@ -67,10 +58,7 @@ def _log_mixtures(
         within = jax.nn.logsumexp(jnp.where(same, logs, -jnp.inf), axis=1) - jnp.log(jnp.sum(same, 1))
         return jax.nn.logsumexp(logs, axis=1) - jnp.log(logs.shape[1]), within
 
-    extra = -points.shape[0] % size
-    padded = jnp.pad(points, ((0, extra), (0, 0))).reshape(-1, size, points.shape[1])
-    mixtures = jax.lax.map(some, (padded, jnp.pad(owners, (0, extra)).reshape(-1, size)))
-    return mixtures[0].reshape(-1)[: points.shape[0]], mixtures[1].reshape(-1)[: points.shape[0]]
+    return in_blocks(some, (points, owners), block)
 
 
 @validated
@@ -84,19 +72,24 @@ def smoothed_information(
     num_draws: int = 1,
     block: int = 1000,
 ) -> SmoothedInformation:
-    """Information of features plus noise about the samples they came from, and about their labels.
+    """Return the information of features plus noise about the samples they came from, and about their labels.
+
+    A deterministic network loses nothing: I(X; Z) is infinite for continuous X, and log n for n samples. With noise,
+    T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, whose entropy h is finite:
+
+        I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X) - I(T; Y).
 
     Args:
         features: Z, one row per sample, all samples distinct: [samples, d].
         labels: Classes from 0, [samples].
         noise: Standard deviation s of the noise, in the units of the features.
-        method: One of `METHODS`.
+        method: "monte_carlo" draws from the mixture; "upper" and "lower" bound h(T) by distances of pairs.
         key: Draws the noise of "monte_carlo".
-        num_draws: Of the noise, per sample.
+        num_draws: Draws of the noise, per sample.
         block: Samples compared at once with all others.
 
     Returns:
-        In nats.
+        The three informations, in nats.
 
     Raises:
         ValueError: If lengths differ, an option is out of range, or "monte_carlo" has no key.

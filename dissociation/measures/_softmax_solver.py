@@ -47,7 +47,7 @@ class SoftmaxFit(NamedTuple):
 
 
 def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | None, folds: str) -> Array:
-    """The fold of each sample in the given or a shuffled order; `num_splits` for samples past `count`."""
+    """Return the fold of each sample in the given or a shuffled order; `num_splits` for samples past `count`."""
     index = jnp.arange(labels.shape[0], dtype=jnp.int32)
     used, place = index < count, index
     if key is not None:
@@ -63,7 +63,7 @@ def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | N
 
 
 def _ranks(*keys: Array) -> Array:
-    """Where every entry comes when sorted; the last key counts most."""
+    """Return where every entry comes when sorted; the last key counts most."""
     return jnp.argsort(jnp.lexsort(keys)).astype(jnp.int32)
 
 
@@ -72,7 +72,7 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Inner product of [folds, classes, d] arrays, fold by fold."""
+    """Return the inner products of [folds, classes, d] arrays, fold by fold."""
     return jnp.sum(a * b, (1, 2))
 
 
@@ -92,7 +92,7 @@ class _Problem(NamedTuple):
     penalty: Array  # [1, 1, d + 1], ridge; 0 for the intercept
 
     def plain(self, weights: Array) -> Array:
-        """Weights for `data` from weights for each fold's standardised features."""
+        """Return weights for `data` from weights for each fold's standardised features."""
         plain = self.scale * weights
         return plain.at[:, :, -1].add(-jnp.sum(self.mean * plain, -1))
 
@@ -101,7 +101,7 @@ class _Problem(NamedTuple):
         return _product(plain.reshape(-1, plain.shape[-1]), self.data.T).reshape(*plain.shape[:2], -1)
 
     def pull_back(self, residual: Array) -> Array:
-        """The adjoint of `logits`."""
+        """Return the adjoint of `logits`."""
         plain = _product(residual.reshape(-1, residual.shape[-1]), self.data).reshape(*residual.shape[:2], -1)
         return self.scale * (plain - self.mean * plain[:, :, -1:])
 
@@ -129,13 +129,13 @@ def _fold_masks(ids: Array, num_splits: int, dtype: jnp.dtype) -> Array:
 
 
 def _held_out(probabilities: Array, ids: Array) -> Array:
-    """The row of each sample from its own fold; zero for samples in none."""
+    """Return the row of each sample from its own fold; zero for samples in none."""
     mine = ids[None, :] == jnp.arange(probabilities.shape[0], dtype=ids.dtype)[:, None]
     return jnp.sum(probabilities, 0, where=mine[:, None]).T
 
 
 def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array, Array]:
-    """Centres and scales all samples in use; returns data with a column of ones, mean, deviation and rounding.
+    """Return data centred and scaled over the samples in use, with a column of ones; mean, deviation and rounding.
 
     Columns whose values differ by their rounding alone are zero: scaled up, they would be a second column of ones.
     """
@@ -163,7 +163,7 @@ def _range(data: Array, chosen: Array) -> Array:
 
 
 def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tuple[_Problem, Array, Array]:
-    """The regressions of all folds, with the mean and deviation that take coefficients back to raw features."""
+    """Return the regressions of all folds, and the mean and deviation that take coefficients back to raw features."""
     data, mean, deviation, rounding = _standardise(x, ids, num_splits)
     mask = _fold_masks(ids, num_splits, x.dtype)
 
@@ -184,9 +184,9 @@ def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tupl
 
 
 def inverse(matrix: Array, block: int = 64) -> Array:
-    """The inverse of a positive definite matrix by Gauss-Jordan elimination in blocks, with products alone.
+    """Return the inverse of a positive definite matrix by Gauss-Jordan elimination in blocks, with products alone.
 
-    LAPACK's Cholesky would do; its threads, though, wait for each other for seconds on a busy machine.
+    The threads of LAPACK's Cholesky wait for each other for seconds on a busy machine.
     """
     size = matrix.shape[0]
     block = min(block, size)
@@ -211,7 +211,7 @@ def inverse(matrix: Array, block: int = 64) -> Array:
 
 
 def _metric(problem: _Problem, chances: Array) -> Array:
-    """The inverse of one curvature for all folds and classes: p (1 - p) averaged over both weighs every sample."""
+    """Return the inverse of one curvature for all folds and classes: every sample weighs its mean p (1 - p)."""
     weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
     gram = _product((problem.data * weight[:, None]).T, problem.data)
     # A ridge below the rounding of the Gram matrix would leave an inverse that is not positive definite; and one far
@@ -236,11 +236,11 @@ class _Pairs(NamedTuple):
         return _Pairs(*(old.at[slot].set(new) for old, new in zip(self, (weights, gradient, inverse), strict=True)))
 
     def forget(self, folds: Array) -> "_Pairs":
-        """Empties the memory of some folds."""
+        """Empty the memory of some folds."""
         return self._replace(inverse=jnp.where(folds[None], 0.0, self.inverse))
 
     def descend(self, visit: Array, gradient: Array, metric: Array) -> Array:
-        """The quasi-Newton step from `gradient`, the two loops of L-BFGS around `metric`."""
+        """Return the quasi-Newton step from `gradient`, the two loops of L-BFGS around `metric`."""
 
         def shape(vector):
             return _product(vector.reshape(-1, vector.shape[-1]), metric).reshape(vector.shape)
@@ -264,7 +264,7 @@ class _Pairs(NamedTuple):
 
 
 def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array, step: Array, value, slope, active):
-    """The length of each fold's step, by secants of the slope from 1 downwards; zero where none is found.
+    """Return the length of each fold's step, by secants of the slope from 1 downwards; zero if none is found.
 
     Logits are linear in the length, so no trial touches the data. The slope is compared because close to the minimum
     the values differ by less than their rounding.
@@ -304,7 +304,7 @@ class _State(NamedTuple):
 
 
 def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
-    """Every fold's minimum, by L-BFGS in a metric that the folds share; see `crossval_softmax_fit`."""
+    """Return every fold's minimum, by L-BFGS in a metric that the folds share; see `crossval_softmax_fit`."""
     problem, mean, deviation = build(x, y, ids, ridge, num_splits)
 
     def going(state):
@@ -364,7 +364,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
 
 
 def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
-    """The largest eigenvalue of `data.T @ data`, by power iterations from the data's mean."""
+    """Return the largest eigenvalue of `data.T @ data`, by power iterations from the data's mean."""
 
     def body(_, vector):
         vector = _product(_product(data, vector), data)
@@ -378,7 +378,7 @@ def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
 
 
 def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int) -> Array:
-    """Held-out probabilities after gradient steps; a `step_size` of zero stands for each fold's own stable one."""
+    """Return held-out probabilities after gradient steps; with a `step_size` of zero, each fold's stable one."""
     used = (ids < num_splits)[:, None]
     data = jnp.where(used, jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
     mask = _fold_masks(ids, num_splits, x.dtype)

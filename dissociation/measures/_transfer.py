@@ -33,20 +33,20 @@ def transfer_errors(
     step_size: Scalar | None = None,
     num_buckets: int = 4,
 ) -> Float[Array, " budgets"]:
-    """Cross-validated error of a probe on int(p n) samples, for every fraction p; each budget holds all smaller ones.
+    """Return the cross-validated error of a probe on int(p n) samples, for every fraction p.
 
-    Under `jax.jit` all budgets are one compilation: they are sorted into `num_buckets` groups by size, and a group runs
-    in turn through one solver whose arrays are as long as the group's largest budget. One bucket compiles fastest and
-    makes every budget cost as much as the largest; more buckets compile longer and follow the budgets.
+    Each budget holds all smaller ones. Under `jax.jit` all budgets are one compilation: they are sorted into
+    `num_buckets` groups by size, each of which runs through one solver whose arrays are as long as its largest budget.
+    More buckets compile longer and cost less.
 
     Args:
         features: Representation of the samples.
         labels: Classes [n], or one-hot [n, classes].
         key: Draws the order in which budgets take samples: one key for several representations compares them on the
-            same ones. None takes rows as they come, which is wrong where they are sorted.
+            same ones. None takes rows as they come, which is wrong if they are sorted.
         fractions: Budgets as fractions of n in (0, 1], in any order.
         num_splits: Folds of the cross-validation.
-        folds: How a budget's samples are shared out, one of `dissociation.measures._probes.FOLDS`.
+        folds: How a budget's samples are shared out, "stratified" or "contiguous".
         probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.
@@ -92,16 +92,14 @@ def transfer_errors(
         errors.append(_errors(predict, options, x, y, jnp.asarray(members, jnp.int32)))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
     if not is_traced(ordered) and np.any(np.isnan(ordered)):
-        number, advice = (
-            int(np.sum(np.isnan(ordered))),
-            "Raise `ridge`." if probe == "converged" else "Lower `step_size`.",
-        )
+        number = int(np.sum(np.isnan(ordered)))
+        advice = "Raise `ridge`." if probe == "converged" else "Lower `step_size`."
         warn(f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}")
     return ordered
 
 
 def _budget(fraction: float, size: int, num_splits: int) -> int:
-    """The int(fraction * size) of real numbers: rounding of the product must not cost a sample."""
+    """Return int(fraction * size) of real numbers: rounding of the product must not cost a sample."""
     if not 0 < fraction <= 1:
         fail("fractions", "lie in (0, 1]", fraction)
     count = int(round(fraction * size, 6))
@@ -113,7 +111,7 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
 def _probe(
     probe: str, ridge: Scalar, num_steps: Count, step_size: Scalar | None
 ) -> tuple[Callable[..., Array], dict[str, Any]]:
-    """The probe and its options, checked while they are known."""
+    """Return the probe and its options, checked while they are known."""
     if probe == "converged":
         check_positive("ridge", ridge)
         return crossval_softmax_predict, {"ridge": ridge}
@@ -126,7 +124,7 @@ def _probe(
 
 @eqx.filter_jit
 def _errors(predict: Callable[..., Array], options: dict[str, Any], x: Array, y: Array, counts: Array) -> Array:
-    """The error of a probe on the first `counts` samples, one number after the other."""
+    """Return the error of a probe on the first `counts` samples, one number after the other."""
 
     def error(count: Array) -> Array:
         chances = predict(x, y, num_samples=count, **options)

@@ -1,4 +1,4 @@
-"""What a measure of similarity is: how a representation is prepared, how two are compared, and what holds of it."""
+"""Measures of similarity: how representations are prepared and compared, and what holds of a measure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_same_length, fail, is_traced, warn
+from dissociation._core.checks import fail, is_traced, warn
+from dissociation._core.conversion import as_array, as_numbers, warn_narrowed
 from dissociation._core.linalg import centre, finite_part, product, rank_cut, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
@@ -23,17 +24,14 @@ OtherFeatures = Float[Array | np.ndarray, "n q"]
 
 Score = Float[Array, ""]
 
-HOST = 10_000
-"""Multiplications that a step on the host counts as, beside its own."""
-
 
 class Prepared(NamedTuple):
-    """A representation, ready to be compared by a product.
+    """A representation to compare by a product.
 
     Attributes:
-        entries: What is multiplied entry by entry and summed, in one array or in parts.
-        mean: The product's mean over all orders of the samples of one of two is the product of their means.
-        rank: For measures that divide by it; else 1.
+        entries: Numbers that are multiplied entry by entry and summed, one array or several.
+        mean: The product's mean over all orders of one's samples is the product of the two means.
+        rank: Rank of the features, for measures that divide by it; else 1.
     """
 
     entries: Any
@@ -41,73 +39,70 @@ class Prepared(NamedTuple):
     rank: Array | float = 1.0
 
 
-class Route(NamedTuple):
-    """One way to compute a measure: each representation is prepared once, and all pairs of prepared ones are compared.
+def _held(n: int, p: int) -> int:
+    return 4 * p * p
 
-    Functions compare by value and hold traced options as leaves, so that a program is compiled once
-    (`equinox.Partial`).
+
+class Route(NamedTuple):
+    """One way to compute a measure: each representation is prepared once, then all pairs are compared.
+
+    Functions compare by value, and traced options are leaves of `equinox.Partial`: programs are compiled once.
 
     Attributes:
         prepare: From [n, p] to a PyTree of arrays.
         compare: From two of these to a number.
-        prepare_work: Multiplications, from n and p.
-        compare_work: Multiplications, from n, p and q.
-        compare_memory: Numbers held while two are compared, from n, p and q.
-        finish: From the product of two `Prepared` ones, and these, to the measure, for a measure that is one of them:
-            all pairs are then one product of matrices.
-        matrix: Whether what is multiplied are symmetric matrices over samples whose rows sum to zero, of norm 1, and
-            the measure is their product.
-        expected: From two prepared ones to the measure's mean over all orders of one's samples, where that is known.
-        by_rows: Whether a representation with its samples in another order is prepared as its prepared samples, the
-            first axes of its arrays, in that order.
+        finish: From the product of two `Prepared` ones, and these, to the measure, if it is a function of one product.
+        expected: From two prepared ones to the measure's mean over all orders of one's samples, if it is known.
+        by_rows: If True, samples in another order are prepared as the prepared samples, the first axes, in that order.
+        over_samples: If True, matrices over samples are compared, entry by entry; if False, features.
+        matrix: If True, the measure is the product of symmetric matrices of norm 1 whose rows sum to zero.
+        effort: Multiplications of a step beside those of one product of features.
+        held: From n and the largest p to the numbers held while two are compared.
+        tile: Representations on a side of a tile of pairs, at most; `Job` sets it.
     """
 
     prepare: Callable[[Array], Any]
     compare: Callable[[Any, Any], Array]
-    prepare_work: Callable[[int, int], float | int]
-    compare_work: Callable[[int, int, int], float | int]
-    compare_memory: Callable[[int, int, int], float | int] = lambda n, p, q: 4 * p * q
     finish: Callable[[Array, Any, Any], Array] | None = None
-    matrix: bool = False
     expected: Callable[[Any, Any], Array] | None = None
     by_rows: bool = False
+    over_samples: bool = False
+    matrix: bool = False
+    effort: float = 1.0
+    held: Callable[[int, int], int] = _held
+    tile: int = 1
 
-    def program(self) -> "Route":
-        """Without the costs: what compiled programs are told apart by."""
-        return self._replace(prepare_work=_unknown, compare_work=_unknown, compare_memory=_unknown)
-
-    def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float | int:
-        """Multiplications for so many representations and pairs of them."""
-        return items * self.prepare_work(n, max(p, q)) + pairs * self.compare_work(n, p, q)
-
-
-def _unknown(*sizes: int) -> float:
-    raise RuntimeError("A program knows no costs.")
+    def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
+        """Return the multiplications for so many representations of p and q features, and pairs of them."""
+        p, q = max(p, q), min(p, q)
+        if self.over_samples:
+            return self.effort * n * n * (items * (p + 5) + pairs)  # matrices are centred and scaled
+        return self.effort * n * p * (items * p + pairs * q)
 
 
-def as_it_is(product: Array, a: Prepared, b: Prepared) -> Array:
-    """A measure that is the product itself."""
+Routes = tuple[Route, ...]
+"""Ways to compute one measure, of which sizes decide."""
+
+
+def _as_it_is(product: Array, a: Prepared, b: Prepared) -> Array:
     return product
 
 
 def product_route(
     prepare: Callable[[Array], Prepared],
-    finish: Callable[[Array, Any, Any], Array] = as_it_is,
+    finish: Callable[[Array, Any, Any], Array] = _as_it_is,
     *,
     linear: bool = True,
     matrix: bool = False,
-    sorts: bool = False,
 ) -> Route:
-    """The route of a measure over pairs of samples that is a function of one product."""
+    """Return the route of a measure over pairs of samples that is a function of one product; by default, itself."""
     return Route(
-        prepare=prepare,
-        compare=eqx.Partial(_finished, finish),
-        prepare_work=lambda n, p: n * n * (p + (100 if sorts else 5)),
-        compare_work=lambda n, p, q: n * n,
-        compare_memory=lambda n, p, q: 1,
-        finish=finish,
+        prepare,
+        eqx.Partial(_finished, finish),
+        finish,
+        eqx.Partial(_finished_mean, finish) if linear else None,
+        over_samples=True,
         matrix=matrix,
-        expected=eqx.Partial(_finished_mean, finish) if linear else None,
     )
 
 
@@ -122,36 +117,35 @@ def _finished_mean(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Ar
 
 @dataclass(frozen=True)
 class Measure:
-    """What is known of a measure.
+    """A measure and what holds of it.
 
     Attributes:
-        name: Its key in `MEASURES`.
+        name: Key in `MEASURES`.
         function: f(x, y, **options) of two representations.
-        routes: From options to the ways of computing it, two where the cheaper one depends on the sizes.
-        equation: With Xc the centred features and K = X X^T.
-        invariances: Maps of either representation that leave it as it is, by letters: O rotations and reflections, S
-            scale, T translation, P permutations of neurons, L invertible linear maps, D a positive scale per neuron.
-            Where it is not symmetric, maps of x.
-        invariances_of_y: Maps of y, where they are others.
-        metric: Whether it obeys the triangle inequality, and is zero between equals.
-        symmetric: Whether x and y may be exchanged.
-        range: The least and the largest value.
-        identical: Its value for a representation with itself (less where neighbours are tied, and with dead neurons in
+        routes: The ways to compute it, or a function of options that returns them.
+        equation: Formula of the centred features Xc and K = X X^T.
+        invariances: Letters for the maps of x and of y that do not change it: O rotations and reflections, S scale, T
+            translation, P permutations of neurons, L invertible linear maps, D a positive scale per neuron.
+        invariances_of_y: Letters for maps of y, if they differ from those of x.
+        metric: If True, it obeys the triangle inequality, and is zero between equals.
+        symmetric: If True, x and y may be exchanged.
+        range: Least and largest value.
+        identical: Value for a representation with itself (less if neighbours are tied, and with dead neurons in
             matchings).
         cost: Multiplications of one pair, leading orders.
-        reference: Where it is from.
-        minimum: Samples at least.
-        narrow: Whether there have to be more samples than features.
-        same_width: Whether both have the same number of features, as classes.
-        repeats: How often the rows run through the same conditions.
-        population: Whether it tends to a value as samples grow, as 1 / n. Of a fixed number of neighbours it does not,
-            nor does a sum over samples.
-        host: Whether a step of it is done by SciPy on the host, through which no derivative is taken.
+        reference: Source.
+        minimum: Least number of samples.
+        narrow: If True, there have to be more samples than features.
+        same_width: If True, both have the same number of features, as classes.
+        repeats: Number of times that the rows run through the same conditions.
+        population: If True, it tends to a value as samples grow, as 1 / n. A fixed number of neighbours does not, nor
+            does a sum over samples.
+        host: If True, SciPy does a step of it on the host, through which no derivative is taken.
     """
 
     name: str
     function: Callable[..., Array]
-    routes: Callable[..., tuple[Route, ...]]
+    routes: Routes | Callable[..., Routes]
     equation: str
     invariances: str
     range: tuple[float, float]
@@ -170,26 +164,26 @@ class Measure:
 
     @property
     def larger_is_closer(self) -> bool:
-        """Whether it is a similarity, and no distance."""
+        """Return True for a similarity, False for a distance."""
         return self.identical == self.range[1]
 
     def __call__(self, x: Any, y: Any, **options: Any) -> Array:
-        """The measure of two representations."""
+        """Return the measure of two representations."""
         return self.function(x, y, **options)
 
 
-def cheapest(routes: tuple[Route, ...], n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Route:
-    """The route of the least work."""
+def cheapest(routes: Routes, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Route:
+    """Return the route of the least work."""
     return min(routes, key=lambda route: route.work(n, p, q, items=items, pairs=pairs))
 
 
-def evaluate(routes: tuple[Route, ...], x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
-    """A measure of two representations, checked."""
+def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
+    """Return a measure of two representations, checked."""
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1])
-    value = _evaluate(route.prepare, route.compare, *in_common_dtype(x, y))
+    value = prepared_and_compared(route, *in_common_dtype(x, y))
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):
             refuse_constant(name, array)
@@ -197,20 +191,27 @@ def evaluate(routes: tuple[Route, ...], x: Array | np.ndarray, y: Array | np.nda
 
 
 @eqx.filter_jit
-def _evaluate(prepare: Any, compare: Any, x: Array, y: Array) -> Array:
-    return compare(prepare(x), prepare(y))
+def prepared_and_compared(route: Route, x: Array, y: Array) -> Array:
+    """Return a route's measure of two arrays of one dtype."""
+    return route.compare(route.prepare(x), route.prepare(y))
+
+
+def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:
+    """Return a value as an array of floats; warn of lost digits unless more than `gates` outer calls have."""
+    array = as_array(name, value, words)
+    warn_narrowed(name, array, gates=gates)
+    return as_numbers(name, array, frozenset({"float"}))
 
 
 def in_common_dtype(*arrays: Any) -> list[Array]:
-    """Arrays of JAX in the widest of their dtypes, float32 at least."""
+    """Return arrays of JAX in the widest of their dtypes, float32 at least."""
     arrays = tuple(jnp.asarray(array) for array in arrays)
     kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
     return [array.astype(kind) for array in arrays]
 
 
 def check_pair(x: Array | np.ndarray, y: Array | np.ndarray, measure: Measure) -> None:
-    """Raises unless the shapes of two representations are fit for a measure."""
-    check_same_length("x", x.shape[0], "y", y.shape[0])
+    """Raise unless the shapes of two representations of the same samples are fit for a measure."""
     check_samples("x", x.shape[0], measure.minimum)
     if measure.narrow:
         refuse_wide(x, y)
@@ -219,19 +220,19 @@ def check_pair(x: Array | np.ndarray, y: Array | np.ndarray, measure: Measure) -
 
 
 def check_samples(name: str, number: int, minimum: int) -> None:
-    """Raises unless there are enough samples."""
+    """Raise unless there are enough samples."""
     if number < minimum:
         fail(name, f"have at least {minimum} samples", f"{number}")
 
 
 def refuse_constant(name: str, x: Any) -> None:
-    """Raises if known rows are all the same."""
+    """Raise if known rows are all the same."""
     if not is_traced(x) and not np.ptp(np.asarray(x), axis=0).any():
         fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
 
 
 def refuse_vanishing(name: str, x: Any) -> None:
-    """Raises if known numbers are so small that processors take all of them for zero."""
+    """Raise if known numbers are so small that processors take all of them for zero."""
     if not is_traced(x):
         least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
         if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
@@ -239,7 +240,7 @@ def refuse_vanishing(name: str, x: Any) -> None:
 
 
 def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
-    """Raises unless there are more samples than features, after centring."""
+    """Raise unless there are more samples than features, after centring."""
     for name, array in (("x", x), ("y", y)):
         number, width = array.shape
         if width >= number - 1:
@@ -248,7 +249,7 @@ def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
 
 
 def centred(x: Array) -> tuple[Array, Array]:
-    """The columns about their means, divided by a power of two near the largest entry, and that power."""
+    """Return the columns about their means, divided by a power of two near the largest entry, and that power."""
     first = scale_of(jnp.max(jnp.abs(x)))
     x = centre(x / first)
     second = scale_of(jnp.max(jnp.abs(x)))
@@ -256,13 +257,13 @@ def centred(x: Array) -> tuple[Array, Array]:
 
 
 def scaled(x: Array) -> tuple[Array, Array]:
-    """The features divided by a power of two near the largest entry, and that power."""
+    """Return the features divided by a power of two near the largest entry, and that power."""
     scale = scale_of(jnp.max(jnp.abs(x)))
     return x / scale, scale
 
 
 def column_sizes(x: Array) -> Array:
-    """Powers of two near the columns' largest entries: a rank is cut on columns of one size."""
+    """Return powers of two near the columns' largest entries: a rank is cut on columns of one size."""
     return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
 
 
@@ -292,21 +293,20 @@ def _num_dropped(x: Array, level: bool) -> Array:
 
 
 def unit(array: Array) -> Array:
-    """An array divided by its Frobenius norm; NaN for zeros."""
+    """Return an array divided by its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
 
 
 def apart_from_rounding(array: Array, whole: Array) -> Array:
-    """An array that was left of another by subtraction; NaN where all that was left is rounding."""
+    """Return an array that was left of another by subtraction; NaN where all that was left is rounding."""
     sizes = [lax.stop_gradient(jnp.max(jnp.abs(part))) for part in (array, whole)]
     return jnp.where(sizes[0] <= 100 * jnp.finfo(array.dtype).eps * sizes[1], jnp.nan, array)
 
 
 def narrowed(x: Array) -> Array:
-    """Features in the axes of their samples, for what no rotation of them changes: [n, p] to [n, min(n, p)].
+    """Return features in the axes of their samples, [n, min(n, p)], for measures that no rotation of them changes.
 
-    The axes count as constants: to first order, a change of x that leaves them moves no inner product of samples that
-    the axes hold.
+    The axes count as constants: to first order, a change of x that leaves them moves no inner product of samples.
     """
     if x.shape[1] <= x.shape[0]:
         return x
@@ -315,7 +315,7 @@ def narrowed(x: Array) -> Array:
 
 
 def aligned(a: Array, b: Array) -> tuple[Array, Array]:
-    """The wider of two matrices, and the narrower one, turned to be nearest to it by what counts as a constant."""
+    """Return the wider of two matrices, and the narrower one, turned to be nearest to it by a constant rotation."""
     if b.shape[1] > a.shape[1]:
         a, b = b, a
     turned, undefined = finite_part(jax.lax.stop_gradient(product(b.T, a)))

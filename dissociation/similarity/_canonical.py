@@ -1,17 +1,9 @@
-"""Canonical correlations and what weighs them: what two subspaces of sample space have in common.
+"""Canonical correlations: what two subspaces of sample space have in common.
 
-The polar factor of centred features is an orthonormal basis of the subspace that they span, Q with Q^T Q = I on the
-range; canonical correlations are the singular values of Qx^T Qy. Features enter by their singular vectors and not by
-their covariance, which would square the condition number. Directions below max(n, p) roundings of the largest count as
-absent. Where a scale per neuron does not matter, neurons are brought to one size first, so that no small one is absent.
-The functions warn of directions that count as absent although they exceed rounding.
-
-As many samples as features span everything, and then all correlations are 1 whatever the data: that is refused. With
-p + q > n - 1 the subspaces still have to meet, in p + q - n + 1 dimensions: look at the baseline.
+They are the singular values of Qx^T Qy, Q the polar factors of centred features, found from the features themselves:
+covariances square the condition number. Directions below max(n, p) roundings of the largest count as absent; if a
+scale per neuron does not matter, neurons are brought to one size first. With p + q > n - 1 subspaces have to meet.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -28,6 +20,7 @@ from dissociation.similarity._base import (
     OtherFeatures,
     Prepared,
     Route,
+    Routes,
     Score,
     aligned,
     centred,
@@ -45,7 +38,7 @@ def _ones(values: Array, parameter: Array) -> Array:
 
 
 def basis(x: Array) -> tuple[Array, Array]:
-    """The polar factor of centred features, and its rank; rank NaN for none."""
+    """Return the polar factor of centred features, and its rank; NaN for rank 0."""
     x, _ = centred(x)
     q = singular_map(_ones, x / column_sizes(x), jnp.zeros((), x.dtype))
     rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
@@ -118,50 +111,34 @@ def _gulp_distance(a: Array, b: Array) -> Array:
     return root(square)
 
 
-def _routes(
-    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], sides: int = 10
-) -> tuple[Route, ...]:
-    return (
-        Route(
-            prepare=prepare,
-            compare=compare,
-            prepare_work=lambda n, p: 20 * n * p * min(n, p),
-            compare_work=lambda n, p, q: n * p * q + sides * p * q * min(p, q),
-        ),
-    )
+_SVD = 20.0
+"""Multiplications of a singular value decomposition beside those of a product."""
+
+CCA = (Route(basis, _mean_correlation, effort=_SVD),)
+
+CCA_SQUARED = (
+    Route(basis, _mean_square, expected=_squares_expected, effort=_SVD),
+    product_route(_projector, _mean_overlap)._replace(effort=1.5 * _SVD),
+)
+"""Over features, or over samples if pairs are many."""
+
+PWCCA = (Route(_seen, _weighted, effort=_SVD),)
 
 
-def cca_routes() -> tuple[Route, ...]:
-    """One route."""
-    return _routes(basis, _mean_correlation)
-
-
-def cca_squared_routes() -> tuple[Route, ...]:
-    """Over features, or over samples where pairs are many."""
-    (features,) = _routes(basis, _mean_square, 0)
-    over_samples = product_route(_projector, _mean_overlap)
-    work = lambda n, p: features.prepare_work(n, p) + n * n * p  # noqa: E731
-    return features._replace(expected=_squares_expected), over_samples._replace(prepare_work=work)
-
-
-def svcca_routes(*, variance: Scalar = 0.99) -> tuple[Route, ...]:
-    """One route."""
+def svcca_routes(*, variance: Scalar = 0.99) -> Routes:
+    """Return one route."""
     check_single("variance", variance)
     if not is_traced(variance) and not 0 < float(variance) <= 1:
         fail("variance", "be above 0 and at most 1", variance)
-    return _routes(eqx.Partial(_leading_basis, variance=jnp.asarray(variance, float)), _mean_correlation)
+    leading = eqx.Partial(_leading_basis, variance=jnp.asarray(variance, float))
+    return (Route(leading, _mean_correlation, effort=_SVD),)
 
 
-def pwcca_routes() -> tuple[Route, ...]:
-    """One route."""
-    return _routes(_seen, _weighted)
-
-
-def gulp_routes(*, lam: Scalar = 1e-2) -> tuple[Route, ...]:
-    """One route."""
+def gulp_routes(*, lam: Scalar = 1e-2) -> Routes:
+    """Return one route."""
     check_single("lam", lam)
     check_non_negative("lam", lam)
-    return _routes(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, 20)
+    return (Route(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, effort=_SVD),)
 
 
 @validated(finite=("x", "y"))
@@ -184,7 +161,7 @@ def cca(x: Features, y: OtherFeatures) -> Score:
     """
     refuse_wide(x, y)
     warn_dropped(x=x, y=y)
-    return evaluate(cca_routes(), x, y)
+    return evaluate(CCA, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -206,7 +183,7 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
     """
     refuse_wide(x, y)
     warn_dropped(x=x, y=y)
-    return evaluate(cca_squared_routes(), x, y)
+    return evaluate(CCA_SQUARED, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -260,7 +237,7 @@ def pwcca(x: Features, y: OtherFeatures) -> Score:
     """
     refuse_wide(x, y)
     warn_dropped(x=x, y=y)
-    return evaluate(pwcca_routes(), x, y)
+    return evaluate(PWCCA, x, y)
 
 
 @validated(finite=("x", "y"))

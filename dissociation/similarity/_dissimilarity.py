@@ -1,11 +1,6 @@
-"""Representational similarity analysis: matrices of dissimilarities between samples (RDMs), and how they agree.
-
-An RDM is kept as its n (n - 1) / 2 pairs i < j, in the order of `numpy.triu_indices(n, 1)` and of
-`scipy.spatial.distance.squareform`.
-"""
+"""Representational similarity analysis: matrices of dissimilarities between samples (RDMs), and how they agree."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,12 +19,14 @@ from dissociation.similarity._base import (
     OtherFeatures,
     Prepared,
     Route,
+    Routes,
     Score,
     apart_from_rounding,
     centred,
     check_samples,
     evaluate,
     in_common_dtype,
+    prepared_and_compared,
     product_route,
     scaled,
     unit,
@@ -38,8 +35,7 @@ from dissociation.similarity._base import (
 Dissimilarities = Float[Array | np.ndarray, " pairs"]
 
 RDMS = ("euclidean", "squared", "correlation", "cosine")
-"""Euclidean distances, their squares, 1 - the correlation of two rows over neurons, 1 - the cosine of two rows. Rows
-without variance, or of length zero, have correlation, or cosine, 0 with every other."""
+"""Distances of rows; correlations and cosines are subtracted from 1, and 0 for rows without variance or length."""
 
 COMPARISONS = ("pearson", "spearman", "kendall", "cosine")
 """Correlation of the entries; of their ranks, ties sharing the mean of theirs; Kendall's tau-a, which counts ties as
@@ -51,7 +47,7 @@ RANKED = ("spearman", "kendall")
 
 
 def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, Array]:
-    """Dissimilarities, squared if "euclidean", and the magnitude whose rounding each of them carries."""
+    """Return dissimilarities, squared if "euclidean", and the magnitude whose rounding each of them carries."""
     if kind in ("euclidean", "squared"):
         return squared_distances_with_size(x, by_order=by_order)
     if kind == "cosine":
@@ -64,22 +60,8 @@ def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, A
 
 
 def entries(matrix: Array) -> Array:
-    """The pairs i < j of a square matrix."""
+    """Return the pairs i < j of a square matrix, in the order of SciPy's `squareform`."""
     return matrix[np.triu_indices(matrix.shape[0], 1)]
-
-
-@validated
-def filled(pairs: Dissimilarities) -> Float[Array, "n n"]:
-    """The symmetric matrix of which these are the pairs i < j, with zeros on the diagonal.
-
-    `pairs`: [n (n - 1) / 2].
-    """
-    number = round((1 + (1 + 8 * pairs.shape[0]) ** 0.5) / 2)
-    if number * (number - 1) // 2 != pairs.shape[0]:
-        fail("pairs", "be n (n - 1) / 2 numbers", pairs.shape[0])
-    pairs = jnp.asarray(pairs)
-    upper = jnp.zeros((number, number), pairs.dtype).at[np.triu_indices(number, 1)].set(pairs)
-    return upper + upper.T
 
 
 def _centred_pairs(pairs: Array) -> Array:
@@ -87,7 +69,7 @@ def _centred_pairs(pairs: Array) -> Array:
 
 
 def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
-    """Kendall's tau-a: concordant minus discordant pairs, of all pairs; ties are neither.
+    """Return Kendall's tau-a: concordant minus discordant pairs, of all pairs; ties are neither.
 
     In the order of a (and, where a is tied, of b) a pair is discordant where b falls. These are counted by the bits of
     b's dense rank, from the highest: among values that agree in the higher bits, a one before a zero.
@@ -121,7 +103,7 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
 
 
 def _pairs_in_runs(same: Array, number: int) -> Array:
-    """How many pairs of places lie within one run of equal values; `same` says which equal the one before."""
+    """Return how many pairs of places lie within one run; `same`: flags of values equal to the one before."""
     places = jnp.arange(number)
     starts = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
@@ -143,22 +125,21 @@ def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
     return _read(pairs, comparison, size)
 
 
-def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:
-    """One route, over the pairs of samples."""
+def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> Routes:
+    """Return one route, over pairs of samples."""
     check_choice("rdm", rdm, RDMS)
     return (_compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison),)
 
 
 def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
     check_choice("comparison", comparison, COMPARISONS)
-    route = product_route(prepare, sorts=comparison in RANKED)
-    if comparison != "kendall":
-        return route
-    work: dict[str, Any] = {
-        "compare_work": lambda n, p, q: 2e3 * n * n,
-        "compare_memory": lambda n, p, q: 8 * n * n,
-    }
-    return route._replace(compare=_kendall, finish=None, expected=None, **work)
+    if comparison == "kendall":
+        return Route(prepare, _kendall, over_samples=True, effort=2e3, held=_held)
+    return product_route(prepare)
+
+
+def _held(n: int, p: int) -> int:
+    return 8 * n * n
 
 
 def _kendall(a: Prepared, b: Prepared) -> Array:
@@ -219,19 +200,12 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     References:
         Nili et al. (2014), A toolbox for representational similarity analysis.
     """
-    check_choice("comparison", comparison, COMPARISONS)
-    a, b = in_common_dtype(a, b)
-    return _compare_rdms(a, b, comparison)
-
-
-@eqx.filter_jit
-def _compare_rdms(a: Array, b: Array, comparison: str) -> Array:
     route = _compared(eqx.Partial(_read_alone, comparison=comparison), comparison)
-    return route.compare(route.prepare(a), route.prepare(b))
+    return prepared_and_compared(route, *in_common_dtype(a, b))
 
 
 def _read_alone(pairs: Array, comparison: str) -> Prepared:
-    """Entries whose rounding is at least that of the median: small ones may be left of a subtraction."""
+    """Return entries whose rounding is at least that of the median: small ones may be left of a subtraction."""
     pairs, _ = scaled(pairs)
     return _read(pairs, comparison, 0.5 * jnp.maximum(jnp.abs(pairs), median(jnp.abs(pairs))))
 
@@ -312,8 +286,8 @@ def _crossed_halves(x: Array, comparison: str) -> Prepared:
     return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size))
 
 
-def crossnobis_rsa_routes(*, comparison: str = "cosine") -> tuple[Route, ...]:
-    """One route."""
+def crossnobis_rsa_routes(*, comparison: str = "cosine") -> Routes:
+    """Return one route."""
     return (_compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison),)
 
 

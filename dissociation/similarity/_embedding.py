@@ -1,4 +1,4 @@
-"""Multidimensional scaling: a plane in which representations lie as far apart as they are dissimilar."""
+"""Multidimensional scaling: points that lie as far apart as representations are dissimilar."""
 
 from functools import partial
 
@@ -103,7 +103,7 @@ def _in_unit(found: Embedding, unit: Array) -> Embedding:
 
 
 def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array, int]:
-    """The distances over a power of two, that power, and the checked number of dimensions."""
+    """Return the distances over a power of two, that power, and the checked number of dimensions."""
     if distances.shape[0] != distances.shape[1]:
         fail("distances", "be square", distances.shape)
     count = check_count("num_dims", num_dims, minimum=1)

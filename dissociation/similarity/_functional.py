@@ -1,7 +1,4 @@
-"""How alike two networks' functions are, from their outputs: what similarity of representations is read beside."""
-
-from collections.abc import Callable
-from typing import Any
+"""Compare the outputs of two networks, which similarity of representations is read beside."""
 
 import jax
 import jax.numpy as jnp
@@ -39,24 +36,13 @@ def _divergence(a: Array, b: Array) -> Array:
     return jnp.maximum(jnp.mean(0.5 * (half(a) + half(b))), 0.0)
 
 
-def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]) -> Route:
-    return Route(
-        prepare=prepare,
-        compare=compare,
-        prepare_work=lambda n, p: 10 * n * p,
-        compare_work=lambda n, p, q: 20 * n * p,
-        compare_memory=lambda n, p, q: 4 * n * p,
-    )
+def _held(n: int, p: int) -> int:
+    return 4 * n * p
 
 
-def disagreement_routes() -> tuple[Route, ...]:
-    """One route."""
-    return (_route(_predictions, _agreement)._replace(expected=_agreement_expected),)
+DISAGREEMENT = (Route(_predictions, _agreement, expected=_agreement_expected, held=_held),)
 
-
-def jensen_shannon_routes() -> tuple[Route, ...]:
-    """One route."""
-    return (_route(_log_probabilities, _divergence),)
+JENSEN_SHANNON = (Route(_log_probabilities, _divergence, held=_held),)
 
 
 @validated(finite=("x", "y"))
@@ -77,7 +63,7 @@ def disagreement(x: Logits, y: Logits) -> Score:
         Madani, Pennock and Flake (2004), Co-validation: using model disagreement on unlabeled data to validate
         classification algorithms.
     """
-    return evaluate(disagreement_routes(), x, y, minimum=1)
+    return evaluate(DISAGREEMENT, x, y, minimum=1)
 
 
 @validated(finite=("x", "y"))
@@ -99,7 +85,7 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
     References:
         Lin (1991), Divergence measures based on the Shannon entropy, eq. 4.1.
     """
-    return evaluate(jensen_shannon_routes(), x, y, minimum=1)
+    return evaluate(JENSEN_SHANNON, x, y, minimum=1)
 
 
 @validated(finite=("x", "y"))

@@ -1,11 +1,9 @@
-"""What a similarity says beyond its number: intervals over samples, p-values against chance, calibrated scores.
+"""Intervals over samples, p-values against chance, and calibrated scores of similarities.
 
-An ordinary bootstrap draws samples twice, and a sample drawn twice is its own nearest neighbour and its own kernel
-value: similarities come out too high. The jackknife here leaves blocks of samples out instead, and chance is another
-order of the samples of one representation, which keeps everything else.
+A bootstrap draws samples twice, and a sample drawn twice is its own nearest neighbour: similarities come out too high.
+The jackknife leaves blocks of samples out instead, and chance is another order of one representation's samples.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -32,6 +30,7 @@ from dissociation.similarity._base import (
     in_common_dtype,
 )
 from dissociation.similarity._measures import as_measure, routes_of
+from dissociation.similarity._tables import in_chunks, prepared, reordered
 from dissociation.training._progress import MeterFactory, open_meter
 
 BLOCKS = ("shuffled", "contiguous")
@@ -41,9 +40,6 @@ order, for time series and whatever else resembles its neighbours."""
 CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's bound on any false finding; Benjamini and Hochberg's on the share of false ones among findings; Benjamini and
 Yekutieli's, under any dependence; none."""
-
-CHUNK_WORK = 2e9
-"""Multiplications of one chunk of orders or blocks, about a second: between chunks the host shows progress."""
 
 
 class Interval(NamedTuple):
@@ -70,11 +66,7 @@ class Interval(NamedTuple):
 def kept_rows(
     number: int, num_blocks: Any, blocks: str = "shuffled", repeats: int = 1, each: int = 1
 ) -> list[np.ndarray]:
-    """Samples that remain when each block is left out in turn.
-
-    Returns:
-        [choices, remaining] for each of at most two sizes of blocks, in the order of blocks up to these.
-    """
+    """Return the samples that remain without each block, [choices, remaining] for one or two sizes of blocks."""
     check_choice("blocks", blocks, BLOCKS)
     conditions = number // repeats // each
     if check_count("num_blocks", num_blocks, minimum=2) > conditions:
@@ -96,7 +88,7 @@ def jackknife_interval(
     bounds: tuple[float, float] = (-np.inf, np.inf),
     unbias: bool = True,
 ) -> Interval:
-    """Student's interval from values without each block, about the estimate less its first-order bias.
+    """Return Student's interval from values without each block, about the estimate less its first-order bias.
 
     With B blocks, z = g(value) on a scale without bounds, and z_b without block b,
 
@@ -106,16 +98,15 @@ def jackknife_interval(
     others.
 
     Args:
-        values: Of all samples.
-        leave_outs: Without each block in turn.
+        values: Values of all samples.
+        leave_outs: Values without each block.
         level: Coverage, between 0 and 1.
         bounds: The least and the largest value of the measure.
-        unbias: Whether the bias is taken off. Measures that count a fixed number of neighbours have none in this sense,
-            as their values depend on n without end: they want an interval about z.
+        unbias: If False, the interval lies about z. Measures that count a fixed number of neighbours have no bias in
+            this sense, as their values depend on n without end.
 
     Returns:
-        The estimate and its interval. All three numbers are set to the nearest bound where they lie outside of it.
-        Values within 64 rounding units of a bound count as the bound.
+        The estimate and its interval, within the bounds. Values within 64 rounding units of a bound count as the bound.
 
     Raises:
         ValueError: If there is one block, or `level` is out of range.
@@ -170,17 +161,17 @@ LEAST_P_VALUE = 1e-16
 
 
 class PermutationTest(Result):
-    """Where a similarity stands among those of shuffled samples.
+    """A similarity among those of shuffled samples.
 
     Attributes:
         value: The measure.
-        p_value: Of at least as much in common, were the two independent.
-        null_mean: The measure's mean over orders of the samples: chance.
-        null_sd: Its standard deviation.
+        p_value: Probability of at least as much in common, if the two were independent.
+        null_mean: Chance: the measure's mean over orders of the samples.
+        null_sd: Standard deviation over orders.
         null_quantile: What is reached by chance at `level`.
-        calibrated: (value - null_quantile) / (best - null_quantile), 0 for what is reached by chance and 1 for the best
-            that there is; NaN for measures without a best value.
-        num_draws: Orders drawn; 0 where moments stand for all of them.
+        calibrated: (value - null_quantile) / (best - null_quantile), see `calibrate`; NaN for measures without a best
+            value.
+        num_draws: Orders drawn; 0 for moments.
     """
 
     value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
@@ -207,13 +198,12 @@ def permutation_test(
     progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> PermutationTest:
-    """Tests whether two representations have more in common than with samples in another order.
+    """Test whether two representations have more in common than with samples in another order.
 
-    p = (1 + hits) / (1 + draws), which is uniform under independence, and not below it where values can be equal, since
+    p = (1 + hits) / (1 + draws), which is uniform under independence, and not below it if values can be equal, since
     equal ones are hits. With `num_draws` None, for products of centred matrices over samples (linear and RBF CKA,
-    debiased or not), the null's exact mean, variance and third moment, and Pearson's type III distribution of these: no
-    draws, and p-values below 1 / 1000, of which the smallest are extrapolated and say no more than that. The null is
-    skewed, so a normal distribution would not do.
+    debiased or not), the null is Pearson's type III distribution of its exact mean, variance and third moment. It
+    needs no draws; p-values below 1 / 1000 are extrapolated.
 
     Args:
         measure: A name in `MEASURES`, or a `Measure`.
@@ -221,12 +211,11 @@ def permutation_test(
         y: [n, q], of the same samples.
         key: Draws the orders; needed unless `num_draws` is None.
         num_draws: Orders of y's samples; None: moments.
-        level: Of the null's quantile.
-        blocks: "shuffled" for samples that are exchangeable. "contiguous" for samples that resemble their
-            neighbours, as of a time series, of which any other order is far less alike than chance: orders are then
-            shifts round the end, at most n - 1 of them.
+        level: Level of the null's quantile.
+        blocks: "shuffled" for samples that are exchangeable. "contiguous" for samples that resemble their neighbours,
+            as of a time series: orders are then shifts round the end, at most n - 1 of them.
         progress: See `dissociation.training`.
-        options: Of the measure.
+        options: Options of the measure.
 
     Returns:
         Numbers. Of distances, small ones count as much in common.
@@ -250,47 +239,30 @@ def permutation_test(
         matrices = [route for route in routes if route.matrix]
         if not matrices:
             fail("num_draws", f"be a number for {known.name}, whose moments are not known", "None")
-        own = [invariants_of(matrices[0].program(), one[None]) for one in (x, y)]
-        one, other = (jax.tree.map(lambda leaf: leaf[0], each) for each in own)
+        one, other = (jax.tree.map(lambda leaf: leaf[0], invariants_of(matrices[0], each[None])) for each in (x, y))
         return moment_test(known(x, y, **options), one, other, x.shape[0], level=level)
     check_count("num_draws", num_draws, minimum=1)
     if key is None:
         fail("key", "be given where orders are drawn", "None", "For instance jax.random.key(0)")
-    route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1], pairs=num_draws)
+    sizes = x.shape[0], x.shape[1], y.shape[1]
+    route = cheapest(routes, *sizes, pairs=num_draws)
     orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
     orders = np.concatenate([np.arange(x.shape[0])[None], orders])
-    program, work = route.program(), route.work(x.shape[0], x.shape[1], y.shape[1], items=1, pairs=1)
-    first = _prepared(program, x)
+    first, second = prepared(route, (x[None],)), (y[None],)
+    second = prepared(route, second) if route.by_rows else second
     meter = open_meter(progress, len(orders), known.name)
     try:
-        values = in_chunks(lambda part: _drawn(program, first, y, part), orders, work, meter.advance)
+        drawn = lambda part: reordered(route, first, second, part, symmetric=False)[:, 0, 0]  # noqa: E731
+        values = in_chunks(drawn, orders, route.work(*sizes, items=1, pairs=1), meter.advance)
     finally:
         meter.close()
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
-def in_chunks(
-    function: Callable[[Array], Array], choices: Any, work: float | int, advance: Callable[[int, str], None]
-) -> np.ndarray:
-    """Results of a compiled function of choices of samples, [choices, ...], some of them at a time.
-
-    `function`: From [some, m] to [some, ...].
-    `choices`: [choices, m].
-    """
-    count = len(choices)
-    size = int(np.clip(CHUNK_WORK // max(work, 1), 1, count))
-    parts = []
-    for start in range(0, count, size):  # the last ones stand in for those that are missing: one program
-        part = np.asarray(choices)[np.minimum(np.arange(start, start + size), count - 1)]
-        parts.append(np.asarray(function(jnp.asarray(part)))[: count - start])
-        advance(min(start + size, count), "")
-    return np.concatenate(parts)
-
-
 def random_orders(
     key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
 ) -> Array:
-    """Random orders of samples that keep what depends on each other together: [count, number]."""
+    """Return random orders of samples that keep what depends on each other together: [count, number]."""
     conditions = number // repeats // each
     if blocks == "contiguous":
         shifts = 1 + jax.random.permutation(key, conditions - 1)[:count]
@@ -303,18 +275,8 @@ def random_orders(
     return jnp.concatenate([orders + conditions * index for index in range(repeats)], 1)
 
 
-@eqx.filter_jit
-def _prepared(route: Any, x: Array) -> Any:
-    return route.prepare(x)
-
-
-@eqx.filter_jit
-def _drawn(route: Any, first: Any, y: Array, orders: Array) -> Array:
-    return jax.lax.map(lambda order: route.compare(first, route.prepare(y[order])), orders)
-
-
 def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:
-    """A value among what other orders gave, [draws, ...]."""
+    """Return the test of a value among those of other orders, [draws, ...]."""
     sign = 1.0 if measure.larger_is_closer else -1.0
     slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
     hits = np.sum(sign * draws >= sign * value - slack, 0)
@@ -330,12 +292,12 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
 def calibrate(
     value: Float[Array | np.ndarray, "..."], null_quantile: Float[Array | np.ndarray, "..."], best: Scalar = 1.0
 ) -> Float[Array, "..."]:
-    """(value - null_quantile) / (best - null_quantile): 0 for what is reached by chance, 1 for the best.
+    """Return (value - null_quantile) / (best - null_quantile): 0 for what is reached by chance, 1 for the best.
 
     Args:
-        value: Of a measure.
+        value: Value of a measure.
         null_quantile: What it reaches by chance, of the same shape.
-        best: Its value for a representation with itself.
+        best: Value for a representation with itself.
 
     Returns:
         At most 1; negative below the null's quantile. NaN where chance reaches the best.
@@ -350,33 +312,20 @@ def calibrate(
 
 
 class Invariants(NamedTuple):
-    """Sums over a symmetric matrix E over samples, made traceless by a multiple of the centring matrix.
+    """Sums over a symmetric matrix over samples, made traceless by a multiple of the centring matrix."""
 
-    Rows of E sum to zero, and e is its diagonal.
-
-    Attributes:
-        trace: Before.
-        diagonal2: sum e_i^2.
-        all2: sum E_ij^2.
-        diagonal3: sum e_i^3.
-        all3: sum E_ij^3.
-        ends: e^T E e.
-        paths: e^T diag(E^2).
-        cycles: tr E^3.
-    """
-
-    trace: Array | np.ndarray
-    diagonal2: Array | np.ndarray
-    all2: Array | np.ndarray
-    diagonal3: Array | np.ndarray
-    all3: Array | np.ndarray
-    ends: Array | np.ndarray
-    paths: Array | np.ndarray
-    cycles: Array | np.ndarray
+    trace: Array | np.ndarray  # before
+    diagonal2: Array | np.ndarray  # of squares of the diagonal
+    all2: Array | np.ndarray  # of squares
+    diagonal3: Array | np.ndarray  # of cubes of the diagonal
+    all3: Array | np.ndarray  # of cubes
+    ends: Array | np.ndarray  # e^T E e, of the matrix E and its diagonal e
+    paths: Array | np.ndarray  # e^T diag(E^2)
+    cycles: Array | np.ndarray  # tr E^3
 
 
 def invariants(matrix: Float[Array, "n n"]) -> Invariants:
-    """What the moments of a product over all orders of the samples depend on."""
+    """Return what the moments of a product over all orders of the samples depend on; rows sum to zero."""
     number = matrix.shape[0]
     trace = jnp.trace(matrix)
     matrix = matrix - trace / (number - 1) * (jnp.eye(number, dtype=matrix.dtype) - 1 / number)
@@ -394,7 +343,7 @@ def invariants(matrix: Float[Array, "n n"]) -> Invariants:
 
 
 def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, Any]:
-    """Mean, variance and third central moment of <A, P B P^T> over all permutations P of at least 6 samples.
+    """Return mean, variance and third central moment of <A, P B P^T> over all permutations P of at least 6 samples.
 
     Source: Kazi-Aoual et al. (1995), at trace zero, where their formulas are bilinear in few terms.
     """
@@ -431,12 +380,12 @@ def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, A
 
 @eqx.filter_jit
 def invariants_of(route: Any, stack: Array) -> Invariants:
-    """Of the matrices of stacked representations, [items] each."""
+    """Return `invariants` of stacked representations' matrices, [items] each."""
     return jax.lax.map(lambda x: invariants(route.prepare(x).entries), stack)
 
 
 def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level: float = 0.95) -> PermutationTest:
-    """The test of products of unit matrices over samples, from the null's moments."""
+    """Return the test of products of unit matrices over samples, from the null's moments."""
     check_samples("x", number, 6)
     values = np.asarray(values, float)
     mean, variance, third = null_moments(a, b, number)
@@ -455,14 +404,14 @@ def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level
 
 @validated
 def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "holm") -> Float[np.ndarray, "..."]:
-    """P-values corrected for how many there are.
+    """Correct p-values for how many there are.
 
     Args:
-        p_values: Of any shape, from 0 to 1; NaN stays and does not count.
+        p_values: P-values of any shape, from 0 to 1; NaN stays and does not count.
         method: "holm", "bh", "by" or "none".
 
     Returns:
-        Of the same shape: to be compared with the level as they are.
+        Numbers of the same shape, to compare with the level as they are.
 
     Raises:
         ValueError: If `method` is unknown, or known numbers are outside of 0 to 1.
@@ -500,10 +449,10 @@ def member_interval(
     level: float = 0.9,
     bounds: tuple[float, float] = (-np.inf, np.inf),
 ) -> MemberInterval:
-    """The mean similarity of two members, with an interval over members: each is left out whole in turn.
+    """Return the mean similarity of two members, with an interval over members: each is left out whole.
 
-    Pairs share members and are not independent, so the spread of the pairs says little of the error of their mean. It
-    covers the mean over pairs of all networks that might have been trained, at these samples.
+    Pairs share members and are not independent. The interval covers the mean over pairs of all networks that might have
+    been trained, at these samples.
 
     Args:
         values: One measure of all pairs of members; the diagonal, members with themselves, is left out.

@@ -1,12 +1,11 @@
-"""Centred kernel alignment, distance correlation: cosines between matrices over samples.
+"""Centred kernel alignment and distance correlation: products of unit matrices over samples.
 
-All of them are the Frobenius product of two matrices over samples, one per representation, each of norm 1. So all pairs
-of many representations are one product of matrices, and permuting samples has known moments
+All pairs of many representations are one product of matrices, and permuting samples has known moments
 (`_inference.null_moments`).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from dissociation.similarity._base import (
     OtherFeatures,
     Prepared,
     Route,
+    Routes,
     Score,
     apart_from_rounding,
     centred,
@@ -43,16 +43,16 @@ SMALLEST_IN_BLOCKS = 64
 
 
 def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """H K H with H = I - 1 1^T / n."""
+    """Return H K H with H = I - 1 1^T / n."""
     rows = gram - jnp.mean(gram, 1, keepdims=True)
     return rows - jnp.mean(rows, 0, keepdims=True)
 
 
 def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """Szekely and Rizzo's centring, after which off-diagonal rows sum to zero and the diagonal is zero.
+    """Return the matrix centred so that its off-diagonal rows sum to zero; the diagonal is zero.
 
     With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r = K~ 1, s = 1^T r;
-    and HSIC_u(K, L) = <A, B> / (n (n - 3)).
+    and HSIC_u(K, L) = <A, B> / (n (n - 3)). Source: Szekely and Rizzo (2014).
     """
     number = gram.shape[0]
     off = 1 - jnp.eye(number, dtype=gram.dtype)
@@ -63,13 +63,13 @@ def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
 
 
 def linear_gram(x: Array) -> Array:
-    """Xc Xc^T, up to a power of four."""
+    """Return Xc Xc^T, up to a power of four."""
     x, _ = centred(x)
     return product(x, x.T)
 
 
 def rbf_gram(x: Array, scale: Scalar) -> Array:
-    """exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median of the distances d_ij over i < j."""
+    """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median of the distances d_ij over i < j."""
     square = squared_distances(scaled(x)[0])
     sigma = jnp.asarray(scale, x.dtype) * typical(root(square))
     return jnp.exp(-square / (2 * sigma**2))
@@ -106,18 +106,15 @@ def _means(a: Prepared, b: Prepared) -> Array:
 
 
 class _Debiased(NamedTuple):
-    """A representation about the mean of all but its longest samples.
-
-    Row sums of K~ = K without its diagonal are R_i = x_i . (sum of the other x).
-    """
+    """A representation about the mean of all but its longest samples."""
 
     entries: Array
-    lengths: Array  # squared
-    sums: Array
+    lengths: Array  # squared, of samples
+    sums: Array  # of rows of K without its diagonal: x_i . (sum of the other x)
 
 
 def _longest(lengths: Array) -> tuple[Array, Array]:
-    """Places of the longest samples, and which are others: long ones would cancel what the others have in common."""
+    """Return places of the longest samples, and flags of others: long ones cancel what the others have in common."""
     number = lengths.shape[0]
     places = lax.top_k(lax.stop_gradient(lengths), min(LONG, number // 4))[1]
     return places, jnp.ones(number, bool).at[places].set(False)[:, None]
@@ -141,7 +138,7 @@ def _debiased_cosine(a: _Debiased, b: _Debiased) -> Array:
 
 
 def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
-    """The product, and the size of the terms that it is what is left of."""
+    """Return the product, and the size of its terms, whose rounding it carries."""
     n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
     squares = a.lengths * b.lengths
     long, rest = _longest(squares)
@@ -159,9 +156,9 @@ def _nothing(a: _Debiased, b: _Debiased) -> Array:
 
 
 def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:
-    """Rows of a symmetric matrix over samples from the diagonal on, in blocks, the rest of each row times sqrt(2).
+    """Return rows of a symmetric matrix over samples from the diagonal on, in blocks, with sqrt(2) off these.
 
-    Products of two matrices are products of these: a little more than half of the entries.
+    A product of two matrices is the product of these, a little more than half of the entries.
     """
     number = x.shape[0]
     width = -(-number // (BLOCKS if number >= SMALLEST_IN_BLOCKS else 1))
@@ -200,57 +197,38 @@ def _debiased_halves(x: Array) -> Prepared:
     return Prepared(tuple(part / own for part in parts), jnp.zeros((), x.dtype))
 
 
-def _features_route(
-    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], expected: Callable[[Any, Any], Array]
-) -> Route:
-    return Route(
-        prepare=prepare,
-        compare=compare,
-        prepare_work=lambda n, p: n * p * p,
-        compare_work=lambda n, p, q: n * p * q,
-        compare_memory=lambda n, p, q: p * q,
-        expected=expected,
-    )
+def _held(n: int, p: int) -> int:
+    return p * p
 
 
-def linear_cka_routes() -> tuple[Route, ...]:
-    """Over features where they are few, over samples where pairs or features are many."""
-    gram = eqx.Partial(_unit_gram, linear_gram, double_centred)
-    features = _features_route(_plain_features, _squared_product, _means)
-    return features, product_route(_plain_halves), product_route(gram, matrix=True)
+LINEAR_CKA = (
+    Route(_plain_features, _squared_product, expected=_means, held=_held),
+    product_route(_plain_halves),
+    product_route(eqx.Partial(_unit_gram, linear_gram, double_centred), matrix=True),
+)
+"""Over features if these are few, over samples if pairs or features are many; the last one for moments alone."""
+
+DEBIASED_CKA = (
+    Route(_debiased_features, _debiased_cosine, expected=_nothing, held=_held),
+    product_route(_debiased_halves),
+    product_route(eqx.Partial(_unit_gram, linear_gram, u_centred), matrix=True),
+)
+"""As `LINEAR_CKA`."""
 
 
-def debiased_cka_routes() -> tuple[Route, ...]:
-    """As `linear_cka_routes`."""
-    gram = eqx.Partial(_unit_gram, linear_gram, u_centred)
-    features = _features_route(_debiased_features, _debiased_cosine, _nothing)
-    return features, product_route(_debiased_halves), product_route(gram, matrix=True)
-
-
-def _rbf_routes(scale: Scalar, centring: Callable[[Array], Array]) -> tuple[Route, ...]:
+def rbf_routes(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Routes:
+    """Return one route."""
     check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
     return (product_route(eqx.Partial(_unit_gram, gram, centring), matrix=True),)
 
 
-def rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
-    """One route."""
-    return _rbf_routes(scale, double_centred)
-
-
-def debiased_rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
-    """One route."""
-    return _rbf_routes(scale, u_centred)
-
-
-def distance_correlation_routes() -> tuple[Route, ...]:
-    """One route."""
-    return (product_route(eqx.Partial(_unit_gram, _distance_gram, double_centred), _root, linear=False),)
-
-
 def _root(product: Array, a: Prepared, b: Prepared) -> Array:
     return root(product)  # not negative but for rounding
+
+
+DISTANCE_CORRELATION = (product_route(eqx.Partial(_unit_gram, _distance_gram, double_centred), _root, linear=False),)
 
 
 @validated(finite=("x", "y"))
@@ -277,7 +255,7 @@ def linear_cka(x: Features, y: OtherFeatures) -> Score:
         >>> round(float(linear_cka(x, 2 * x + 1)), 3)
         1.0
     """
-    return evaluate(linear_cka_routes(), x, y)
+    return evaluate(LINEAR_CKA, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -303,7 +281,7 @@ def debiased_cka(x: Features, y: OtherFeatures) -> Score:
         Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
         Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn the same things?, eq. 3.
     """
-    return evaluate(debiased_cka_routes(), x, y, minimum=4)
+    return evaluate(DEBIASED_CKA, x, y, minimum=4)
 
 
 @validated(finite=("x", "y"))
@@ -327,7 +305,7 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     References:
         Kornblith et al. (2019), section 3.
     """
-    return evaluate(rbf_cka_routes(scale=scale), x, y)
+    return evaluate(rbf_routes(double_centred, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -348,7 +326,7 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
     References:
         Song et al. (2012), theorem 2.
     """
-    return evaluate(debiased_rbf_cka_routes(scale=scale), x, y, minimum=4)
+    return evaluate(rbf_routes(u_centred, scale=scale), x, y, minimum=4)
 
 
 @validated(finite=("x", "y"))
@@ -372,4 +350,4 @@ def distance_correlation(x: Features, y: OtherFeatures) -> Score:
     References:
         Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.
     """
-    return evaluate(distance_correlation_routes(), x, y)
+    return evaluate(DISTANCE_CORRELATION, x, y)

@@ -1,6 +1,6 @@
-"""Matching of neurons: which neuron of one representation is which of the other, and how well do they correlate?
+"""Match the neurons of two representations and correlate them.
 
-The matching itself is found by SciPy on the host: these measures have no derivative, and run where the process is.
+SciPy finds the matching on the host: these measures have no derivative, and run where the process is.
 """
 
 import math
@@ -15,14 +15,14 @@ from scipy import optimize, sparse
 
 from dissociation._core.linalg import finite_part, no_derivative, product
 from dissociation._core.validation import validated
-from dissociation.similarity._base import HOST, Features, OtherFeatures, Route, Score, centred, column_sizes, evaluate
+from dissociation.similarity._base import Features, OtherFeatures, Route, Score, centred, column_sizes, evaluate
 
 LARGEST_ASSIGNMENT = 4096
 """Neurons, each as often as widths ask, up to which a soft matching is an assignment; beyond, a linear programme."""
 
 
 def _standardised(x: Array) -> Array:
-    """Columns of mean zero and length 1; those without variance stay zero."""
+    """Return columns of mean zero and length 1; those without variance stay zero."""
     x, _ = centred(x)
     x = x / column_sizes(x)
     lengths = jnp.sqrt(jnp.sum(x**2, 0, keepdims=True))
@@ -56,25 +56,9 @@ def _on_host(match: Callable[[Array | np.ndarray], np.ndarray], a: Array, b: Arr
     return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined
 
 
-def _route(match: Callable[[Array | np.ndarray], np.ndarray]) -> tuple[Route, ...]:
-    return (
-        Route(
-            prepare=_standardised,
-            compare=eqx.Partial(_on_host, match),
-            prepare_work=lambda n, p: n * p,
-            compare_work=lambda n, p, q: n * p * q + 10 * max(p, q) ** 3 + HOST,
-        ),
-    )
+HARD_MATCHING = (Route(_standardised, eqx.Partial(_on_host, _hard), effort=10.0),)
 
-
-def hard_matching_routes() -> tuple[Route, ...]:
-    """One route."""
-    return _route(_hard)
-
-
-def soft_matching_routes() -> tuple[Route, ...]:
-    """One route."""
-    return _route(_soft)
+SOFT_MATCHING = (Route(_standardised, eqx.Partial(_on_host, _soft), effort=10.0),)
 
 
 @validated(finite=("x", "y"))
@@ -99,7 +83,7 @@ def hard_matching(x: Features, y: OtherFeatures) -> Score:
         Li, Yosinski, Clune, Lipson and Hopcroft (2015), Convergent learning: do different neural networks learn the
         same representations?
     """
-    return evaluate(hard_matching_routes(), x, y)
+    return evaluate(HARD_MATCHING, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -123,4 +107,4 @@ def soft_matching(x: Features, y: OtherFeatures) -> Score:
         Khosla and Williams (2024), Soft matching distance: a metric on neural representations that captures
         single-neuron tuning.
     """
-    return evaluate(soft_matching_routes(), x, y)
+    return evaluate(SOFT_MATCHING, x, y)

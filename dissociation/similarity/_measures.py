@@ -1,8 +1,8 @@
-"""All measures of similarity, with what is known of them."""
+"""List all measures of similarity, with what holds of them."""
 
-import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from math import inf, log, pi
 from typing import Any
 
@@ -12,59 +12,43 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dissociation._core.checks import check_call, check_choice, fail, fail_kind
-from dissociation.similarity import (
-    _canonical as canonical,
-)
-from dissociation.similarity import (
-    _dissimilarity as dissimilarity,
-)
-from dissociation.similarity import (
-    _functional as functional,
-)
-from dissociation.similarity import (
-    _kernels as kernels,
-)
-from dissociation.similarity import (
-    _matching as matching,
-)
-from dissociation.similarity import (
-    _neighbourhoods as neighbourhoods,
-)
-from dissociation.similarity import (
-    _predictivity as predictivity,
-)
-from dissociation.similarity import (
-    _shapes as shapes,
-)
-from dissociation.similarity._base import Measure, Route
+from dissociation.similarity import _canonical as canonical
+from dissociation.similarity import _dissimilarity as dissimilarity
+from dissociation.similarity import _functional as functional
+from dissociation.similarity import _kernels as kernels
+from dissociation.similarity import _matching as matching
+from dissociation.similarity import _neighbourhoods as neighbourhoods
+from dissociation.similarity import _predictivity as predictivity
+from dissociation.similarity import _shapes as shapes
+from dissociation.similarity._base import Measure, Route, Routes
 
 _ALL = (
     Measure(
-        "debiased_cka", kernels.debiased_cka, kernels.debiased_cka_routes,
+        "debiased_cka", kernels.debiased_cka, kernels.DEBIASED_CKA,
         equation="HSIC_u(K, L) / sqrt(HSIC_u(K, K) HSIC_u(L, L))",
         invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=4,
         cost="n p q or n^2 (p + q)", reference="Song et al. (2012); Nguyen, Raghu and Kornblith (2021)",
     ),
     Measure(
-        "linear_cka", kernels.linear_cka, kernels.linear_cka_routes,
+        "linear_cka", kernels.linear_cka, kernels.LINEAR_CKA,
         equation="|Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|)",
         invariances="OSTP", range=(0.0, 1.0), identical=1.0,
         cost="n p q or n^2 (p + q)", reference="Kornblith et al. (2019)",
     ),
     Measure(
-        "procrustes_distance", shapes.procrustes_distance, shapes.procrustes_routes,
+        "procrustes_distance", shapes.procrustes_distance, shapes.PROCRUSTES,
         equation="sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc^T Yc))",
         invariances="OTP", metric=True, range=(0.0, inf), identical=0.0, population=False,
         cost="n p q + p q min(p, q)", reference="Williams et al. (2021); Ding et al. (2021)",
     ),
     Measure(
-        "angular_similarity", shapes.angular_similarity, shapes.angular_similarity_routes,
+        "angular_similarity", shapes.angular_similarity, shapes.ANGULAR_SIMILARITY,
         equation="nuc(Xc^T Yc) / (|Xc| |Yc|)",
         invariances="OSTP", range=(0.0, 1.0), identical=1.0,
         cost="n p q + p q min(p, q)", reference="Tang et al. (2020); Harvey et al. (2024)",
     ),
     Measure(
-        "angular_distance", shapes.angular_distance, shapes.angular_distance_routes,
+        "angular_distance", shapes.angular_distance, shapes.ANGULAR_DISTANCE,
         equation="arccos(nuc(Xc^T Yc) / (|Xc| |Yc|))",
         invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0,
         cost="n p q + p q min(p, q)", reference="Williams et al. (2021)",
@@ -100,13 +84,13 @@ _ALL = (
         cost="n^2 (p + q)", reference="Klabunde et al. (2024)",
     ),
     Measure(
-        "cca", canonical.cca, canonical.cca_routes,
+        "cca", canonical.cca, canonical.CCA,
         equation="sum_i rho_i / min(rank Xc, rank Yc), rho the singular values of Qx^T Qy",
         invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
         cost="n p^2 + n p q + p q min(p, q)", reference="Hotelling (1936); Raghu et al. (2017)",
     ),
     Measure(
-        "cca_squared", canonical.cca_squared, canonical.cca_squared_routes,
+        "cca_squared", canonical.cca_squared, canonical.CCA_SQUARED,
         equation="sum_i rho_i^2 / min(rank Xc, rank Yc)",
         invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
         cost="n p^2 + n p q", reference="Ramsay et al. (1984)",
@@ -118,7 +102,7 @@ _ALL = (
         cost="n p^2 + n p q + p q min(p, q)", reference="Raghu et al. (2017)",
     ),
     Measure(
-        "pwcca", canonical.pwcca, canonical.pwcca_routes,
+        "pwcca", canonical.pwcca, canonical.PWCCA,
         equation="sum_i w_i rho_i, w_i proportional to sum_j |<h_i, x_j>|",
         invariances="STP", invariances_of_y="OSTPLD", symmetric=False, range=(0.0, 1.0), identical=1.0,
         minimum=4, narrow=True,
@@ -137,43 +121,43 @@ _ALL = (
         cost="5 n p^2 + 5 n p q", reference="Yamins et al. (2014)",
     ),
     Measure(
-        "rbf_cka", kernels.rbf_cka, kernels.rbf_cka_routes,
+        "rbf_cka", kernels.rbf_cka, partial(kernels.rbf_routes, kernels.double_centred),
         equation="<HKH, HLH> / (|HKH| |HLH|), K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
         invariances="OSTP", range=(0.0, 1.0), identical=1.0,
         cost="n^2 (p + q)", reference="Kornblith et al. (2019)",
     ),
     Measure(
-        "debiased_rbf_cka", kernels.debiased_rbf_cka, kernels.debiased_rbf_cka_routes,
+        "debiased_rbf_cka", kernels.debiased_rbf_cka, partial(kernels.rbf_routes, kernels.u_centred),
         equation="debiased_cka of K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
         invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=4,
         cost="n^2 (p + q)", reference="Song et al. (2012)",
     ),
     Measure(
-        "distance_correlation", kernels.distance_correlation, kernels.distance_correlation_routes,
+        "distance_correlation", kernels.distance_correlation, kernels.DISTANCE_CORRELATION,
         equation="sqrt(<A, B> / (|A| |B|)), A and B doubly centred distances",
         invariances="OSTP", range=(0.0, 1.0), identical=1.0,
         cost="n^2 (p + q)", reference="Szekely, Rizzo and Bakirov (2007)",
     ),
     Measure(
-        "hard_matching", matching.hard_matching, matching.hard_matching_routes,
+        "hard_matching", matching.hard_matching, matching.HARD_MATCHING,
         equation="max over matchings of the mean corr(x_i, y_j)",
         invariances="STPD", range=(-1.0, 1.0), identical=1.0, host=True,
         cost="n p q + max(p, q)^3 on the host", reference="Li et al. (2015)",
     ),
     Measure(
-        "soft_matching", matching.soft_matching, matching.soft_matching_routes,
+        "soft_matching", matching.soft_matching, matching.SOFT_MATCHING,
         equation="max over T of sum_ij T_ij corr(x_i, y_j), marginals 1 / p and 1 / q",
         invariances="STPD", range=(-1.0, 1.0), identical=1.0, host=True,
         cost="n p q + lcm(p, q)^3 on the host", reference="Khosla and Williams (2024)",
     ),
     Measure(
-        "disagreement", functional.disagreement, functional.disagreement_routes,
+        "disagreement", functional.disagreement, functional.DISAGREEMENT,
         equation="mean_i [argmax x_i is not argmax y_i]",
         invariances="", metric=True, range=(0.0, 1.0), identical=0.0, minimum=1, same_width=True,
         cost="n classes", reference="Madani et al. (2004)",
     ),
     Measure(
-        "jensen_shannon", functional.jensen_shannon, functional.jensen_shannon_routes,
+        "jensen_shannon", functional.jensen_shannon, functional.JENSEN_SHANNON,
         equation="mean_i (KL(a_i | m_i) + KL(b_i | m_i)) / 2, m = (a + b) / 2, a and b the softmax of x and y",
         invariances="", range=(0.0, log(2.0)), identical=0.0, minimum=1, same_width=True,
         cost="n classes", reference="Lin (1991)",
@@ -184,23 +168,8 @@ MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
 """Every measure, by name."""
 
 
-def table() -> str:
-    """What is known of every measure, as a table in Markdown."""
-    rows = ["| measure | equation | ignores | | range | cost |", "| --- | --- | --- | --- | --- | --- |"]
-    for measure in MEASURES.values():
-        kinds = [word for word, holds in (("metric", measure.metric), ("asymmetric", not measure.symmetric)) if holds]
-        other = measure.invariances_of_y
-        ignores = measure.invariances or "nothing"
-        ignores = ignores if other is None else f"{ignores} of x, {other} of y"
-        least, most = (f"{end:.4g}".replace("inf", "∞").replace("1.571", "π/2") for end in measure.range)
-        equation = measure.equation.replace("|", "\\|")
-        cells = [f"`{measure.name}`", equation, ignores, ", ".join(kinds), f"{least} to {most}", measure.cost]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
 def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
-    """The measure of a name, or of a function of two representations, of which nothing is known."""
+    """Return the measure of a name, or of a function of two representations of which nothing is known."""
     if isinstance(measure, Measure):
         return measure
     if isinstance(measure, str):
@@ -222,19 +191,19 @@ def custom_measure(
     symmetric: bool = False,
     population: bool = False,
 ) -> Measure:
-    """A function of two representations as a measure, with what is to be known of it.
+    """Return a function of two representations as a measure.
 
     Args:
         function: f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.
-        identical: Its value for a representation with itself: the largest of its range if it is a similarity, the
-            least if it is a distance, so that tests know what is close.
-        range: The least and the largest value.
-        symmetric: Whether x and y may be exchanged.
-        population: Whether it tends to a value as samples grow, as 1 / n, so that intervals may take its bias off. A
-            sum over samples does not.
+        identical: Value for a representation with itself: the largest of its range for a similarity, the least for a
+            distance. Tests against chance depend on it.
+        range: Least and largest value.
+        symmetric: If True, x and y may be exchanged.
+        population: If True, it tends to a value as samples grow, as 1 / n, and intervals remove its bias. A sum over
+            samples does not.
 
     Returns:
-        What `pairwise`, `compare` and `permutation_test` take for a measure.
+        A measure for `pairwise`, `compare` and `permutation_test`.
 
     Raises:
         TypeError: If it is no function.
@@ -242,36 +211,31 @@ def custom_measure(
     if not callable(function):
         fail_kind("function", "be a function of two arrays", repr(function))
     return Measure(
-        getattr(function, "__name__", "measure"), function, lambda **options: (_opaque(function, options),),
+        getattr(function, "__name__", "measure"), function, partial(_opaque, function),
         equation="", invariances="", range=range, identical=identical, symmetric=symmetric, population=population,
         cost="", reference="",
     )  # fmt: skip
 
 
-def routes_of(measure: Measure, options: dict[str, Any]) -> tuple[Route, ...]:
-    """The ways to compute a measure with options."""
-    known = inspect.signature(measure.routes).parameters.values()
-    names = [parameter.name for parameter in known if parameter.kind == parameter.KEYWORD_ONLY]
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known):
-        return measure.routes(**options)
-    for name in options:
-        if name not in names:
-            allowed = (
-                f"the options of {measure.name} are {', '.join(names)}" if names else f"{measure.name} has no options"
-            )
-            raise TypeError(f"`{name}` is no option: {allowed}.")
-    return measure.routes(**options)
+def routes_of(measure: Measure, options: dict[str, Any]) -> Routes:
+    """Return the ways to compute a measure with options."""
+    routes = measure.routes
+    known = inspect.signature(routes).parameters.values() if callable(routes) else ()
+    names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]
+    wrong = [name for name in options if name not in names]
+    if wrong and not any(one.kind == one.VAR_KEYWORD for one in known):
+        allowed = f"the options of {measure.name} are {', '.join(names)}" if names else f"{measure.name} has no options"
+        raise TypeError(f"`{wrong[0]}` is no option: {allowed}.")
+    return routes(**options) if callable(routes) else routes
 
 
-def _opaque(function: Callable[..., Array], options: dict[str, Any]) -> Route:
-    check_call("measure", functools.partial(function, **options), ("x", "y"))
-    return Route(
-        prepare=_same,
-        compare=eqx.Partial(_one_number, function, **options),
-        prepare_work=lambda n, p: 0,
-        compare_work=lambda n, p, q: n * p * q,
-        compare_memory=lambda n, p, q: n * (p + q),
-    )
+def _held(n: int, p: int) -> int:
+    return 2 * n * p
+
+
+def _opaque(function: Callable[..., Array], **options: Any) -> Routes:
+    check_call("measure", partial(function, **options), ("x", "y"))
+    return (Route(_same, eqx.Partial(_one_number, function, **options), held=_held),)
 
 
 def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:

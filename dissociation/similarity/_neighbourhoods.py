@@ -1,7 +1,7 @@
-"""Neighbourhoods: do samples have the same nearest neighbours in two representations?
+"""Compare the nearest neighbours of samples, by the cosine of rows, in two representations.
 
-Neighbours are by the cosine of rows. Samples at equal cosines that compete for the last places share them evenly, as if
-drawn: ties broken by the order of samples would be broken alike in both representations, and count as agreement.
+Samples at equal cosines that compete for the last places share them evenly: ties broken by the order of samples would
+be broken alike in both representations, and count as agreement.
 """
 
 import equinox as eqx
@@ -13,11 +13,20 @@ from dissociation._core.checks import check_count, fail
 from dissociation._core.distances import cosine_distances_with_size
 from dissociation._core.ties import ROUNDINGS
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Features, OtherFeatures, Prepared, Route, Score, evaluate, product_route
+from dissociation.similarity._base import (
+    Features,
+    OtherFeatures,
+    Prepared,
+    Route,
+    Routes,
+    Score,
+    evaluate,
+    product_route,
+)
 
 
 def memberships(x: Array, num_neighbours: int) -> Array:
-    """How much sample j is among the k nearest of sample i, [n, n]: 1, 0, or a share of the last places."""
+    """Return how much sample j is among the k nearest of sample i, [n, n]: 1, 0, or a share of the last places."""
     number = x.shape[0]
     if num_neighbours >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
@@ -42,24 +51,21 @@ def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
     return jnp.mean(common / (2 * num_neighbours - common))
 
 
-def mutual_knn_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
-    """One route."""
-    count = check_count("num_neighbours", num_neighbours, minimum=1)
-    return (product_route(eqx.Partial(_scaled, num_neighbours=count), sorts=True),)
+def _held(n: int, p: int) -> int:
+    return n * n
 
 
-def knn_jaccard_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
-    """One route."""
+def mutual_knn_routes(*, num_neighbours: int = 10) -> Routes:
+    """Return one route."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    return (
-        Route(
-            prepare=eqx.Partial(memberships, num_neighbours=count),
-            compare=eqx.Partial(_jaccard, num_neighbours=count),
-            prepare_work=lambda n, p: n * n * (p + 100),
-            compare_work=lambda n, p, q: 4 * n * n,
-            compare_memory=lambda n, p, q: n * n,
-        ),
-    )
+    return (product_route(eqx.Partial(_scaled, num_neighbours=count)),)
+
+
+def knn_jaccard_routes(*, num_neighbours: int = 10) -> Routes:
+    """Return one route."""
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    prepare, compare = (eqx.Partial(f, num_neighbours=count) for f in (memberships, _jaccard))
+    return (Route(prepare, compare, over_samples=True, held=_held),)
 
 
 @validated(finite=("x", "y"))

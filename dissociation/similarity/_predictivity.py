@@ -1,7 +1,4 @@
-"""Linear predictivity: how much of one representation's variance is a linear function of the other?
-
-One singular value decomposition of the source per fold serves every target and every regularisation.
-"""
+"""Linear predictivity: how much of one representation's variance is a linear function of the other."""
 
 from typing import NamedTuple
 
@@ -20,6 +17,7 @@ from dissociation.similarity._base import (
     Features,
     OtherFeatures,
     Route,
+    Routes,
     Score,
     check_samples,
     column_sizes,
@@ -47,7 +45,7 @@ class _Prepared(NamedTuple):
 
 
 def _centred_parts(x: Array, num_folds: int | None, folds: str) -> tuple[Array, Array, list[tuple[Array, Array]]]:
-    """Features over a power of two, that power, and of each fold the training and the held-out part about one mean."""
+    """Return features over a power of two, that power, and each fold's training and held-out part about one mean."""
     scale = scale_of(jnp.max(jnp.abs(centre(x))))
     x = centre(x) / scale
     found = []
@@ -77,7 +75,7 @@ def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndar
 
 
 def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, folds: str) -> Array:
-    """R^2 at every alpha."""
+    """Return R^2 at every alpha, of one decomposition per fold."""
     y = b.target
     alphas = _per_square(alphas.astype(y.dtype), a.unit)
     wrong = jnp.zeros(alphas.shape[0], y.dtype)
@@ -95,7 +93,7 @@ def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, fold
 
 
 def _per_square(alpha: Array, unit: Array) -> Array:
-    """Alpha / unit^2 of a power of two, whose square may be beyond the numbers that there are."""
+    """Return alpha / unit^2 for a power of two whose square may leave the dtype."""
     return jnp.ldexp(alpha, -2 * (jnp.frexp(unit)[1] - 1))
 
 
@@ -109,7 +107,7 @@ def _shrunk(values: Array, alpha: Array) -> Array:
 
 
 def _prepare_single(x: Array, alpha: Array, num_folds: int | None, folds: str) -> _Maps:
-    """As `_prepare`, for one alpha, by what has a derivative for every spectrum."""
+    """Return the maps of one alpha, with a derivative for every spectrum."""
     x, scale, parts = _centred_parts(x, num_folds, folds)
     alpha = _per_square(alpha.astype(x.dtype), scale)
     return _Maps(x, tuple(_transposed_inverse(own, held_out, alpha) for own, held_out in parts))
@@ -131,22 +129,17 @@ def _single(a: _Maps, b: _Maps | _Prepared, num_folds: int | None, folds: str) -
     return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
-def predictivity_routes(
-    *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
-) -> tuple[Route, ...]:
-    """One route."""
+def _held(n: int, p: int) -> int:
+    return (n + p) * p
+
+
+def predictivity_routes(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Routes:
+    """Return one route."""
     check_single("alpha", alpha)
     check_non_negative("alpha", alpha)
     count = _checked_folds(num_folds, folds)
-    return (
-        Route(
-            prepare=eqx.Partial(_prepare_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds),
-            compare=eqx.Partial(_single, num_folds=count, folds=folds),
-            prepare_work=lambda n, p: 20 * n * p * min(n, p) * (count or 1),
-            compare_work=lambda n, p, q: 2 * n * p * q * (count or 1),
-            compare_memory=lambda n, p, q: n * q + p * q,
-        ),
-    )
+    prepare = eqx.Partial(_prepare_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds)
+    return (Route(prepare, eqx.Partial(_single, num_folds=count, folds=folds), effort=20.0 * (count or 1), held=_held),)
 
 
 def _checked_folds(num_folds: int | None, folds: str) -> int | None:
@@ -154,9 +147,14 @@ def _checked_folds(num_folds: int | None, folds: str) -> int | None:
     return None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
 
 
-def _check_number(x: Array | np.ndarray, num_folds: int | None) -> None:
-    if num_folds is not None and num_folds > x.shape[0]:
-        fail("num_folds", f"be at most the number of samples ({x.shape[0]})", num_folds)
+def _check_sizes(x: Array | np.ndarray, num_folds: int | None) -> None:
+    """Raise unless there are samples for all folds, or more of them than features if nothing is held out."""
+    number, width = x.shape
+    if num_folds is not None and num_folds > number:
+        fail("num_folds", f"be at most the number of samples ({number})", num_folds)
+    if num_folds is None and width >= number - 1:
+        advice = "As many features as samples fit anything: give `num_folds`"
+        fail("x", "have fewer features than samples less one where nothing is held out", f"{tuple(x.shape)}", advice)
 
 
 @validated(finite=("x", "y"))
@@ -193,8 +191,7 @@ def linear_predictivity(
         cortex; Hoerl and Kennard (1970), Ridge regression.
     """
     routes = predictivity_routes(alpha=alpha, num_folds=num_folds, folds=folds)
-    _check_number(x, num_folds)
-    _refuse_interpolation(x, num_folds)
+    _check_sizes(x, num_folds)
     if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
         warn_dropped(x=x)
     return evaluate(routes, x, y)
@@ -209,7 +206,7 @@ def predictivity_path(
     num_folds: int | None = 5,
     folds: str = "shuffled",
 ) -> Float[Array, " alphas"]:
-    """`linear_predictivity` at several regularisations, of one decomposition per fold.
+    """Return `linear_predictivity` at several regularisations, from one decomposition per fold.
 
     The largest of them is chosen with the held-out samples in sight, and so a little high.
 
@@ -217,8 +214,8 @@ def predictivity_path(
         x: [n, p], the source.
         y: [n, q], the target.
         alphas: Ridge penalties, not negative.
-        num_folds: As there.
-        folds: As there.
+        num_folds: As in `linear_predictivity`.
+        folds: As in `linear_predictivity`.
 
     Returns:
         R^2, [alphas].
@@ -229,17 +226,10 @@ def predictivity_path(
     check_non_negative("alphas", alphas)
     count = _checked_folds(num_folds, folds)
     check_samples("x", x.shape[0], 2)
-    _check_number(x, count)
-    _refuse_interpolation(x, count)
+    _check_sizes(x, count)
     refuse_constant("y", y)
     x, y = in_common_dtype(x, y)
     return _whole_path(x, y, jnp.asarray(alphas), count, folds)
-
-
-def _refuse_interpolation(x: Array | np.ndarray, num_folds: int | None) -> None:
-    if num_folds is None and x.shape[1] >= x.shape[0] - 1:
-        advice = "As many features as samples fit anything: give `num_folds`"
-        fail("x", "have fewer features than samples less one where nothing is held out", f"{tuple(x.shape)}", advice)
 
 
 @eqx.filter_jit

@@ -1,13 +1,9 @@
-"""Shapes: what is left of a configuration of samples after the best rotation. All of them are metrics.
+"""Shapes: metrics of what is left of a configuration of samples after the best rotation.
 
-With M = Xc^T Yc and its polar factor Q, min over orthogonal Q of |Xc - Yc Q^T|^2 = |Xc|^2 + |Yc|^2 - 2 nuc(M), where
-the narrower one is padded by zeros. The right-hand side loses half the digits of a small distance, so distances here
-are computed from the left one, at a rotation that counts as a constant: its change does not matter at the minimum, to
-first order. Second derivatives are not those of the measures.
+With M = Xc^T Yc, min over orthogonal Q of |Xc - Yc Q^T|^2 = |Xc|^2 + |Yc|^2 - 2 nuc(M), the narrower one padded by
+zeros. The right-hand side loses half the digits of a small distance, so distances are computed from the left one, at a
+rotation that counts as a constant: first derivatives are those of the measures, second ones are not.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -22,6 +18,7 @@ from dissociation.similarity._base import (
     Features,
     OtherFeatures,
     Route,
+    Routes,
     Score,
     aligned,
     centred,
@@ -35,13 +32,13 @@ from dissociation.similarity._base import (
 
 
 def residual(a: Array, b: Array) -> Array:
-    """The least |a - b Q|^2 over rotations Q, the narrower matrix padded by zeros."""
+    """Return the least |a - b Q|^2 over rotations Q, the narrower matrix padded by zeros."""
     wide, turned = aligned(a, b)
     return jnp.sum((wide - turned) ** 2)
 
 
 def _angle(a: Array, b: Array) -> Array:
-    """Between unit configurations: |a - b Q| = 2 sin(theta / 2)."""
+    """Return the angle theta between unit configurations: |a - b Q| = 2 sin(theta / 2)."""
     return 2 * jnp.arcsin(jnp.minimum(0.5 * root(residual(a, b)), 0.5**0.5))
 
 
@@ -76,39 +73,19 @@ def _partly(values: Array, parameter: Array) -> Array:
     return parameter[0] * values + parameter[1]
 
 
-def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]) -> tuple[Route, ...]:
-    return (
-        Route(
-            prepare=prepare,
-            compare=compare,
-            prepare_work=lambda n, p: n * p * min(n, p),
-            compare_work=lambda n, p, q: min(n, p) * min(n, q) * (n + 10 * min(n, p, q)),
-            by_rows=True,
-        ),
-    )
+PROCRUSTES = (Route(_centred, _distance, by_rows=True),)
+
+ANGULAR_SIMILARITY = (Route(_unit_centred, _cosine, by_rows=True),)
+
+ANGULAR_DISTANCE = (Route(_unit_centred, _angle, by_rows=True),)
 
 
-def procrustes_routes() -> tuple[Route, ...]:
-    """One route."""
-    return _route(_centred, _distance)
-
-
-def angular_similarity_routes() -> tuple[Route, ...]:
-    """One route."""
-    return _route(_unit_centred, _cosine)
-
-
-def angular_distance_routes() -> tuple[Route, ...]:
-    """One route."""
-    return _route(_unit_centred, _angle)
-
-
-def partial_whitening_routes(*, a: Scalar = 0.5) -> tuple[Route, ...]:
-    """One route."""
+def partial_whitening_routes(*, a: Scalar = 0.5) -> Routes:
+    """Return one route."""
     check_single("a", a)
     if not is_traced(a) and not 0 <= float(a) <= 1:
         fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
-    return _route(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle)
+    return (Route(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle, by_rows=True),)
 
 
 @validated(finite=("x", "y"))
@@ -131,7 +108,7 @@ def procrustes_distance(x: Features, y: OtherFeatures) -> Score:
         Williams, Kunz, Kornblith and Linderman (2021), Generalized shape metrics on neural representations, eq. 3.
         Ding, Denain and Steinhardt (2021), Grounding representation similarity with statistical testing.
     """
-    return evaluate(procrustes_routes(), x, y)
+    return evaluate(PROCRUSTES, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -152,7 +129,7 @@ def angular_similarity(x: Features, y: OtherFeatures) -> Score:
         Williams et al. (2021), eq. 4; Tang, Maddox, Dickens, Diethe and Damianou (2020), Similarity of neural networks
         with gradients; Harvey, Larsen and Williams (2024), Duality of Bures and shape distances.
     """
-    return evaluate(angular_similarity_routes(), x, y)
+    return evaluate(ANGULAR_SIMILARITY, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -172,7 +149,7 @@ def angular_distance(x: Features, y: OtherFeatures) -> Score:
     References:
         Williams et al. (2021), eq. 4.
     """
-    return evaluate(angular_distance_routes(), x, y)
+    return evaluate(ANGULAR_DISTANCE, x, y)
 
 
 @validated(finite=("x", "y"))

@@ -1,13 +1,11 @@
-"""Similarities of any number of samples in one pass: sums that add over batches, and what follows from them exactly.
+"""Similarities of any number of samples in one pass, from sums that add over batches.
 
-Linear CKA, debiased or not, CCA, shapes and linear predictivity depend on samples through few sums: of x_i y_j, of
-x_i |y|^2 and of |x|^2 |y|^2, about the means. `joint_moments` takes them for all representations together, so that all
-pairs come out of one pass; memory is the square of all features together. Kernels that are not linear have no such
-sums.
+Linear CKA, CCA, shapes and linear predictivity depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2
+about the means, taken for all representations together. Memory is the square of all features together.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from typing import Any
 
 import equinox as eqx
@@ -17,13 +15,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_finite, check_non_negative, fail, is_traced, warn
-from dissociation._core.conversion import as_array, as_numbers, warn_narrowed
+from dissociation._core.conversion import as_array
 from dissociation._core.distances import root
 from dissociation._core.linalg import centre, nuclear_norm, product, psd_power, scale_of
 from dissociation._core.results import Result
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Score, apart_from_rounding, check_samples, in_common_dtype
+from dissociation.similarity._base import Score, apart_from_rounding, check_samples, in_common_dtype, real_numbers
 
 
 class JointMoments(Result):
@@ -31,7 +29,7 @@ class JointMoments(Result):
 
     Attributes:
         count: n.
-        mean: Of all features, [P].
+        mean: Mean of all features, [P].
         products: sum x x^T, [P, P].
         cubes: sum x |x_r|^2 for every representation r, [P, R].
         quartics: sum |x_r|^2 |x_s|^2, [R, R].
@@ -46,35 +44,32 @@ class JointMoments(Result):
     widths: tuple[int, ...] = eqx.field(static=True)
 
     def squares(self) -> Array:
-        """Sums |x_r|^2, [R]."""
+        """Return sums |x_r|^2, [R]."""
         return _per_representation(jnp.diagonal(self.products), self.widths)
 
     def block(self, one: int, other: int) -> Array:
-        """Sums of products of two representations' features, [p, q]."""
+        """Return sums of products of two representations' features, [p, q]."""
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         return self.products[starts[one] : starts[one + 1], starts[other] : starts[other + 1]]
 
 
 def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
-    """Sums over each representation's features, which lie on the first axis."""
+    """Return sums over each representation's features, which lie on the first axis."""
     owner = np.repeat(np.arange(len(widths)), widths)
     return jax.ops.segment_sum(values, owner, len(widths))
 
 
 def joint_moments(*representations: Any) -> JointMoments:
-    """Moments of one batch.
+    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples.
 
-    `representations`: Arrays [n, p], [n, q], ... of the same samples. Squares of lengths are squared again: in float32,
-    lengths up to 1e8 will do.
+    Squares of lengths are squared again: in float32, lengths up to 1e8 will do.
     """
     if not representations:
         fail("representations", "be one array or more", "none")
     arrays = []
     for index, given in enumerate(representations):
         name = f"representations[{index}]"
-        array = as_array(name, given, "real numbers [n, p]")
-        warn_narrowed(name, array)
-        array = as_numbers(name, array, frozenset({"float"}))
+        array = real_numbers(name, given, "real numbers [n, p]")
         if array.ndim != 2:
             fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
         if array.shape[0] != np.shape(representations[0])[0]:
@@ -103,7 +98,7 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
 
 @validated
 def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
-    """Moments of two batches together, exactly: each is brought to the common mean."""
+    """Return the moments of two batches together, exactly: each is brought to the common mean."""
     if a.widths != b.widths:
         fail("b", f"have the widths of `a`, {a.widths}", b.widths)
     return _merged(a, b)
@@ -119,7 +114,7 @@ def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
 
 
 def _moved(m: JointMoments, by: Array) -> JointMoments:
-    """Moments about another point: of x + `by`, where x sums to zero."""
+    """Return moments about another point: of x + `by`, where x sums to zero."""
     size = _per_representation(by**2, m.widths)
     squares = m.squares()
     along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
@@ -139,14 +134,13 @@ def _moved(m: JointMoments, by: Array) -> JointMoments:
 
 
 def stream_moments(batches: Iterable[Any]) -> JointMoments:
-    """Moments of samples that come in batches.
+    """Return the moments of samples that come in batches.
 
     Args:
-        batches: Of each batch, one array [n, p] per representation; n may differ from batch to batch, though each new
-            one is compiled for.
+        batches: Of each batch, one array [n, p] per representation. Each new n is compiled for.
 
     Returns:
-        Of all samples; taken about the means of the first batch, so that those that are large cost no digits.
+        The moments of all samples, taken about the means of the first batch, so that large means cost no digits.
 
     Raises:
         ValueError: If there is no batch, or batches differ in their representations.
@@ -169,21 +163,26 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
 
 
 def _about(part: Any, point: np.ndarray) -> Any:
-    """Features about a point, in their own precision where they come."""
+    """Return features about a point, in their own precision."""
     array = as_array("batches", part, "real numbers [n, p]")
     if np.shape(array)[1:] != point.shape:
         fail("batches", f"hold arrays [n, {len(point)}] throughout", f"shape {np.shape(array)}")
     return array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
 
 
+def _block_squares(products: Array, widths: tuple[int, ...]) -> Array:
+    """Return the sums of squares of all blocks of a matrix of features, [R, R]."""
+    return _per_representation(_per_representation(products**2, widths).T, widths)
+
+
 def _linear_cka(m: JointMoments) -> Array:
-    squares = _per_representation(_per_representation(_scaled(m) ** 2, m.widths).T, m.widths)
+    squares = _block_squares(_scaled(m), m.widths)
     own = jnp.sqrt(jnp.diagonal(squares))
     return squares / own[:, None] / own[None]
 
 
 def _scaled(m: JointMoments) -> Array:
-    """Products of features, of representations whose lengths squared sum to 1."""
+    """Return products of features, of representations whose lengths squared sum to 1."""
     owner = np.repeat(np.arange(len(m.widths)), m.widths)
     lengths = jnp.sqrt(m.squares())[owner]
     return m.products / lengths[:, None] / lengths[None]
@@ -191,7 +190,7 @@ def _scaled(m: JointMoments) -> Array:
 
 def _debiased_cka(m: JointMoments) -> Array:
     n, squares = m.count, m.squares()
-    inner = _per_representation(_per_representation(_scaled(m) ** 2, m.widths).T, m.widths)
+    inner = _block_squares(_scaled(m), m.widths)
     quartics = m.quartics / squares[:, None] / squares[None]
     hsic = inner - n / (n - 2) * quartics + 1 / ((n - 1) * (n - 2))
     own = jnp.sqrt(jax.vmap(apart_from_rounding)(jnp.diagonal(hsic), jnp.diagonal(inner)))
@@ -216,7 +215,7 @@ def _procrustes(m: JointMoments) -> Array:
 
 
 def _evened(m: JointMoments) -> JointMoments:
-    """With features brought to one size by powers of two, of which canonical correlations do not depend."""
+    """Return moments of features of one size, by powers of two, on which canonical correlations do not depend."""
     sizes = scale_of(jnp.sqrt(jnp.diagonal(m.products)))
     return eqx.tree_at(lambda m: m.products, m, m.products / sizes[:, None] / sizes[None])
 
@@ -250,18 +249,18 @@ STREAMED: dict[str, Callable[[JointMoments], Array]] = {
 
 @validated
 def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
-    """A measure of all pairs of representations, from their joint moments.
+    """Return a measure of all pairs of representations, from their joint moments.
 
-    The same numbers as from the samples themselves, in the limits of rounding: covariances square the condition number,
-    which counts for CCA, where directions of a feature below 1e-3 of the largest are lost in float32; and a sample that
-    is hundreds of times longer than the others costs debiased CKA its digits, which samples themselves do not.
+    They are the numbers of the samples themselves, up to rounding. Covariances square the condition number: CCA loses
+    directions of a feature below 1e-3 of the largest in float32. A sample that is hundreds of times longer than the
+    others costs debiased CKA its digits.
 
     Args:
-        moments: From `joint_moments` or `stream_moments`.
+        moments: Moments from `stream_moments`.
         measure: "linear_cka", "debiased_cka", "angular_similarity", "procrustes_distance", "cca" or "cca_squared".
 
     Returns:
-        [R, R]; `baseline_from_moments` says what chance gives.
+        [R, R]; `baseline_from_moments` returns chance.
 
     Raises:
         ValueError: If `measure` is unknown, there are fewer than 4 samples, or for CCA no more than features.
@@ -310,7 +309,7 @@ def _from_moments(moments: JointMoments, measure: str) -> Array:
 
 
 def _expected_linear_cka(m: JointMoments) -> Array:
-    inner = _per_representation(_per_representation(m.products**2, m.widths).T, m.widths)
+    inner = _block_squares(m.products, m.widths)
     traces = m.squares() / jnp.sqrt(jnp.diagonal(inner))
     return traces[:, None] * traces[None] / (m.count - 1)
 
@@ -330,14 +329,11 @@ EXPECTED: dict[str, Callable[[JointMoments], Array]] = {
 
 @validated
 def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
-    """What representations of these sizes and spectra score by chance: exact means over all orders of the samples.
+    """Return chance for representations of these spectra: exact means over all orders of the samples, [R, R].
 
     Args:
-        moments: From `joint_moments` or `stream_moments`.
+        moments: Moments from `stream_moments`.
         measure: "linear_cka", "debiased_cka" or "cca_squared", of which the mean is known.
-
-    Returns:
-        [R, R].
 
     Raises:
         ValueError: If `measure` is another one.
@@ -350,13 +346,12 @@ def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") 
 def predictivity_from_moments(
     folds: list[JointMoments], source: int = 0, target: int = 1, *, alpha: Scalar = 0.0
 ) -> Score:
-    """`linear_predictivity` of one representation from another, with the moments of each fold.
+    """Return `linear_predictivity` of one representation from another, with the moments of each fold.
 
     Args:
-        folds: Moments of at least two disjoint parts of the samples, each of which is predicted by maps that are fitted
-            to the others.
-        source: The representation that predicts, by its place.
-        target: The one that is predicted.
+        folds: Moments of at least two disjoint parts of the samples. Each is predicted by maps fitted to the others.
+        source: Place of the representation that predicts.
+        target: Place of the one that is predicted.
         alpha: Ridge penalty, not negative, in squared units of the source summed over samples.
 
     Returns:
@@ -371,20 +366,12 @@ def predictivity_from_moments(
     for name, place in (("source", source), ("target", target)):
         if not 0 <= place < len(folds[0].widths):
             fail(name, f"be one of the {len(folds[0].widths)} representations, counted from 0", place)
-    merged = lambda parts: _reduced(merge_joint_moments, parts)  # noqa: E731
-    everything = merged(folds)
+    everything = reduce(merge_joint_moments, folds)
     wrong = jnp.zeros((), everything.mean.dtype)
     for index, test in enumerate(folds):
-        train = merged([fold for place, fold in enumerate(folds) if place != index])
+        train = reduce(merge_joint_moments, folds[:index] + folds[index + 1 :])
         wrong = wrong + _missed(train, test, jnp.asarray(alpha, wrong.dtype), source, target)
     return 1 - wrong / everything.squares()[target]
-
-
-def _reduced(function: Any, parts: Sequence[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = function(total, part)
-    return total
 
 
 @eqx.filter_jit

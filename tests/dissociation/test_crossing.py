@@ -158,7 +158,7 @@ def test_bad_input_is_refused():
         (lambda: median_crossing([1.0, np.inf], 1.0), "`times` must be finite"),
         (lambda: median_crossing([5, 6, 7], end=3), "`end` must be no earlier than the crossing at 5, got 3"),
         (lambda: median_crossing([np.nan, 6, 7], end=[1, 6, 6.5]), "the crossing at 7, got 6.5"),
-        (lambda: median_crossing(ones, 1.0, level=1.0), "`level` must lie between 0 and 1"),
+        (lambda: median_crossing(ones, 1.0, level=1.0), "`level` must be between 0 and 1"),
         (lambda: log_slope([2.0, 3.0, 4.0], rising, 3.5), "the crossing at 4, got 3.5"),
         (lambda: log_slope([1.0, np.nan, 2.0], ones, 3.0), "three crossings"),
         (lambda: log_slope([1.0, 0.0, 2.0], ones, 3.0), "`times` must be positive and finite"),

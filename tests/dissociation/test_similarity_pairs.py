@@ -11,13 +11,15 @@ import similarity_reference as reference
 from compiled import compilations
 from matplotlib.figure import Figure
 from scipy import stats
+from scipy.spatial.distance import squareform
 
 from dissociation import similarity
 from dissociation.similarity import MEASURES
 from dissociation.similarity import _inference as inference
+from dissociation.similarity import _items as items
 from dissociation.similarity import _kernels as kernels
-from dissociation.similarity import _pairs as pairs
-from dissociation.similarity._dissimilarity import filled
+from dissociation.similarity import _tables as tables
+from dissociation.similarity._measures import routes_of
 from dissociation.training import _progress as progress
 
 RNG = np.random.default_rng(0)
@@ -65,8 +67,6 @@ def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
 
 @pytest.mark.usefixtures("barely_optimized")
 def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
-    from dissociation.similarity import _tables as tables
-
     wanted = {name: by_hand(name) for name in ("linear_cka", "rsa", "angular_similarity")}
     monkeypatch.setattr(tables, "PART", 32)
     monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * 7 * 7 * 4)
@@ -100,7 +100,7 @@ def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
     monkeypatch.setattr(progress.LateMeter, "SECONDS", 1e3)
     whole = numbers()
     assert not capsys.readouterr().err  # it took less than the time after which a meter opens
-    monkeypatch.setattr(inference, "CHUNK_WORK", 1e5)  # some orders, not a divisor of their number
+    monkeypatch.setattr(tables, "CHUNK_WORK", 1e5)  # some orders, not a divisor of their number
     monkeypatch.setattr(progress.LateMeter, "SECONDS", 0.0)
     monkeypatch.setattr(progress.LineMeter, "SECONDS", 0.0)
     for one, other in zip(numbers(), whole, strict=True):
@@ -165,7 +165,7 @@ def test_axes_are_stated_or_refused(shape, stated, wanted):
         with pytest.raises(ValueError, match=wanted):
             similarity.pairwise("linear_cka", {"layer": array}, **stated)
         return
-    (given,) = pairs._as_set("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
+    (given,) = items.as_items("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
     if stated.get("channels") == "first":
         array = np.moveaxis(array, 2 if stated["members"] else 1, -1)
     np.testing.assert_array_equal(np.ravel(given), np.ravel(array).astype(np.float32))
@@ -361,7 +361,7 @@ def test_baselines_are_means_over_all_orders(name):
     options = {"num_neighbours": 2} if name == "mutual_knn" else {}
     measure = MEASURES[name]
     found = similarity.compare(x, y, name, num_blocks=None, p_values=False, **options)
-    route, y = measure.routes(**options)[0], jnp.asarray(y)
+    route, y = routes_of(measure, options)[0], jnp.asarray(y)
     score = jax.jit(jax.vmap(lambda order: route.compare(route.prepare(jnp.asarray(x)), route.prepare(y[order]))))
     orders = jnp.asarray(list(itertools.permutations(range(6))))
     np.testing.assert_allclose(found.baseline, score(orders).mean(), atol=1e-12)
@@ -441,7 +441,7 @@ def test_rounding_beside_a_bound_is_no_bias(measure):
 
 
 def test_members_are_left_out_whole():
-    table = np.array(filled(np.arange(1.0, 7.0)))
+    table = squareform(np.arange(1.0, 7.0))
     found = similarity.member_interval(table)
     means = [np.delete(np.delete(table, i, 0), i, 1).sum() / 6 for i in range(4)]
     assert found.mean == pytest.approx(3.5)
@@ -500,7 +500,7 @@ def simulated(name, samples, maps, noise, pairs):
     else:
         truth = np.sum(cross**2) / np.linalg.norm(own[0]) / np.linalg.norm(own[1])
     maps = [jnp.asarray(into, jnp.float32) for into in maps]
-    route, kept = MEASURES[name].routes()[0], jnp.asarray(inference.kept_rows(samples, 20)[0])
+    route, kept = routes_of(MEASURES[name], {})[0], jnp.asarray(inference.kept_rows(samples, 20)[0])
 
     def one(key):
         latent, *errors = jax.random.split(key, 3)

@@ -1,0 +1,118 @@
+"""Read representations of layers and members: what the axes of arrays mean, and which widths go together."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation._core.checks import check_choice, check_finite, fail, fail_kind, is_traced
+from dissociation._core.conversion import holds_arrays, refuse_nested
+from dissociation.models._representations import Layers
+from dissociation.similarity._base import in_common_dtype, real_numbers, refuse_vanishing
+
+POSITIONS = ("samples", "neurons")
+"""Positions (pixels, tokens, steps) of a sample as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+
+CHANNELS = ("last", "first")
+"""Where the axis of channels lies among a sample's axes."""
+
+Representations = Mapping[str, Any] | Sequence[Any] | Array | np.ndarray
+
+
+class Items(NamedTuple):
+    """Labelled representations of the same samples."""
+
+    labels: list[tuple[str, int]]
+    arrays: list[Array]  # [items, n, p], one per width
+    places: list[list[int]]  # of their items among the labels
+    each: int = 1  # rows of one sample
+    name: str = ""
+    single: bool = False  # one array of one network
+
+    def shown(self, place: int) -> str:
+        """Return the name of an item in messages."""
+        layer, member = self.labels[place]
+        return self.name if len(self.labels) == 1 and not layer else f"{layer or self.name} {member}"
+
+
+def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
+    """Return representations with their names in messages and in labels."""
+    if isinstance(given, Mapping):
+        if len(set(map(str, given))) < len(given):
+            fail(name, "have layers whose names differ as text", list(given), "Rename one")
+        return [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
+    if holds_arrays(given):
+        return [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
+    return [(name, "", given)]
+
+
+def as_items(name: str, given: Any, *, members: bool | None, positions: str | None, channels: str | None) -> Items:
+    """Return representations with their labels, equal widths stacked."""
+    named = _named(name, given)
+    if not named:
+        fail(name, "hold at least one representation", "none")
+    ranks = given.ranks if isinstance(given, Layers) else {}
+    labels: list[tuple[str, int]] = []
+    widths: dict[int, tuple[list[Array], list[int]]] = {}
+    grids, single = set(), False
+    for full, layer, value in named:
+        array = real_numbers(full, value, "real numbers [n, p] or [members, n, p]", gates=2)
+        if not isinstance(given, Mapping):
+            refuse_nested(full, value, array, 2 if value is given else 0)
+        if is_traced(array):
+            advice = "Under a transformation call the measures themselves"
+            fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
+        check_finite(full, array)
+        rank, place = ranks.get(layer), "last" if layer in ranks else channels
+        if rank is None:
+            if members is None and array.ndim > 2:
+                one, other, *rest = array.shape
+                first, second = f"{one} members, {other} samples each", f"{one} samples, of shape {(other, *rest)} each"
+                advice = f"True: {first}. False: {second}"
+                fail("members", f"be True or False for `{full}` of shape {array.shape}", "None", advice)
+            rank = array.ndim - (2 if members else 1)
+        single = array.ndim == 1 + rank and named[0][2] is given
+        array, grid = _arranged(full, array if array.ndim != 1 + rank else array[None], rank, positions, place)
+        grids.add(grid)
+        refuse_vanishing(full, array)
+        stack = jnp.asarray(array)
+        arrays, places = widths.setdefault(stack.shape[2], ([], []))
+        arrays.append(stack)
+        places += range(len(labels), len(labels) + stack.shape[0])
+        before = sum(label == layer for label, _ in labels)
+        labels += [(layer, before + index) for index in range(stack.shape[0])]
+    if positions == "samples" and len(grids) > 1:
+        sizes = ", ".join(map(str, sorted(grids)))
+        fail(name, 'have positions of one size throughout for `positions="samples"`', sizes)
+    numbers = {array.shape[1] for arrays, _ in widths.values() for array in arrays}
+    if len(numbers) > 1:
+        fail(name, "be of the same samples throughout", f"{', '.join(map(str, sorted(numbers)))} samples")
+    joined = in_common_dtype(*(jnp.concatenate(arrays) for arrays, _ in widths.values()))
+    each = int(np.prod(grids.pop())) if positions == "samples" else 1
+    return Items(labels, joined, [places for _, places in widths.values()], each, name, single)
+
+
+def _arranged(name: str, array: Any, rank: int, positions: str | None, channels: str | None) -> tuple[Any, tuple]:
+    """Return an array whose samples have `rank` axes as [members, n, p], and the sizes of its positions."""
+    lead, shape = array.shape[:2], array.shape[2:]
+    if array.ndim != 2 + rank or rank < 0:
+        wanted = "have axes [n, p] or [members, n, p], or those of positions in place of p"
+        fail(name, wanted, f"shape {array.shape}", "`members` states what the first axis is")
+    if rank < 2:
+        return array.reshape(*lead, -1), ()
+    _check_stated("positions", positions, POSITIONS, shape)
+    if positions == "neurons":
+        return array.reshape(*lead, -1), ()
+    _check_stated("channels", channels, CHANNELS, shape, f"Last: {shape[-1]} channels. First: {shape[0]} channels")
+    if channels == "first":
+        array = array.reshape(*lead, shape[0], -1).swapaxes(2, 3)
+    grid = shape[1:] if channels == "first" else shape[:-1]
+    return array.reshape(lead[0], lead[1] * int(np.prod(grid)), -1), grid
+
+
+def _check_stated(name: str, value: Any, choices: Sequence[str], shape: tuple[int, ...], advice: str = "") -> None:
+    if value is None:
+        fail(name, f"be one of {', '.join(map(repr, choices))} for samples of shape {shape}", "None", advice)
+    check_choice(name, value, choices)
