@@ -62,8 +62,8 @@ def flat_results_of(figure: Figure, results: Any) -> Labelled:
 
 def families_of(figure: Figure, results: Any) -> Families:
     """Return the keys of a figure's dictionaries of arrays, by array and axis."""
-    if hasattr(figure, "families"):
-        return figure.families(results)
+    if (own := getattr(figure, "families", None)) is not None:
+        return own(results)
     families: dict[str, tuple[str, ...]] = {}
     words: dict[str, dict[str | int, None]] = {}
     for kind, tree in figure.arrays(results).items():

@@ -65,7 +65,7 @@ class Config(DataConfig):
 
     model: ModelName = "mlp"
     """The architecture; the neurons of its last hidden layer are rewritten."""
-    num_seeds: int = 5
+    num_seeds: int = 4
     """Networks trained from scratch."""
     num_epochs: int = 10
     """Passes over the training images."""
@@ -113,8 +113,9 @@ def check_source(config: Any, sizes: Sequence[str] = ("num_train", "num_test")) 
 
 def source(config: Any, dataset: Dataset | None = None) -> Dataset:
     """Return the dataset that a figure's configuration names, or the given one, and check that it fits."""
-    sizes = {"num_train": config.num_train, "num_test": config.num_test}
-    data = load(config.data, **sizes) if dataset is None else dataset
+    data = dataset
+    if data is None:
+        data = load(config.data, num_train=config.num_train, num_test=config.num_test)
     config.check_data(data)
     return data
 

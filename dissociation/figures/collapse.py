@@ -211,8 +211,9 @@ def compute(
 
 def source(config: Config, dataset: Dataset | None = None) -> Dataset:
     """Return the dataset that the configuration names, or the given one, and check that it fits."""
-    sizes = {"num_train": config.num_loaded, "num_test": config.num_test}
-    data = load(config.data, **sizes) if dataset is None else dataset
+    data = dataset
+    if data is None:
+        data = load(config.data, num_train=config.num_loaded, num_test=config.num_test)
     config.check_data(data)
     return data
 
@@ -303,7 +304,7 @@ def _network_options(config: Config) -> dict[str, Any]:
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
+    """Return the arrays of the figure by their names in an `.npz` file."""
     config, crossings = results.config, results.crossings
     steps = {"time_step": results.time_step, "information_step": results.information_step}
     members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}

@@ -232,7 +232,7 @@ def components_needed(results: Results, order: str = "magnitude", drop: float = 
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
+    """Return the arrays of the figure by their names in an `.npz` file."""
     flat = {"top": results.top, "values": results.values, "leading": results.leading, **results.explained}
     flat |= results.masks
     for size in results.config.sizes:

@@ -71,6 +71,8 @@ REWRITES = {
 class Config(members.Config):
     """Settings of training, comparison and rewrites."""
 
+    num_seeds: int = 5
+    """Networks trained from scratch, at least 2."""
     num_samples: int = 1000
     """Test images that are represented, the first ones."""
     width: int = 256

@@ -71,8 +71,6 @@ cut-off, which is too large."""
 class Config(members.Config):
     """Settings of training, rewrites and noise."""
 
-    num_seeds: int = 4
-    """Networks trained from scratch."""
     width: int = 1024
     """Units in each of the two hidden layers; of networks of images, in the last."""
     num_scales: int = 40

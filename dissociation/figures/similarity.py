@@ -78,6 +78,8 @@ class Config(members.Config):
 
     model: members.ModelName = "mlp"
     """The architecture. Of a convolutional layer every position of every channel is a neuron, of tokens every entry."""
+    num_seeds: int = 5
+    """Networks trained from scratch, at least 3."""
     num_samples: int = 1000
     """Test images that are represented, the first ones."""
     width: int = 128
@@ -107,7 +109,7 @@ class Config(members.Config):
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Raises unless there are enough samples for blocks, and for measures of few features."""
+        """Raise unless there are enough samples for blocks, and for measures of few features."""
         if self.num_blocks > self.num_samples:
             fail("num_blocks", f"be at most `num_samples` ({self.num_samples})", self.num_blocks)
         left = self.num_samples - -(-self.num_samples // self.num_blocks)

@@ -82,12 +82,7 @@ class Networks(NamedTuple):
 
 
 def train_networks(
-    config: Any,
-    key: Array,
-    train: np.ndarray,
-    validation: np.ndarray,
-    labels: np.ndarray,
-    parts: Parts,
+    config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, parts: Parts
 ) -> Networks:
     """Train the oracle and the networks that the models of `config` need on a sequence, all seeds at once.
 
@@ -101,26 +96,21 @@ def train_networks(
         found.models[name], found.diverged_at[name] = result.models, result.diverged_at
         parts.seconds[f"training {words}"] = result.seconds
 
-    def options(name: str) -> dict[str, Any]:
-        sizes = {"num_epochs": config.num_epochs, "features": config.num_digits, "validation": validation}
-        return {**common, **sizes, "checkpoint": parts.path(f"{name}.ckpt")}
-
     oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
     oracle = train_classifiers(train, labels, key=oracle_key, num_classes=config.num_digits, **oracle_options)
     keep("oracle", oracle, "the oracle")
-    for name, name_key in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
-        if name not in config.models:
-            continue
-        result = train_encoders(name, train, key=name_key, **options(name))
-        keep(name, result, name)
-        found.validation[name] = np.asarray(result.history.observed)
-        networks = [member(result.models, seed) for seed in range(config.num_seeds)]
-        losses = [_loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks]
-        found.batched[name] = np.asarray(losses)
-    for name, name_key in zip(("autoencoder", "orthogonal"), keys[3:], strict=True):
+    sizes = {"num_epochs": config.num_epochs, "features": config.num_digits, "validation": validation}
+    for name, name_key in zip(("vamp", "contrastive", "dpnets", "autoencoder", "orthogonal"), keys, strict=True):
         if not any(model.startswith(name) for model in config.models):
             continue
-        result = train_autoencoders(train, key=name_key, orthogonal=name == "orthogonal", **options(name))
+        options = {**common, **sizes, "key": name_key, "checkpoint": parts.path(f"{name}.ckpt")}
+        if name in ("autoencoder", "orthogonal"):
+            result = train_autoencoders(train, orthogonal=name == "orthogonal", **options)
+        else:
+            result = train_encoders(name, train, **options)
+            networks = [member(result.models, seed) for seed in range(config.num_seeds)]
+            losses = [_loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks]
+            found.batched[name] = np.asarray(losses)
         keep(name, result, name)
         found.validation[name] = np.asarray(result.history.observed)
     return found

@@ -16,23 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Complex
 
-from dissociation import member
+from dissociation import figures, member
 from dissociation.data import NAMES, Dataset, load
-from dissociation.figures import (
-    DataName,
-    MeterFactory,
-    Parts,
-    WrongValue,
-    cell,
-    check_choice,
-    check_count,
-    check_distinct,
-    check_positive,
-    check_some_left,
-    fail,
-    identity_of,
-    named_diverged,
-)
+from dissociation.figures import DataName, cell
 from koopman import encode
 from koopman.datasets import OrderedDigits, cycle_spectrum, ordered_mnist
 from koopman.figures import _ordered_mnist_drawing as drawing
@@ -98,23 +84,23 @@ class Config:
     """Which models; the oracle is always trained."""
 
     def __post_init__(self):
-        check_choice("data", self.data, NAMES)
+        figures.check_choice("data", self.data, NAMES)
         for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size"):
-            check_count(name, getattr(self, name), minimum=1)
+            figures.check_count(name, getattr(self, name), minimum=1)
         for name in ("num_train", "num_validation"):
-            check_count(name, getattr(self, name), minimum=2)
+            figures.check_count(name, getattr(self, name), minimum=2)
         if self.num_digits > 10:
-            fail("num_digits", "be at most 10", self.num_digits)
+            figures.fail("num_digits", "be at most 10", self.num_digits)
         if self.batch_size >= self.num_train:
-            fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
+            figures.fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
         for name in ("num_epochs", "oracle_epochs"):
-            check_count(name, getattr(self, name))
-        if check_count("far", self.far) <= self.num_steps:
-            fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
-        check_positive("alpha", self.alpha)
-        check_distinct("models", self.models)
+            figures.check_count(name, getattr(self, name))
+        if figures.check_count("far", self.far) <= self.num_steps:
+            figures.fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
+        figures.check_positive("alpha", self.alpha)
+        figures.check_distinct("models", self.models)
         for name in self.models:
-            check_choice("models", name, MODELS)
+            figures.check_choice("models", name, MODELS)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -169,20 +155,20 @@ def compute(
     key: Array,
     dataset: Dataset | None = None,
     folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    progress: str | figures.MeterFactory | None = None,
 ) -> Results:
     """Train, fit, forecast and read, the sequence cut from `dataset`; see `figures.Figure.compute`."""
     sequence = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     _split(config, sequence)
-    with Parts(folder, identity_of(config, key, (sequence.images, sequence.labels)), progress) as parts:
+    with figures.Parts(folder, figures.identity_of(config, key, (sequence.images, sequence.labels)), progress) as parts:
         return _computed(config, key, sequence, parts)
 
 
-def _computed(config: Config, key: Array, sequence: OrderedDigits, parts: Parts) -> Results:
+def _computed(config: Config, key: Array, sequence: OrderedDigits, parts: figures.Parts) -> Results:
     train, validation, test, labels = _split(config, sequence)
     networks = train_networks(config, key, train, validation, labels["train"], parts)
     diverged_at, oracles = networks.diverged_at, networks.models["oracle"]
-    check_some_left(diverged_at["oracle"], "oracles")
+    figures.check_some_left(diverged_at["oracle"], "oracles")
     norm = float(np.sqrt((train**2).sum((1, 2))).mean())
     jobs = {
         name: partial(_evaluated, config, name, build, networks, test, norm)
@@ -238,7 +224,7 @@ def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
 def _split(config: Config, sequence: OrderedDigits) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
     if sizes[-1] > len(sequence.images):
-        raise WrongValue(
+        raise figures.WrongValue(
             f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, "
             f"{len(sequence.images)}, got {sizes[-1]}."
         )
@@ -319,7 +305,7 @@ def headline(results: Results) -> str:
     return (
         f"{results.data['name']}: {sizes} images, {results.config.num_seeds} seeds; "
         f"oracle {oracle} right on validation images"
-        f"{named_diverged(names, np.concatenate(list(results.diverged_at.values())))}"
+        f"{figures.named_diverged(names, np.concatenate(list(results.diverged_at.values())))}"
     )
 
 

@@ -19,18 +19,7 @@ from jaxtyping import Array
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation import bmap, plotting
-from dissociation.figures import (
-    MeterFactory,
-    Parts,
-    check_choice,
-    check_count,
-    check_distinct,
-    check_positive,
-    fail,
-    identity_of,
-    per_batch,
-)
+from dissociation import bmap, figures, plotting
 from dissociation.plotting import summarise
 from koopman import (
     RBF,
@@ -38,21 +27,13 @@ from koopman import (
     PrincipalComponents,
     ReducedRank,
     Ridge,
+    datasets,
     decompose,
     fit,
     lagged_pairs,
     right_eigenfunctions,
 )
-from koopman.datasets import (
-    ExactSpectrum,
-    logistic_features,
-    logistic_map,
-    logistic_spectrum,
-    ornstein_uhlenbeck,
-    ornstein_uhlenbeck_spectrum,
-    prinz_langevin,
-    prinz_spectrum,
-)
+from koopman.datasets import ExactSpectrum
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -133,23 +114,23 @@ class Config:
     """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
 
     def __post_init__(self):
-        check_count("num_trajectories", self.num_trajectories, minimum=1)
+        figures.check_count("num_trajectories", self.num_trajectories, minimum=1)
         for name, value, least, most in (
             ("order", self.order, 2, 200),  # five features at least, and quadrature of few thousand nodes
             ("num_centres", self.num_centres, MAX_RANK, 5000),
             *(("lengths", length, 100, 10**8) for length in self.lengths),
         ):
-            if check_count(name, value, minimum=least) > most:
-                fail(name, f"be at most {most}", value)
-        check_positive("alpha", self.alpha)
+            if figures.check_count(name, value, minimum=least) > most:
+                figures.fail(name, f"be at most {most}", value)
+        figures.check_positive("alpha", self.alpha)
         if self.alpha > 1e6:
-            fail("alpha", "be at most 1e6, where features have mean squares of one", self.alpha)
-        check_distinct("lengths", self.lengths)
+            figures.fail("alpha", "be at most 1e6, where features have mean squares of one", self.alpha)
+        figures.check_distinct("lengths", self.lengths)
         if list(self.lengths) != sorted(self.lengths):
-            fail("lengths", "rise: the last is the one that rates are told of", self.lengths)
-        check_distinct("systems", self.systems)
+            figures.fail("lengths", "rise: the last is the one that rates are told of", self.lengths)
+        figures.check_distinct("systems", self.systems)
         for name in self.systems:
-            check_choice("systems", name, SYSTEMS)
+            figures.check_choice("systems", name, SYSTEMS)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works."""
@@ -174,9 +155,9 @@ def systems(config: Config) -> dict[str, System]:
     known = {
         "logistic": System(
             "noisy logistic map",
-            lambda steps, key: logistic_map(steps, key=key, order=config.order),
-            lambda x: logistic_features(x, config.order),
-            logistic_spectrum(config.order),
+            lambda steps, key: datasets.logistic_map(steps, key=key, order=config.order),
+            lambda x: datasets.logistic_features(x, config.order),
+            datasets.logistic_spectrum(config.order),
             lag=1,
             rank=5,
             compared=2,
@@ -185,9 +166,9 @@ def systems(config: Config) -> dict[str, System]:
         ),
         "ornstein_uhlenbeck": System(
             "Ornstein-Uhlenbeck",
-            lambda steps, key: ornstein_uhlenbeck(steps, key=key, time_step=0.1),
+            lambda steps, key: datasets.ornstein_uhlenbeck(steps, key=key, time_step=0.1),
             partial(_hermite, 6),
-            ornstein_uhlenbeck_spectrum(time_step=0.5, num_components=4),
+            datasets.ornstein_uhlenbeck_spectrum(time_step=0.5, num_components=4),
             lag=5,
             rank=5,
             compared=3,
@@ -196,9 +177,9 @@ def systems(config: Config) -> dict[str, System]:
         ),
         "prinz": System(
             "Prinz potential",
-            lambda steps, key: prinz_langevin(steps, key=key),
+            lambda steps, key: datasets.prinz_langevin(steps, key=key),
             _bumps,
-            prinz_spectrum(time_step=1e-3, num_components=4),
+            datasets.prinz_spectrum(time_step=1e-3, num_components=4),
             lag=10,
             rank=MAX_RANK,
             compared=3,
@@ -230,15 +211,15 @@ def compute(
     key: Array,
     dataset: Any = None,
     folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    progress: str | figures.MeterFactory | None = None,
 ) -> Results:
     """Simulate, fit and compare, whatever `dataset` is; see `dissociation.figures.Figure.compute`."""
     del dataset
-    with Parts(folder, identity_of(config, key, np.zeros(0)), progress) as parts:
+    with figures.Parts(folder, figures.identity_of(config, key, np.zeros(0)), progress) as parts:
         return _computed(config, key, parts)
 
 
-def _computed(config: Config, key: Array, parts: Parts) -> Results:
+def _computed(config: Config, key: Array, parts: figures.Parts) -> Results:
     processes = systems(config)
     jobs = {}
     for place, (name, system) in enumerate(processes.items()):
@@ -300,7 +281,7 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         return out
 
     keys = jax.random.split(key, config.num_trajectories)
-    return bmap(one, batch_size=per_batch())(keys)
+    return bmap(one, batch_size=figures.per_batch())(keys)
 
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
