@@ -24,6 +24,11 @@ class Results(SimpleNamespace):
         diverged_at: The step at which a network diverged, or -1: [seeds]. Numbers of diverged networks are NaN.
     """
 
+    member: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"`{name}` must be left as it is, got another value. Use `_replace`.")
+
     def _replace(self, **changes: Any) -> "Results":
         """Return a copy with other values."""
         return Results(**(vars(self) | changes))

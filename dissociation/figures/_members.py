@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 
 from dissociation._core.checks import check_choice, check_count, check_positive, fail
 from dissociation.data._datasets import NAMES, SOURCES, Dataset, load
-from dissociation.figures._artifacts import Parts
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
 from dissociation.figures._labels import Results
 from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins
 from dissociation.measures._robustness import input_noise_error
@@ -118,6 +118,20 @@ def source(config: Any, dataset: Dataset | None = None) -> Dataset:
         data = load(config.data, num_train=config.num_train, num_test=config.num_test)
     config.check_data(data)
     return data
+
+
+def run(
+    computed: Callable[[Any, Array, Dataset, Parts], Results],
+    config: Any,
+    key: Array,
+    dataset: Dataset | None,
+    folder: Folder,
+    progress: AnyMeter,
+) -> Results:
+    """Load the data, unless given, and compute with them and the parts in `folder`."""
+    data = source(config, dataset)
+    with Parts(folder, identity_of(config, key, data), progress) as parts:
+        return computed(config, key, data, parts)
 
 
 def described(data: Dataset) -> dict[str, Any]:

@@ -25,9 +25,9 @@ class Settings(Protocol):
 class Figure(Protocol):
     """Module of a figure, which `figures()` of its package lists.
 
-    It may also have `UNITS`, the units of arrays by how their names begin, and `families(results)`, by array and axis the
-    ends of names that `arrays` does not give as keys. Its results have `seconds`, the wall times of the parts, and may
-    have a `member`, one of the networks, which the report shows.
+    It may also have `UNITS`, the units of arrays by how their names begin, and `families(results)`, by array and axis
+    the ends of names that `arrays` does not give as keys. Its results have `seconds`, the wall times of the parts, and
+    may have a `member`, one of the networks, which the report shows.
 
     Attributes:
         STEM: The name of the files.

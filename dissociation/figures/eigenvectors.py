@@ -18,11 +18,12 @@ from dissociation.bilinear._forms import decompose
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _eigenvector_drawing as drawing
 from dissociation.figures import _eigenvector_measures as measures
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
 from dissociation.figures._eigenvector_drawing import draw
 from dissociation.figures._eigenvector_measures import ORDERS, pooled
 from dissociation.figures._labels import Results
-from dissociation.figures._members import DataConfig, check_source, described, source
+from dissociation.figures._members import DataConfig, check_source, described, run
+from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell, check_some_left, masked_job, named_diverged, stand_ins
 from dissociation.plotting._axes import summarise
 from dissociation.recipes._bilinear import train_bilinear
@@ -135,9 +136,7 @@ def compute(
     config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
     """Train, decompose and compare; see `figures.Figure.compute`."""
-    data = source(config, dataset)
-    with Parts(folder, identity_of(config, key, data), progress) as parts:
-        return _computed(config, key, data, parts)
+    return run(_computed, config, key, dataset, folder, progress)
 
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:

@@ -22,9 +22,10 @@ from matplotlib.figure import Figure
 from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
 from dissociation.figures._labels import Results
-from dissociation.figures._members import headline, source
+from dissociation.figures._members import headline
+from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
 from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._robustness import input_noise_error, parameter_noise_error
@@ -124,9 +125,7 @@ def compute(
     config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
     """Train, rewrite and measure; see `figures.Figure.compute`."""
-    data = source(config, dataset)
-    with Parts(folder, identity_of(config, key, data), progress) as parts:
-        return _computed(config, key, data, parts)
+    return members.run(_computed, config, key, dataset, folder, progress)
 
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:

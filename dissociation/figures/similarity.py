@@ -19,9 +19,9 @@ from dissociation import similarity
 from dissociation._core.checks import check_choice, check_count, check_distinct, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
 from dissociation.figures._labels import Results
-from dissociation.figures._members import source
+from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell
 from dissociation.figures._similarity_drawing import REWRITES, draw, of_seeds
 from dissociation.models._representations import member_representations, representations
@@ -144,9 +144,7 @@ def compute(
     config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
     """Train, represent and compare; see `figures.Figure.compute`."""
-    data = source(config, dataset)
-    with Parts(folder, identity_of(config, key, data), progress) as parts:
-        return _computed(config, key, data, parts)
+    return members.run(_computed, config, key, dataset, folder, progress)
 
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:

@@ -25,9 +25,10 @@ from dissociation._core.checks import check_choice, check_count, check_distinct,
 from dissociation.data._datasets import Dataset
 from dissociation.data._tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures import _members as members
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
 from dissociation.figures._labels import Results
-from dissociation.figures._members import headline, source
+from dissociation.figures._members import headline
+from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._probes import stable_step_size
 from dissociation.measures._transfer import transfer_errors
@@ -117,9 +118,7 @@ def compute(
     config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
     """Train, rewrite and probe; see `figures.Figure.compute`."""
-    data = source(config, dataset)
-    with Parts(folder, identity_of(config, key, data), progress) as parts:
-        return _computed(config, key, data, parts)
+    return members.run(_computed, config, key, dataset, folder, progress)
 
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
