@@ -255,15 +255,15 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
     """Load the results so far of a sweep that runs or was stopped; `draw` leaves out what is missing.
 
     Args:
-        config: Of the sweep.
-        folder: The one given to `compute`; the command line's is `parts` in the run's own folder.
+        config: Configuration of the sweep.
+        folder: The folder given to `compute`; that of the command line is `parts` in the run's own folder.
 
     Returns:
         Results without margins, up to the last time that was kept.
 
     Raises:
-        FileNotFoundError: If nothing has been kept yet.
-        RefusedFile: If what was kept is of another configuration, or broken.
+        FileNotFoundError: If there are no series yet.
+        RefusedFile: If the series are of another configuration, or broken.
     """
     path = Path(folder) / f"{SAVED}.npz"
     if not path.exists():
@@ -277,18 +277,18 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
-    """The trained networks of a finished sweep.
+    """Load the trained networks of a finished sweep.
 
     Args:
-        config: Of the sweep.
-        folder: The one given to `compute`.
+        config: Configuration of the sweep.
+        folder: The folder given to `compute`.
 
     Returns:
         Stacked models, in the order [decay, seed].
 
     Raises:
         FileNotFoundError: If the sweep has not ended.
-        RefusedFile: If what was kept is of another configuration, or broken.
+        RefusedFile: If the networks are of another configuration, or broken.
     """
     path, digest = Path(folder) / _MODELS, check_parts_of(folder, config)
     if checkpoints.read_header(path).get("run") != digest:
@@ -344,7 +344,7 @@ def headline(results: Results) -> str:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per weight decay: when networks fitted and collapsed, and how they end."""
+    """Return a header and a row per weight decay: when networks fitted and collapsed, and how they end."""
     rows = crossing_table(results.config.weight_decays, results.crossings)
     rows[0] += ["test accuracy", "RNC1", "NC2"]
     names = ("test_accuracy", "rnc1_score", "nc2_score")

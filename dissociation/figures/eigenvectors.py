@@ -288,7 +288,7 @@ def headline(results: Results) -> str:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
+    """Return a header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
     shown = [rank for rank in (1, 5, 20) if rank <= results.config.num_ranks]
     rows = [["size", "seeds", "accuracy"]]
     rows[0] += [f"rank {rank}, {by}" for by in ("magnitude", "positive", "negative") for rank in shown]

@@ -140,7 +140,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
 
 
 def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -> dict[str, NeuronGroup]:
-    """Layers that are vectors of neurons, each with its group: both of the perceptron, of others the last."""
+    """Return layers that are vectors of neurons with their groups: both of the perceptron, of others the last."""
     groups = {"features": members.rewritten_group(models, example)}
     if config.model == "mlp":
         first = neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]
@@ -151,7 +151,7 @@ def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -
 def _freedom(
     models: Any, group: NeuronGroup, layer: str, represented: Array, images: Array, all_images: Array
 ) -> dict[str, np.ndarray]:
-    """Intervals of all pairs, and networks rewritten towards their ends: tables [seeds, seeds]."""
+    """Return intervals of all pairs, and similarities of networks rewritten towards their ends: [seeds, seeds]."""
     count = len(represented)
     ends = [f"{kind}_{end}" for kind in ("approached", "change") for end in ENDS]
     tables = {name: np.full((count, count), np.nan) for name in (*_INTERVALS, *ends)}
@@ -171,7 +171,7 @@ def _freedom(
 
 @eqx.filter_jit
 def _scaled(model: Any, group: NeuronGroup, factors: Array) -> Any:
-    """In a program of its own: fused with what follows, it would be rounded otherwise than the weights are."""
+    """Scale in a program of its own: fused with what follows, it would be rounded differently from the weights."""
     return scale(group, factors)(model)
 
 
@@ -179,7 +179,7 @@ def _scaled(model: Any, group: NeuronGroup, factors: Array) -> Any:
 def _compared(
     model: Any, rewritten: Any, layer: str, images: Array, all_images: Array, reference: Array
 ) -> tuple[Array, Array]:
-    """Similarity after scaling, and the largest change of a logit."""
+    """Return the similarity after scaling, and the largest change of a logit."""
     with jax.default_matmul_precision("highest"):
         value = linear_cka(representations(rewritten, images)[layer], reference)
     return value, certify(model, rewritten, all_images).max_abs_change
@@ -188,7 +188,7 @@ def _compared(
 def _moved(
     config: Config, models: Any, group: NeuronGroup, features: Array, data: Dataset, key: Array
 ) -> dict[str, np.ndarray]:
-    """Linear CKA of rewritten networks in rows with trained ones in columns, [seeds, seeds] per rewrite."""
+    """Return linear CKA of rewritten networks in rows with trained ones in columns, [seeds, seeds] per rewrite."""
     images = jnp.asarray(data.test_images[: config.num_samples])
     everything = np.concatenate([data.train_images, data.test_images])
     weights = moved_weights(config.model, models, group, everything[:1])
@@ -217,7 +217,7 @@ def _moved(
 
 
 def draw(results: Results) -> Figure:
-    """A panel per layer with every pair's number in its interval, and one of the rewrites. 1.7 inches each, by 1.7."""
+    """Draw a panel per layer with every pair's number in its interval, and one of the rewrites; 1.7 inches each."""
     layers = list(results.measured)
     with plotting.house_style():
         figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
@@ -233,7 +233,7 @@ def draw(results: Results) -> Figure:
 
 
 def _intervals(panel: Axes, results: Results, layer: str) -> None:
-    """Pairs from left to right by what they measure."""
+    """Draw pairs from left to right by their similarity."""
     there = np.isfinite(results.measured[layer])
     own = [tables[layer][there] for tables in (results.measured, results.low, results.high)]
     measured, low, high = (part[np.argsort(own[0])] for part in own)
@@ -301,7 +301,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per layer: measured, ends, how far rewrites came, and what they did to the function."""
+    """Return a header and a row per layer: measured, ends, distance of rewrites from these, change of the function."""
     header = ["layer", "measured", "least", "largest", "distance from ends", "change of a logit", "residual"]
     rows = [header]
     for layer, measured in results.measured.items():

@@ -181,7 +181,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
 
 
 def draw(results: Results) -> Figure:
-    """Test error by noise on inputs and on parameters, above what every rewrite adds to it; 3.24 x 2.9 inches."""
+    """Draw test error by noise on inputs and on parameters, above what every rewrite adds to it; 3.24 x 2.9 inches."""
     names = {variant: label(results.config, variant) for variant in results.input_error}
     looks = plotting.looks(names)
     if "published_null" in looks:
@@ -247,7 +247,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per variant: errors (%) clean and at two noise scales, and what the function did."""
+    """Return a header and a row per variant: errors (%) clean and at two noise scales, and changes of the function."""
     at_input = int(np.argmin(np.abs(results.input_scales - 0.37)))
     at_parameter = int(np.argmin(np.abs(results.parameter_scales - 0.01)))
     header = [
@@ -271,7 +271,7 @@ def table(results: Results) -> list[list[str]]:
 
 
 def label(config: Config, variant: str) -> str:
-    """What a variant is called: the perceptron's null space is that of the inputs."""
+    """Return the name of a variant: the perceptron's null space is that of the inputs."""
     return LABELS[variant] if config.model == "mlp" else LABELS[variant].removeprefix("input ")
 
 

@@ -259,7 +259,7 @@ def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
 def _without(
     part: dict[str, np.ndarray], alive: np.ndarray, items: tuple[tuple[str, int], ...]
 ) -> dict[str, np.ndarray]:
-    """A part with NaN for seeds that diverged, wherever they have a row or column."""
+    """Return a part with NaN for seeds that diverged, wherever they have a row or column."""
     if alive.all():
         return part
     gone = {len(alive): ~alive, len(items): np.array([not alive[seed] for _, seed in items])}
@@ -317,7 +317,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
+    """Return a header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
     header = ["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]
     rows = [header]

@@ -165,7 +165,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
 
 
 def draw(results: Results) -> Figure:
-    """Transfer error by sample budget, and what rewrites add to it: two rows a task, a column a probe; 1.62 inches."""
+    """Draw transfer error by sample budget, and what rewrites add: two rows a task, a column a probe; 1.62 inches."""
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
     probes = results.config.probes
@@ -228,7 +228,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per variant: transfer errors (%) with all samples, and what the function did."""
+    """Return a header and a row per variant: transfer errors (%) with all samples, and changes of the function."""
     names = [(task, probe) for task in TASKS for probe in results.config.probes]
     header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
     rows = [header]
