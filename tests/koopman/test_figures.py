@@ -271,7 +271,7 @@ def test_networks_that_diverged_are_left_out_and_named(sequence_results, tmp_pat
     assert "oracle 75.00 % (1 of 2)" in headline
     assert headline.endswith("left out: oracle seed 1 at step 4, dpnets seed 0 at step 8 (2 of 4 networks remain)")
     arrays = ordered_mnist.arrays(results)
-    assert (arrays["predicted_dpnets"] == -1).all()  # not class 0
+    assert (arrays["predicted"]["dpnets"] == -1).all()  # not class 0
     assert "VAMP" not in ordered_mnist.caption(results)
     figure = ordered_mnist.draw(results)
     figure.canvas.draw()
