@@ -1,18 +1,19 @@
 """`python -m dissociation`."""
 
+import importlib
 import sys
 
 from dissociation.training import _interrupts as interrupts
 
 
-def main() -> int:
-    """Runs the command line as a program of its own; returns the exit status."""
-    interrupts.listen("dissociation")
-    from dissociation.figures._cli import main as run  # Takes seconds, in which an interrupt must be heard already.
+def main(package: str = "dissociation") -> int:
+    """Run the command line of a package as a program of its own; return the exit status."""
+    interrupts.listen(package)  # before imports, which take seconds
+    figures = importlib.import_module(f"{package}.figures")
     from dissociation.training._cores import use_all_cores
 
     use_all_cores()
-    status = run()
+    status = figures.main()
     interrupts.end()
     return status
 

@@ -1,21 +1,11 @@
 """`python -m koopman`."""
 
 import sys
+from functools import partial
 
-from dissociation.training import _interrupts as interrupts
+from dissociation.__main__ import main as run
 
-
-def main() -> int:
-    """Runs the command line as a program of its own; returns the exit status."""
-    interrupts.listen("koopman")
-    from dissociation.training._cores import use_all_cores
-    from koopman.figures._cli import main as run  # Takes seconds, in which an interrupt must be heard already.
-
-    use_all_cores()
-    status = run()
-    interrupts.end()
-    return status
-
+main = partial(run, "koopman")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the figure of neural collapse measures: when, expensive measures, margins; and the series kept on the way."""
+"""Measures of the figure of neural collapse: steps of observation, information, margins; and the series on disk."""
 
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from dissociation.training._members import after, count, take
 from dissociation.training._records import log_spaced_steps
 
 SAVED = "series"
-"""The part that holds the series so far."""
+"""Name of the part with the series so far."""
 
 
 def spread_observations(num_steps: int, number: int) -> np.ndarray:
-    """So many of the observed steps, nearest to steps evenly spaced in the logarithm; all if there are no more."""
+    """Return `number` of the observed steps, nearest to steps evenly spaced in the logarithm; all if fewer."""
     times = observation_steps(num_steps)
     if number < 2:
         return times[:0] if number == 0 else times[-1:]
@@ -49,13 +49,13 @@ class Information(eqx.Module):
     """The expensive measures of one network, on test images.
 
     Attributes:
-        images: Standardised images X, [n, pixels].
-        labels: One-hot Y, [n, classes].
-        codes: Images compressed and whitened, [n, code].
-        feature_noise: On whitened features.
-        num_neighbours: Of the estimators.
+        images: Standardised images X.
+        labels: One-hot Y.
+        codes: Compressed and whitened images.
+        feature_noise: Standard deviation of the noise on whitened features.
+        num_neighbours: Neighbours of the estimators.
         smoothing: Noise of smoothed information, in units of the features' spread.
-        num_smoothed: Images for it.
+        num_smoothed: Images for smoothed information.
     """
 
     images: Float[Array, "n d"]
@@ -67,7 +67,7 @@ class Information(eqx.Module):
     num_smoothed: int = eqx.field(static=True)
 
     def __call__(self, model: Any, key: Array) -> dict[str, Array]:
-        """By name; "null" stands for shuffled pairs, "free" for a bandwidth that follows the features' scale.
+        """Return measures by name: "null" of shuffled pairs, "free" of a bandwidth that follows the features' scale.
 
         The free bandwidth is the published one for features of variance 1.
         """
@@ -104,7 +104,7 @@ class Information(eqx.Module):
 def compressed(
     train: Array | np.ndarray, images: Array | np.ndarray, *, size: int, num_epochs: int, key: Array
 ) -> Arrays:
-    """Codes of `images`, whitened, from an autoencoder trained on `train`, kept: "codes" [n, size]."""
+    """Return whitened codes of `images` from an autoencoder trained on `train`, cached on disk: "codes" [n, size]."""
     identity = {"train": train, "images": images, "key": key, "code": size, "epochs": num_epochs}
     identity["format"] = 2  # to be raised when `train_compression` finds other codes
     digest = checkpoint.fingerprint(identity)
@@ -119,25 +119,23 @@ def compressed(
 
 
 def code_cache() -> Path:
-    """Where codes of images are kept from one sweep to the next."""
+    """Return the folder of cached codes of images."""
     return Path(platformdirs.user_cache_dir("dissociation")) / "codes"
 
 
 def information_measures(config: Any, data: Dataset, codes: Array | np.ndarray) -> Information:
-    """The expensive measures on the first test images; `config` has the other fields of `Information`."""
+    """Return the expensive measures on the first test images; `config` has the other fields of `Information`."""
     images, labels = data.test_images[: len(codes)], data.test_labels[: len(codes)]
     options = {name: getattr(config, name) for name in ("feature_noise", "num_neighbours", "smoothing", "num_smoothed")}
     return Information(standardised(images), jnp.asarray(labels), jnp.asarray(codes), **options)
 
 
 def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: int) -> dict[str, np.ndarray]:
-    """Signed distances to the boundary between two classes, of their samples, in every network.
+    """Return signed distances of samples of two classes to the boundary between the classes, in every network.
 
-    Returns:
-        For each of the classes, "margin_{class}_{train|test}": [members, samples], and "plane_{class}_{train|test}":
-        coordinates in the plane of the two classes' weights, [members, samples, 2]. Where the boundary crosses its
-        first axis is "plane_boundary", [members]. "test" is the training images after the first `num_train`, and all
-        test images.
+    "margin_{class}_{train|test}" is [members, samples]; "plane_{class}_{train|test}", coordinates in the plane of the
+    two classes' weights, [members, samples, 2]; "plane_boundary", the boundary's place on the first axis, [members].
+    "test" is the training images after the first `num_train`, and all test images.
     """
     train = data.train_images[:num_train], data.train_labels[:num_train]
     rest = (
@@ -168,7 +166,7 @@ def _places(model: Any, images: Array, first: int, second: int) -> tuple[Array, 
 
 
 class SeriesKeeper:
-    """Keeps the series so far on disk; goes on with those of an interrupted run."""
+    """Save the series so far, and continue those of an interrupted run."""
 
     def __init__(self, parts: Parts):
         self.parts = parts
@@ -176,7 +174,7 @@ class SeriesKeeper:
         self.found: list[dict[str, np.ndarray]] = []
 
     def __call__(self, step: int, records: dict[str, Any]) -> None:
-        """A callback of `training.fit`."""
+        """Save an observation: a callback of `training.fit`."""
         if self.parts.folder is None:
             return
         if not self.steps and step > 0 and (earlier := self.parts.load(SAVED)) is not None:
@@ -191,5 +189,5 @@ class SeriesKeeper:
 
 
 def flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Costly measures beside the cheap ones."""
+    """Return a dictionary in which costly measures are beside the cheap ones."""
     return {**{name: leaf for name, leaf in observed.items() if name != "expensive"}, **observed.get("expensive", {})}

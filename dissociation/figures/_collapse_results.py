@@ -1,23 +1,23 @@
-"""What a sweep through grokking and collapse found: its series, and when networks crossed the thresholds."""
+"""Results of a sweep through grokking and collapse: series, and the steps at which networks crossed the thresholds."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dissociation._core.checks import fail
+from dissociation.figures._labels import Results
 from dissociation.measures._crossing import Median, Slope, first_cross, log_slope, median_crossing
 
 
 class Crossings(NamedTuple):
-    """When the networks of a sweep crossed the thresholds.
+    """Steps at which the networks of a sweep crossed the thresholds.
 
     Attributes:
-        first: First steps, [decay, seed], NaN where there is none: "fitted", "generalised", "collapsed"; "delay", from
-            the first to the last of them; and "diverged", whether a network did.
-        median: Medians of these over the seeds that did not diverge with their 90 % intervals, [decay, 3]; of "delay"
-            over those that fitted. NaN where there are none.
+        first: First steps, [decay, seed], or NaN, see `first_crossings`.
+        median: Medians over the seeds that did not diverge with their 90 % intervals, [decay, 3], or NaN; of "delay"
+            over seeds that fitted.
         line: Slope and intercept of log collapse time on log weight decay; NaN if too few networks crossed.
-        slope: The slopes of collapse time and of delay with their standard errors, or why there are none.
+        slope: A sentence on the slopes of collapse time and of delay.
     """
 
     first: dict[str, np.ndarray]
@@ -27,7 +27,7 @@ class Crossings(NamedTuple):
 
 
 def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> Crossings:
-    """What `Crossings` says of `series` at `time_step`, with the thresholds and the weight decays of `config`."""
+    """Return the crossings of `series` at `time_step`, with the thresholds and the weight decays of `config`."""
     first, end = first_crossings(config, series, time_step), int(time_step[-1])
     names = [name for name in first if name != "diverged"]
     median: dict[str, np.ndarray] = {name: np.full((len(config.weight_decays), 3), np.nan) for name in names}
@@ -53,11 +53,10 @@ def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray)
 
 
 def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
-    """`Crossings.first` of a sweep.
+    """Return the first steps of `time_step` beyond the thresholds, [decay, seed]; NaN if a network never crossed.
 
-    They are steps of `time_step`, so each is late by less than the steps between two observations. Collapse is looked
-    for from fitting on: features of the beginning may be as close to each other, for other reasons. "delay" is the one
-    minus the other. A network that diverged, where "diverged" is true, has none, and is not one that never crossed.
+    "collapsed" is searched from "fitted" on, as features may be close to each other at the beginning, too; "delay" is
+    their difference. A network that "diverged" has no steps.
     """
     times = np.asarray(time_step, np.float32)
     generalised = np.asarray(first_cross(times, series["test_accuracy"], config.test_threshold))
@@ -70,7 +69,7 @@ def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.nd
 
 
 def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
-    """Median steps from fitting to collapse over the seeds that fitted; NaN if none did."""
+    """Return the median steps from fitting to collapse over the seeds that fitted; NaN if there are none."""
     chosen = ~np.isnan(fitted)
     if not chosen.any():
         return Median(np.nan, np.nan, np.nan)
@@ -78,7 +77,7 @@ def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
 
 
 def crossing_table(weight_decays: tuple[float, ...], crossings: Crossings) -> list[list[str]]:
-    """A header, and a row per weight decay: medians with 90 % intervals, and how much later collapse came."""
+    """Return a header, and a row per weight decay: medians with 90 % intervals."""
     rows = [
         ["weight decay", "fitted at", "generalised", "collapsed", "90 % interval", "never", "delay", "90 % interval"]
     ]
@@ -98,45 +97,13 @@ def crossing_table(weight_decays: tuple[float, ...], crossings: Crossings) -> li
 def crossing_line(
     weight_decays: tuple[float, ...], first: dict[str, np.ndarray], end: int, name: str = "collapsed"
 ) -> Slope:
-    """The line of log time `name` on log weight decay, over positive decays; `first` is `Crossings.first`."""
+    """Return the line of log time `name` on log weight decay, over positive decays."""
     decays, times = np.asarray(weight_decays, float), np.asarray(first[name], float)
     places = np.repeat(decays, times.shape[1])
     ends = np.full(times.shape, float(end)) - (first["fitted"] if name == "delay" else 0.0)
     # A delay that the run's end leaves no room for says nothing.
     kept = (places > 0) & (ends.reshape(-1) > 0) & ~first["diverged"].reshape(-1)
     return log_slope(times.reshape(-1)[kept], places[kept], ends.reshape(-1)[kept])
-
-
-class Results(NamedTuple):
-    """Everything the figure shows.
-
-    Attributes:
-        config: What was asked for, a `collapse.Config`.
-        data: The data set's name and sizes.
-        series: By name, [decay, seed, time]: accuracies, losses and measures of collapse. Those of collapse are on
-            training images, or on test images where the name begins with "test_".
-        time_step: Steps of the series, [time].
-        information: By name, [decay, seed, time]: the expensive measures, on test images.
-        information_step: Their steps, [time].
-        margins: By class and split, signed distances to the boundary between two classes, [decay, seed, samples], and
-            coordinates in the plane of the two classes' weights, [decay, seed, samples, 2]: see `margins_of`.
-        crossings: When networks crossed the thresholds.
-        diverged_at: The step at which a network diverged, or -1: [decay, seed]. From there on its numbers are NaN.
-        seconds: Wall time of every part.
-        member: One of the networks, as a report shows it; None for results of another making.
-    """
-
-    config: Any
-    data: dict[str, Any]
-    series: dict[str, np.ndarray]
-    time_step: np.ndarray
-    information: dict[str, np.ndarray]
-    information_step: np.ndarray
-    margins: dict[str, np.ndarray]
-    crossings: Crossings
-    diverged_at: np.ndarray
-    seconds: dict[str, float]
-    member: Any = None
 
 
 def assemble(
@@ -148,7 +115,7 @@ def assemble(
     diverged_at: np.ndarray | None,
     seconds: dict[str, float],
 ) -> Results:
-    """Results of flat series, members first; `diverged_at` is None for a sweep under way."""
+    """Return results of flat series [members, time]; `diverged_at` is None for a sweep under way."""
     grid = len(config.weight_decays), len(config.seeds)
     # The numbers of a network that is not finite may look plausible: its accuracy is that of the first class.
     finite = np.isfinite(flat["train_loss"])
@@ -175,19 +142,19 @@ def assemble(
 
 
 def series_of(results: Results, name: str, weight_decay: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """One curve: its steps and its values.
+    """Return the steps and the values of one curve.
 
     Args:
-        results: What `compute` returned.
-        name: Of `series` or `information`.
-        weight_decay: One of the configuration's.
-        seed: One of the configuration's.
+        results: The value of `compute`.
+        name: A name in `series` or `information`.
+        weight_decay: A weight decay of the configuration.
+        seed: A seed of the configuration.
 
     Returns:
         Two arrays [time].
 
     Raises:
-        ValueError: If there is no such series, or no such network; both of decay and seed are named.
+        ValueError: If there is no such series or network.
     """
     known = {**results.series, **results.information}
     if name not in known:

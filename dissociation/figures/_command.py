@@ -1,4 +1,4 @@
-"""The command lines of both packages: from a figure's configuration to files.
+"""Command lines of both packages.
 
 Every run of a figure has a folder, named by figure, settings and a digest of all that defines the run. Other settings,
 other data or `--quick` never touch its results, and the same command resumes it.
@@ -23,7 +23,7 @@ import tyro
 
 from dissociation._core import checks
 from dissociation._core.checks import WrongValue, check_seed
-from dissociation._core.files import RefusedFile, write_bytes
+from dissociation._core.files import RefusedFile, locked, write_bytes
 from dissociation._core.labelled import save_npz
 from dissociation.figures import _artifacts as artifacts
 from dissociation.figures import _provenance as provenance
@@ -139,54 +139,32 @@ def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[...
 def produce(
     figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
 ) -> int:
-    """Compute, draw and write one figure."""
+    """Compute, draw and write one figure; return the exit status."""
+    began = time.perf_counter()
     interrupts.begin()
-    tell = partial(_tell, program)
     interrupts.advice = interrupts.NOTHING
     try:
-        _join(run)
-        _run(figure, config, run, ("python", "-m", program, *words))
-    except _Unfit as unfit:
-        error = unfit.error
-        return tell(error, 2 if isinstance(error, WrongValue) else 1)
+        try:
+            if run.distributed:
+                distributed.initialize(run.coordinator_address, run.num_processes, run.process_id)
+            data = figure.source(config)
+        except (OSError, ValueError) as error:
+            return _tell(program, error, 2 if isinstance(error, WrongValue) else 1)
+        _run(figure, config, run, data, ("python", "-m", program, *words), began)
     except KeyboardInterrupt:
         return _stopped(program)
     except BrokenPipeError:  # `run_command` ends quietly
         raise
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
-        return tell(f"{error} (while writing to {run.out})" if nameless else error, 1)
+        return _tell(program, f"{error} (while writing to {run.out})" if nameless else error, 1)
     except Exception as error:
         if interrupts.heard():  # on its way through a compiler an interrupt can become another exception
             return _stopped(program)
         if "RESOURCE_EXHAUSTED" in str(error):
-            return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
+            return _tell(program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
         raise
     return 0
-
-
-class _Unfit(Exception):
-    """An option that does not fit the data, or data that cannot be had."""
-
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
-
-
-def _source(figure: Figure, config: Any) -> Any:
-    try:
-        return figure.source(config)
-    except (OSError, ValueError) as error:
-        raise _Unfit(error) from error
-
-
-def _join(run: RunOptions) -> None:
-    if run.distributed:
-        where = run.coordinator_address, run.num_processes, run.process_id
-        try:
-            distributed.initialize(*where)
-        except (OSError, ValueError) as error:
-            raise _Unfit(error) from error
 
 
 def _tell(program: str, what: object, status: int) -> int:
@@ -201,9 +179,8 @@ def _stopped(program: str) -> int:
     return interrupts.status()
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str]) -> None:
+def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float) -> None:
     """Compute a figure and write its folder."""
-    began, data = time.perf_counter(), _source(figure, config)
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
     folder = run.out / run_name(figure, config, run, identity)
@@ -222,21 +199,18 @@ def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str]) -> 
         distributed.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
 
 
-def _set_aside(path: Path) -> None:
-    """Gives what is there another name."""
-    if path.exists():
-        names = (path.with_name(f"{path.name}-before-{i}") for i in range(1, 10**6))
-        path.rename(next(name for name in names if not name.exists()))
-
-
 def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, held: contextlib.ExitStack) -> None:
+    """Lock the folder of a run; with `--fresh` rename earlier parts."""
     parts = folder / "parts"
     if run.resume and not (parts / artifacts.IDENTITY).exists():
         raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
-    held.enter_context(artifacts.locked(folder))
+    held.enter_context(locked(folder / ".lock", folder))
+    if not parts.exists():
+        return
     if run.fresh:
-        _set_aside(parts)
-    elif parts.exists() and not run.silent:
+        names = (folder / f"parts-before-{i}" for i in range(1, 10**6))
+        parts.rename(next(name for name in names if not name.exists()))
+    elif not run.silent:
         print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
 
 
@@ -274,7 +248,7 @@ def _finish(
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
-    """The name of a run's folder: figure, settings that are not the default, and a digest of all that defines it."""
+    """Return the name of a run's folder: figure, settings other than the defaults, and a digest of the identity."""
     default = figure.Config().quick() if run.quick else figure.Config()
     words = [figure.STEM, *(["quick"] * run.quick)]
     if run.seed != DEFAULT_SEED:
@@ -289,7 +263,7 @@ def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str
 
 
 def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
-    """Why `--resume` refuses, with the run that differs least."""
+    """Return the error of `--resume`, with the run that differs least."""
     others = []
     for path in sorted(run.out.glob(f"{figure.STEM}_*")):
         with contextlib.suppress(OSError, ValueError):
@@ -302,12 +276,12 @@ def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: 
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept from one run to the next."""
+    """Return the folder of compiled programs."""
     return Path(platformdirs.user_cache_dir("dissociation")) / "xla"
 
 
 def start_compilation_cache() -> dict[str, Any]:
-    """Turns JAX's persistent cache on, unless it is, and returns a tally of compilations that keeps itself current."""
+    """Turn JAX's persistent cache on, and return a tally of compilations that later ones update."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

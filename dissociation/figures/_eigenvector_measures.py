@@ -1,4 +1,4 @@
-"""What the figure of eigenvectors measures on trained networks: agreement, truncation, explanation, distance."""
+"""Measures of the figure of eigenvectors: similarity, truncation, explanation, distance."""
 
 from collections.abc import Callable
 from functools import partial
@@ -42,14 +42,14 @@ ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"
 
 
 def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.ndarray:
-    """First and second members of all pairs of two sizes, no member with itself: [2, pairs]."""
+    """Return first and second members of all pairs of two sizes, no member with itself: [2, pairs]."""
     one, two = len(alive[size]), len(alive[other])
     return np.stack(member_pairs(one) if size == other else member_pairs(one, two))
 
 
 @eqx.filter_jit
 def leading_components(spectra: Spectrum, count: int) -> dict[str, Spectrum]:
-    """The leading components of stacked spectra, in three orders."""
+    """Return the leading components of stacked spectra, in three orders."""
 
     def one(spectrum: Spectrum) -> dict[str, Spectrum]:
         values = spectrum.values
@@ -72,7 +72,7 @@ def _each_pair(
 def similarities(
     leading: dict[int, dict[str, Spectrum]], forms: dict[int, Spectrum], size: int, other: int, pairs: np.ndarray
 ) -> dict[str, Array]:
-    """By measure, the similarity of pairs of networks of two sizes: [pairs, classes, ranks], forms of one rank."""
+    """Return by measure the similarity of pairs of networks of two sizes: [pairs, classes, ranks]; forms: one rank."""
     measures = {
         by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
         for by in ("magnitude", "positive", "negative")
@@ -90,9 +90,9 @@ _first = eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))
 
 
 def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
-    """Mean similarity of the leading component between all sizes, "top": [sizes, sizes]; NaN where there is no pair.
+    """Return the mean similarity of the leading component between all sizes, "top": [sizes, sizes].
 
-    Pairs with a network that diverged, which `alive` says by size, are left out.
+    `alive`: By size, the networks that did not diverge; NaN if they make no pair.
     """
     sizes = list(alive)
     table = np.zeros((len(sizes),) * 2)
@@ -108,7 +108,7 @@ def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.
 
 
 def truncations(num_components: int, spectra: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
-    """Test errors from leading components, in both orders, and from all."""
+    """Return test errors from leading components, in both orders, and from all."""
 
     def one(spectrum: Spectrum) -> dict[str, Array]:
         def wrong(outputs: Array) -> Array:
@@ -126,10 +126,7 @@ def truncations(num_components: int, spectra: Spectrum, images: Array, labels: A
 
 
 def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
-    """The spectrum of one class, the explanation of one image, and certified radii, of one network.
-
-    `config` says for which `digit`, of how many images (`num_certified`), and with which `num_components`.
-    """
+    """Return the spectrum of class `digit`, the explanation of an image, and certified radii, of one network."""
     order = jnp.argsort(spectrum.values[config.digit])
     vectors = spectrum.vectors[config.digit]
     chosen = images[jnp.argmax(labels == config.digit)]
@@ -160,14 +157,10 @@ def _radii(source: Any, images: Array, labels: Array) -> Array:
 def masking(
     config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array, against: int = 2
 ) -> dict[str, Array]:
-    """What a mask from the most positive eigenvector of one class costs, added to all test images, by its norm.
+    """Return the effect of a mask from the most positive eigenvector of class `digit`, added to all test images.
 
-    `images`: Test images, [n, pixels].
-    `labels`: Their classes, [n].
-
-    Returns:
-        "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images taken for the class, of the mask and of
-        its negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
+    "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images classified as `digit`, of the mask and of its
+    negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
     """
     mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0, against=against)
     random = jax.random.normal(key, (10, mask.shape[0]), mask.dtype)
@@ -193,17 +186,17 @@ def _classes(model: Any, images: Array, masks: Array, norms: Array) -> Array:
 
 
 def pooled(similarity: np.ndarray) -> np.ndarray:
-    """Mean over pairs and classes of networks that did not diverge: [ranks]."""
+    """Return the mean over pairs and classes of networks that did not diverge: [ranks]."""
     return summarise(similarity.reshape(-1, similarity.shape[2])).mean
 
 
 def intervals(
     similarity: np.ndarray, pairs: np.ndarray, alive: np.ndarray, others: np.ndarray | None = None
 ) -> np.ndarray:
-    """Mean over pairs and classes by rank, lower and upper end of its 90 % interval, of two kinds: [2, 3, ranks].
+    """Return the mean over pairs and classes and the ends of its 90 % interval, of two kinds: [2, 3, ranks].
 
-    The first resamples members. The second is Student's over pairs and classes, as published, which takes pairs that
-    share a network, and classes of one pair, for independent. Less than two members have no interval: NaN.
+    The first kind resamples members. The second is Student's over pairs and classes, as published, as if pairs that
+    share a network, and classes of one pair, were independent. Less than two members have no interval: NaN.
 
     `similarity`: [pairs, classes, ranks], NaN for pairs with a network that diverged.
     """

@@ -1,21 +1,63 @@
-"""A figure's results with names for their axes."""
+"""Results of a figure, with names for the axes of its arrays."""
 
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from dissociation._core.labelled import Families, Labelled, label
-from dissociation.figures._artifacts import axes_of
 from dissociation.figures._protocol import Figure
 
 COUNTED = ("seeds", "epochs")
-"""Axes whose places are numbers from 0."""
+"""Axes whose coordinates are numbers from 0."""
+
+
+class Results(SimpleNamespace):
+    """Results of a figure: the entries of its module's `AXES`, arrays or nested dictionaries of arrays, and more.
+
+    Attributes:
+        config: The configuration.
+        data: Name and sizes of the dataset.
+        seconds: Wall time of every part.
+        member: One of the networks, which the report shows.
+        diverged_at: The step at which a network diverged, or -1: [seeds]. Numbers of diverged networks are NaN.
+    """
+
+    member: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"`{name}` must be left as it is, got another value. Use `_replace`.")
+
+    def _replace(self, **changes: Any) -> "Results":
+        """Return a copy with other values."""
+        return Results(**(vars(self) | changes))
+
+
+def _leaves(tree: Any, words: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield the arrays of nested dictionaries with the keys that lead to them."""
+    if isinstance(tree, Mapping):
+        for word, inner in tree.items():
+            yield from _leaves(inner, (*words, word))
+    else:
+        yield words, tree
+
+
+def _axes_of(name: str, figure: Figure) -> tuple[str, ...]:
+    """Return the axes of an array by the longest entry of `AXES` with which its name begins."""
+    beginning = max((part for part in figure.AXES if name.startswith(part)), key=len, default=None)
+    return () if beginning is None else figure.AXES[beginning]
 
 
 def flat_results_of(figure: Figure, results: Any) -> Labelled:
-    """The arrays of a figure as its `.npz` file has them, see `results_of`; those of families apart."""
-    arrays = figure.arrays(results)
-    axes = axes_of(arrays, figure.AXES)
+    """Return the arrays of a figure as its `.npz` file has them, keys of dictionaries at the ends of their names."""
+    arrays, axes = {}, {}
+    for kind, tree in figure.arrays(results).items():
+        for words, array in _leaves(tree):
+            name, own = "_".join((kind, *map(str, words))), _axes_of(kind, figure)[len(words) :]
+            if len(own) != np.ndim(array):
+                raise ValueError(f"`axes` must name the axes of {name}, of shape {np.shape(array)}, got {own}.")
+            arrays[name], axes[name] = array, own
     sizes = {axis: size for name, own in axes.items() for axis, size in zip(own, np.shape(arrays[name]), strict=True)}
     counted = {axis: np.arange(sizes[axis]) for axis in COUNTED if axis in sizes and axis not in arrays}
     units = getattr(figure, "UNITS", {})
@@ -24,21 +66,29 @@ def flat_results_of(figure: Figure, results: Any) -> Labelled:
 
 
 def families_of(figure: Figure, results: Any) -> Families:
-    """How names of a figure's arrays go on: what its function `families` says, if it has one."""
-    families = getattr(figure, "families", None)
-    return {} if families is None else families(results)
+    """Return the keys of a figure's dictionaries of arrays, by array and axis."""
+    if (own := getattr(figure, "families", None)) is not None:
+        return own(results)
+    families: dict[str, tuple[str, ...]] = {}
+    words: dict[str, dict[str | int, None]] = {}
+    for kind, tree in figure.arrays(results).items():
+        for place, _ in _leaves(tree):
+            families[kind] = _axes_of(kind, figure)[: len(place)]
+            for axis, word in zip(families[kind], place, strict=True):
+                words.setdefault(axis, {})[word] = None
+    return {kind: {axis: tuple(words[axis]) for axis in axes} for kind, axes in families.items() if axes}
 
 
 def results_of(figure: Figure, results: Any) -> Labelled:
-    """A figure's results as labelled arrays: `results_of(robustness, results).to_xarray()`.
+    """Return a figure's results as labelled arrays: `results_of(robustness, results).to_xarray()`.
 
     Args:
         figure: A module of figures.
-        results: What its `compute` returned.
+        results: The value of its `compute`.
 
     Returns:
-        Its arrays with the names in `AXES`; variants, layers and measures, which the arrays' names end in, are axes.
-        Coordinates are the arrays that are named as an axis, and the numbers of seeds and epochs; attributes what
-        `describe` says.
+        The arrays with the axes of `AXES`; variants, layers and measures, in which the arrays' names end, are axes.
+        Coordinates are the arrays that are named as an axis, and the numbers of seeds and epochs; attributes are those
+        of `describe`.
     """
     return flat_results_of(figure, results).stacked(families_of(figure, results))

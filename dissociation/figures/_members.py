@@ -1,5 +1,6 @@
-"""Training stacked members, rewriting them, and measuring what came of it."""
+"""Train stacked members, rewrite them, and measure the rewritten ones."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -11,9 +12,11 @@ from jaxtyping import Array, Bool
 
 from dissociation._core.checks import check_choice, check_count, check_positive, fail
 from dissociation.data._datasets import NAMES, SOURCES, Dataset, load
-from dissociation.figures._artifacts import Parts
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
+from dissociation.figures._labels import Results
 from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins
 from dissociation.measures._robustness import input_noise_error
+from dissociation.models._representations import representations
 from dissociation.recipes._mnist import NETWORKS, fit_mnist
 from dissociation.rewrites._certificate import certify
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups
@@ -22,7 +25,6 @@ from dissociation.rewrites._rewrites import scale
 from dissociation.training._bmap import bmap
 from dissociation.training._distributed import LocalMembers
 from dissociation.training._members import per_batch, take
-from dissociation.training._progress import MeterFactory
 
 if TYPE_CHECKING:
     DataName = str
@@ -43,59 +45,110 @@ MAX_WEIGHTS = 2**28
 """Incoming weights that a rewritten layer may have: a GiB of float32."""
 
 
-def check_members(config: Any) -> None:
-    """Raises unless what the configurations of trained and rewritten networks share can be met."""
-    check_source(config)
-    check_choice("model", config.model, NETWORKS)
-    for name in ("num_seeds", "width"):
-        check_count(name, getattr(config, name), minimum=1)
-    check_count("num_epochs", config.num_epochs)
-    check_positive("scale_factor", config.scale_factor)
-    check_positive("duplicate_multiplier", config.duplicate_multiplier)
-    least, most = FACTORS
-    if not least <= config.scale_factor <= most:
-        fail("scale_factor", f"lie from {least:g} to {most:g}", config.scale_factor)
-    if config.duplicate_multiplier < 1:
-        fail("duplicate_multiplier", "be at least 1", config.duplicate_multiplier)
-    check_neurons(
-        "duplicate_multiplier", config.duplicate_multiplier, config.width * config.duplicate_multiplier, config
-    )
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Base of settings: the dataset."""
+
+    data: DataName = "glyphs"
+    """Data set, by its name in `_datasets.SOURCES`."""
+
+    def check_data(self, data: Dataset) -> None:
+        """Raise if a setting does not fit the dataset."""
 
 
-def check_neurons(name: str, value: float | int, neurons: float | int, config: Any) -> None:
-    """Raises if so many neurons in the rewritten layer have more than `MAX_WEIGHTS` weights."""
-    if neurons * config.width > MAX_WEIGHTS:
-        fail(name, f"leave a layer of `width` {config.width} at most {MAX_WEIGHTS} weights", value)
+@dataclasses.dataclass(frozen=True)
+class Config(DataConfig):
+    """Base of settings: networks trained from several seeds, whose last hidden layer is rewritten.
+
+    Subclasses also have `width`, `scale_factor`, `duplicate_multiplier` and `num_zero`.
+    """
+
+    model: ModelName = "mlp"
+    """The architecture; the neurons of its last hidden layer are rewritten."""
+    num_seeds: int = 4
+    """Networks trained from scratch."""
+    num_epochs: int = 10
+    """Passes over the training images."""
+    num_train: int | None = None
+    """Training images; None takes the data set's own number."""
+    num_test: int | None = None
+    """Test images; None takes the data set's own number."""
+
+    def __post_init__(self: Any):
+        check_source(self)
+        check_choice("model", self.model, NETWORKS)
+        for name in ("num_seeds", "width"):
+            check_count(name, getattr(self, name), minimum=1)
+        for name in ("num_epochs", "num_zero"):
+            check_count(name, getattr(self, name))
+        for name in ("scale_factor", "duplicate_multiplier"):
+            check_positive(name, getattr(self, name))
+        least, most = FACTORS
+        if not least <= self.scale_factor <= most:
+            fail("scale_factor", f"lie from {least:g} to {most:g}", self.scale_factor)
+        if self.duplicate_multiplier < 1:
+            fail("duplicate_multiplier", "be at least 1", self.duplicate_multiplier)
+        self._check_neurons("duplicate_multiplier", self.width * self.duplicate_multiplier)
+        self._check_neurons("num_zero", self.num_zero)
+
+    def check_data(self, data: Dataset) -> None:
+        """Raise if there are fewer test images than `num_samples`, in figures that have it."""
+        number, most = getattr(self, "num_samples", 0), len(data.test_images)
+        if number > most:
+            fail("num_samples", f"be at most the number of test images ({most})", number)
+
+    def _check_neurons(self: Any, name: str, neurons: float | int) -> None:
+        """Raise if so many neurons in the rewritten layer have more than `MAX_WEIGHTS` weights."""
+        if neurons * self.width > MAX_WEIGHTS:
+            fail(name, f"leave a layer of `width` {self.width} at most {MAX_WEIGHTS} weights", getattr(self, name))
 
 
 def check_source(config: Any, sizes: Sequence[str] = ("num_train", "num_test")) -> None:
-    """Raises unless `data` is known, and the fields that `sizes` names are counts or None."""
+    """Raise unless `data` is known, and the fields that `sizes` names are counts or None."""
     check_choice("data", config.data, NAMES)
     for name in sizes:
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name), minimum=1)
 
 
-def check_samples(config: Any, data: Dataset) -> None:
-    """Raises if there are fewer test images than `num_samples`."""
-    if config.num_samples > len(data.test_images):
-        fail("num_samples", f"be at most the number of test images ({len(data.test_images)})", config.num_samples)
+def source(config: Any, dataset: Dataset | None = None) -> Dataset:
+    """Return the dataset that a figure's configuration names, or the given one, and check that it fits."""
+    data = dataset
+    if data is None:
+        data = load(config.data, num_train=config.num_train, num_test=config.num_test)
+    config.check_data(data)
+    return data
 
 
-def source(config: Any) -> Dataset:
-    """The data set that a figure's configuration names: `data`, `num_train` and `num_test` of it."""
-    return load(config.data, num_train=config.num_train, num_test=config.num_test)
+def run(
+    computed: Callable[[Any, Array, Dataset, Parts], Results],
+    config: Any,
+    key: Array,
+    dataset: Dataset | None,
+    folder: Folder,
+    progress: AnyMeter,
+) -> Results:
+    """Load the data, unless given, and compute with them and the parts in `folder`."""
+    data = source(config, dataset)
+    with Parts(folder, identity_of(config, key, data), progress) as parts:
+        return computed(config, key, data, parts)
 
 
-def members_headline(config: Any, data: dict[str, Any], diverged_at: np.ndarray) -> str:
+def described(data: Dataset) -> dict[str, Any]:
+    """Return name and sizes of a dataset."""
+    return {"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)}
+
+
+def headline(results: Results) -> str:
     """Return a line that names the data of a figure and the networks that diverged."""
+    config, data = results.config, results.data
     sizes = f"{data['num_train']} training and {data['num_test']} test images"
-    gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], diverged_at)
+    gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], results.diverged_at)
     return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
 
 
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
-    """The neurons that figures rewrite: the last group that may be scaled and grow, of stacked models of one shape."""
+    """Return the neurons to rewrite: the last group that may be scaled and widened, of stacked models of one shape."""
     groups = neuron_groups(take(models, 0), jnp.asarray(example))
     fit = [group for group in groups.values() if group.scaling is not None and group.sharing is not None]
     if not fit:
@@ -103,27 +156,27 @@ def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
     return fit[-1]
 
 
-def neuron_rewrites(config: Any, num_zero: int, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
-    """Functions of one network and a key: itself, with neurons scaled, duplicated, and some without effect added."""
+def neuron_rewrites(config: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
+    """Return functions of a network and a key: no change, neurons scaled, duplicated, and nuisance neurons added."""
     scaled, duplicated = scale(group, config.scale_factor), duplicate(group, config.duplicate_multiplier)
     return {
         "trained": lambda model, key: model,
         "scaled": lambda model, key: scaled(model),
         "duplicated": lambda model, key: duplicated(model),
-        "zero": lambda model, key: add_nuisance(group, num_zero, key=key)(model),
+        "zero": lambda model, key: add_nuisance(group, config.num_zero, key=key)(model),
     }
 
 
 class Trained(NamedTuple):
-    """Networks that figures measure.
+    """Trained networks.
 
     Attributes:
-        models: Stacked; those that diverged replaced by others, see `_seeds.stand_ins`.
-        alive: Which did not diverge, [seeds].
-        diverged_at: The step at which a network did, or -1: [seeds].
-        test_error: Along training, NaN from where a network diverged: [seeds, epochs + 1].
+        models: Stacked models; those that diverged are replaced, see `_seeds.stand_ins`.
+        alive: Which networks did not diverge, [seeds].
+        diverged_at: The step at which a network diverged, or -1: [seeds].
+        test_error: Error along training, NaN from where a network diverged: [seeds, epochs + 1].
         seconds: Wall time.
-        observed: All that was observed, [seeds, epochs + 1, ...] each.
+        observed: All observations, [seeds, epochs + 1, ...] each.
     """
 
     models: Any
@@ -133,6 +186,18 @@ class Trained(NamedTuple):
     seconds: float
     observed: dict[str, np.ndarray]
 
+    def results(self, config: Any, data: Dataset, parts: Parts, **found: Any) -> Results:
+        """Return results with those that all figures of trained members share."""
+        return Results(
+            config=config,
+            data=described(data),
+            test_error=self.test_error,
+            diverged_at=self.diverged_at,
+            seconds={"training": self.seconds, **parts.seconds},
+            member=take(self.models, 0),
+            **found,
+        )
+
 
 def train_members(
     config: Any,
@@ -140,19 +205,17 @@ def train_members(
     key: Array,
     data: Dataset,
     parts: Parts,
-    progress: str | MeterFactory | None,
     observe: Callable[..., dict[str, Array]] | None = None,
 ) -> Trained:
-    """Train the networks with which every such figure begins."""
-    settings = {name: getattr(config, name) for name in ("num_epochs", "num_seeds", "width")}
-    settings["network"] = config.model
+    """Train the networks of a configuration."""
     trained = fit_mnist(
         key=key,
         dataset=data,
-        progress=progress,
+        network=config.model,
+        progress=parts.progress,
         checkpoint=parts.path("training.ckpt"),
         observe=observe,
-        **settings,
+        **{name: getattr(config, name) for name in ("num_epochs", "num_seeds", "width")},
     )
     alive = check_some_left(trained.diverged_at)
     observed = trained.history.observed
@@ -195,16 +258,21 @@ def _measured(measure: Any, stacked: Any) -> Any:
 
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
-    """A measure: the certificate on `images`, and the rewritten network's error there as `clean_error`."""
+    """Return the certificate on `images`, and the rewritten network's error there as `clean_error`: a measure."""
     certificate = certify(model, rewritten, images)
     error = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
     return {**certificate._asdict(), "clean_error": error}
 
 
-def worst(certificates: dict[str, np.ndarray], alive: Bool[np.ndarray, " seeds"]) -> dict[str, float]:
-    """Certificates of all seeds in one: the largest changes, and changed predictions and inputs in all.
+def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
+    """Return the rewritten network's last hidden layer on `images`: a measure."""
+    return representations(rewritten, images)["features"]
 
-    Networks that diverged are left out. A change that is NaN, of a network that did not, is the largest.
+
+def worst(certificates: dict[str, np.ndarray], alive: Bool[np.ndarray, " seeds"]) -> dict[str, float]:
+    """Return one certificate of all seeds: the largest changes, and the sums of changed predictions and of inputs.
+
+    Networks that diverged are left out. A change that is NaN, of a network that did not diverge, is the largest.
     """
     known = {name: value[alive] for name, value in certificates.items()}
     return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in known.items()}

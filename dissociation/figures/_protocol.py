@@ -1,4 +1,4 @@
-"""What a module must provide to be a figure of a command line."""
+"""Protocol of modules that are figures of a command line."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -7,7 +7,6 @@ if TYPE_CHECKING:  # The list of figures is read before anything slow is importe
     from os import PathLike
 
     import matplotlib.figure
-    import numpy as np
     from jax import Array
 
     from dissociation.training._progress import MeterFactory
@@ -15,33 +14,26 @@ if TYPE_CHECKING:  # The list of figures is read before anything slow is importe
 
 @runtime_checkable
 class Settings(Protocol):
-    """A figure's options: a frozen dataclass that checks itself when made; the string below a field is its help."""
+    """Options of a figure: a frozen dataclass that checks itself; the string below a field is its help."""
 
     def quick(self) -> "Settings":
-        """A small run that shows that everything works."""
+        """Return the options of a smoke run."""
         ...
 
 
 @runtime_checkable
-class Measured(Protocol):
-    """A figure's results, a named tuple: all that is drawn and told of, and wall times of its parts."""
-
-    @property
-    def seconds(self) -> dict[str, float]: ...  # noqa: D102
-
-
-@runtime_checkable
 class Figure(Protocol):
-    """A module, which `figures()` of its package lists.
+    """Module of a figure, which `figures()` of its package lists.
 
-    It may have more: `families(results)`, see `_labels.families_of`; `UNITS`, of arrays by how their names begin; and
-    its results a `member`, one of the networks, which the report shows.
+    It may also have `UNITS`, the units of arrays by how their names begin, and `families(results)`, by array and axis
+    the ends of names that `arrays` does not give as keys. Its results have `seconds`, the wall times of the parts, and
+    may have a `member`, one of the networks, which the report shows.
 
     Attributes:
         STEM: The name of the files.
-        SHOWS: What the figure shows, in a sentence: the help of its command.
-        AXES: What the axes of the saved arrays are, by how the arrays' names begin.
-        Config: The class of its options, which stands in the module itself.
+        SHOWS: The purpose of the figure in a sentence, the help of its command.
+        AXES: The axes of the arrays by how their names begin, first those that are keys of dictionaries.
+        Config: The class of its options, which the module itself defines.
     """
 
     @property
@@ -57,7 +49,7 @@ class Figure(Protocol):
     def Config(self) -> Callable[..., Settings]: ...  # noqa: D102, N802
 
     def source(self, config: Any) -> Any:
-        """What is computed on, loaded; its contents are part of a run's identity. Raises if an option does not fit."""
+        """Load the data, whose contents belong to the identity of a run; raise if an option does not fit."""
         ...
 
     def compute(
@@ -68,14 +60,14 @@ class Figure(Protocol):
         dataset: Any = None,
         folder: "str | PathLike[str] | None" = None,
         progress: "str | MeterFactory | None" = None,
-    ) -> Measured:
-        """All of the work, with the statistics that are drawn.
+    ) -> Any:
+        """Compute all arrays, with the statistics that are drawn.
 
         Args:
-            config: What to do.
-            key: Everything random follows from it.
-            dataset: In place of what `source` gives.
-            folder: Where finished parts are kept; a second call with the same arguments goes on from there.
+            config: The options.
+            key: The source of all randomness.
+            dataset: Data in place of those of `source`.
+            folder: Folder of finished parts, from which a second call with the same arguments resumes.
             progress: See `dissociation.training`.
 
         Raises:
@@ -85,11 +77,11 @@ class Figure(Protocol):
         ...
 
     def draw(self, results: Any) -> "matplotlib.figure.Figure":
-        """The figure of what `compute` returned: draws, and computes nothing."""
+        """Draw the value of `compute`, and compute nothing."""
         ...
 
-    def arrays(self, results: Any) -> "dict[str, np.ndarray]":
-        """The arrays of the figure under flat names, for an `.npz` file."""
+    def arrays(self, results: Any) -> dict[str, Any]:
+        """Return arrays by name, or nested dictionaries of them, whose keys end the arrays' names in an `.npz` file."""
         ...
 
     def describe(self, results: Any) -> dict[str, Any]:
@@ -97,9 +89,9 @@ class Figure(Protocol):
         ...
 
     def caption(self, results: Any) -> str:
-        """What stands below the figure, in two to six sentences, with numbers from the results.
+        """Return two to six sentences for below the figure, with numbers from the results.
 
-        Panel by panel (a, b, ...) what is shown; of how many members, samples and which data; what lines and bands are.
+        Panel by panel (a, b, ...): content, numbers of members and samples, data, meaning of lines and bands.
         """
         ...
 
@@ -108,5 +100,5 @@ class Figure(Protocol):
         ...
 
     def table(self, results: Any) -> list[list[str]]:
-        """A header and rows of cells."""
+        """Return a header and rows of cells."""
         ...

@@ -1,4 +1,4 @@
-"""A figure as notebooks show it, and the report of a run: one HTML file that fetches nothing."""
+"""Rendered figures of notebooks, and the report of a run: one HTML file that fetches nothing."""
 
 import base64
 import html
@@ -17,11 +17,11 @@ from dissociation.plotting._display import Table, show
 
 
 class Exhibit(NamedTuple):
-    """A figure and its words. Notebooks show it as the last value of a cell.
+    """Rendered figure with its words. Notebooks show it as the last value of a cell.
 
     Attributes:
         headline: Data and number of networks, in a line or two.
-        figure: Matplotlib's.
+        figure: The figure of matplotlib.
         caption: Explanation of panels, numbers of samples, bands and errors.
         table: A header and rows of cells.
     """

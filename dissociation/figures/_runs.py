@@ -13,7 +13,6 @@ from typing import Any
 from dissociation._core.files import write_bytes
 
 RECORD, LOG = "run.json", "log.txt"
-_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 @contextmanager
@@ -63,4 +62,4 @@ def recorded(
 
 
 def _now() -> str:
-    return time.strftime(_TIME)
+    return time.strftime("%Y-%m-%d %H:%M:%S")

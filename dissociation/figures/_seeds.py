@@ -1,4 +1,4 @@
-"""What figures do with networks of which some diverged: their numbers are NaN, and means say over how many they are."""
+"""Numbers of networks of which some diverged: NaN, and means over the others that give their number."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,20 +7,20 @@ import numpy as np
 from jaxtyping import Bool, Int, Real
 
 from dissociation._core.checks import WrongValue
-from dissociation.figures._artifacts import Arrays, Parts
+from dissociation.figures._artifacts import Arrays
 from dissociation.plotting._axes import summarise
 from dissociation.training._members import take
 
 
 def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "networks") -> Bool[np.ndarray, " members"]:
-    """Which members did not diverge.
+    """Return which members did not diverge.
 
     Args:
-        diverged_at: The step at which a member did, or -1.
-        what: What they are called in errors.
+        diverged_at: The step at which a member diverged, or -1.
+        what: Name of the members in errors.
 
     Raises:
-        WrongValue: If all did.
+        WrongValue: If all members diverged.
     """
     alive = np.asarray(diverged_at) < 0
     if not alive.any():
@@ -30,10 +30,9 @@ def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "netwo
 
 
 def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
-    """Stacked models with those that diverged replaced by the first that did not.
+    """Return stacked models with those that diverged replaced by the first that did not.
 
-    Measures then never see what is not finite, on which a decomposition may raise or not return; what they find is
-    made NaN by `masked`.
+    A decomposition may raise or not return on numbers that are not finite. `masked` makes the results NaN.
     """
     if alive.all():
         return models
@@ -42,7 +41,7 @@ def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
 
 
 def masked(values: Mapping[str, Any], alive: Bool[np.ndarray, "*members"]) -> Arrays:
-    """Arrays, members first, with NaN for those that diverged."""
+    """Return arrays [members, ...] with NaN for members that diverged."""
     arrays = {name: np.asarray(value) for name, value in values.items()}
     if alive.all():
         return arrays
@@ -54,21 +53,19 @@ def _masked(value: np.ndarray, alive: np.ndarray) -> np.ndarray:
     return np.where(alive.reshape(*alive.shape, *(1,) * (value.ndim - alive.ndim)), value, np.nan).astype(kind)
 
 
-def masked_part(
-    parts: Parts, name: str, alive: Bool[np.ndarray, " members"], compute: Callable[[], Mapping[str, Any]]
-) -> Arrays:
-    """`Parts.get` of what `compute` finds on `stand_ins`."""
-    return parts.get(name, lambda: masked(compute(), alive))
+def masked_job(alive: Bool[np.ndarray, "*members"], compute: Callable[[], Mapping[str, Any]]) -> Callable[[], Arrays]:
+    """Return a function that computes on `stand_ins`, and returns the `masked` arrays."""
+    return lambda: masked(compute(), alive)
 
 
 def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float | int = 1, unit: str = "") -> str:
-    """Mean and standard deviation over members for a table, and of how many if not of all.
+    """Return mean and standard deviation over members for a table, and their number if it is not that of all.
 
     Args:
-        values: One number per member; NaN for one that diverged.
+        values: One number per member; NaN for a member that diverged.
         places: Decimal places.
-        factor: On the values.
-        unit: Behind the numbers.
+        factor: Factor on the values.
+        unit: Text behind the numbers.
 
     Example:
         >>> cell(np.array([0.125, 0.175, np.nan]), factor=100, unit=" %")
@@ -82,18 +79,18 @@ def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float
 
 
 def number(values: Real[np.ndarray, " members"], form: str) -> str:
-    """Mean over members for a table, and of how many if not of all."""
+    """Return the mean over members for a table, and their number if it is not that of all."""
     mean, _, count = summarise(values)
     shown = format(float(mean), form)
     return shown if count == len(values) else f"{shown} ({count} of {len(values)})"
 
 
 def named_diverged(names: Sequence[str], diverged_at: Int[np.ndarray, " members"]) -> str:
-    """A sentence for a headline on the members that diverged and are left out; empty if there is none.
+    """Return the end of a headline, on the members that diverged; empty if there are none.
 
     Args:
-        names: What the members are called.
-        diverged_at: The step at which a member did, or -1.
+        names: Names of the members.
+        diverged_at: The step at which a member diverged, or -1.
 
     Example:
         >>> named_diverged(["seed 0", "seed 1", "seed 2"], np.array([-1, 12, -1]))

@@ -1,4 +1,4 @@
-"""Draws the figure of `figures.similarity`."""
+"""Draw the figure of similarities, panel by panel, from its results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ REWRITES = ("scaled", "duplicated", "zero", "permuted")
 
 
 def draw(results: Any) -> Figure:
-    """See `figures.similarity.draw`."""
+    """Draw matrices of all pairs above; rewrites, training, function and plane below; 6.6 x 4.6 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(6.6, 4.6), layout="constrained")
         above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(1, 1.25)))
@@ -50,7 +50,7 @@ def _matrix(panel: Axes, results: Any, name: str, values: np.ndarray, *, first: 
 
 
 def _rewrites(panel: Axes, results: Any) -> None:
-    """1 where a rewrite does not move a measure, 0 where it leaves nothing above chance."""
+    """Draw 1 where a rewrite does not move a measure, 0 where it leaves nothing above chance."""
     names = list(results.rewritten)
     table = np.array(list(results.calibrated.values()))
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table])
@@ -72,7 +72,7 @@ def _training(panel: Axes, results: Any) -> None:
 
 
 def _function(panel: Axes, results: Any) -> None:
-    """Estimates, to which the intervals belong."""
+    """Draw estimates with their intervals."""
     for index, (name, values) in enumerate(results.estimates.items()):
         look = plotting.look(index)
         kinds = (values, results.lows[name], results.highs[name], results.baselines[name])
@@ -86,7 +86,7 @@ def _function(panel: Axes, results: Any) -> None:
 
 
 def _plane(panel: Axes, results: Any) -> None:
-    """Grey: colours are measures."""
+    """Draw representations in grey, as colours stand for measures."""
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
     for layer, marker, shade in zip(layers, "osD^v", ("black", "0.4", "0.7", "0.2", "0.55"), strict=False):
         points = results.points[[index for index, (name, _) in enumerate(results.items) if name == layer]]
@@ -99,6 +99,6 @@ def _plane(panel: Axes, results: Any) -> None:
 
 
 def of_seeds(items: Sequence[tuple[str, int]], values: np.ndarray, layer: str) -> np.ndarray:
-    """Values of pairs of seeds in one layer, [pairs], of a matrix of all `items`."""
+    """Return the values of pairs of seeds in one layer, [pairs], from a matrix of all `items`."""
     rows = np.array([index for index, (name, _) in enumerate(items) if name == layer])
     return values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]

@@ -29,7 +29,7 @@ from dissociation._core.checks import (
 from dissociation._core.files import RefusedFile
 from dissociation.data._datasets import Dataset, load
 from dissociation.figures import _collapse_drawing as drawing
-from dissociation.figures._artifacts import Parts, check_parts_of, identity_of, read_part
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts, check_parts_of, identity_of, read_part
 from dissociation.figures._collapse_drawing import draw
 from dissociation.figures._collapse_measures import (
     SAVED,
@@ -40,15 +40,15 @@ from dissociation.figures._collapse_measures import (
     margins_of,
     spread_observations,
 )
-from dissociation.figures._collapse_results import Results, assemble, crossing_table, series_of
-from dissociation.figures._members import DataName, check_source
-from dissociation.figures._seeds import masked_part, named_diverged, number, stand_ins
+from dissociation.figures._collapse_results import assemble, crossing_table, series_of
+from dissociation.figures._labels import Results
+from dissociation.figures._members import DataConfig, check_source
+from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._callbacks import Progress
 from dissociation.training._chunk import Layout
 from dissociation.training._members import take
-from dissociation.training._progress import MeterFactory
 
 __all__ = ["Config", "compute", "draw", "load_models", "load_partial", "series_of", "information_measures"]
 
@@ -60,21 +60,22 @@ _MEMBERS = ("weight_decays", "seeds")
 AXES = {
     "weight_decays": ("weight_decays",),
     "seeds": ("seeds",),
-    "time_step": ("time_step",),
-    "information_step": ("information_step",),
-    "nhsic": (*_MEMBERS, "information_step"),
+    "time_step": ("time_step",),  # steps of the series
+    "information_step": ("information_step",),  # steps of the expensive measures
+    "nhsic": (*_MEMBERS, "information_step"),  # in `information`: expensive measures, on test images
     "mi_": (*_MEMBERS, "information_step"),
-    "margin": (*_MEMBERS, "images"),
+    "margin": (*_MEMBERS, "images"),  # in `margins`, see `margins_of`
     "plane": (*_MEMBERS, "images", "coordinates"),
     "plane_boundary": _MEMBERS,
-    "diverged_at": _MEMBERS,
-    "first_": _MEMBERS,
+    "diverged_at": _MEMBERS,  # the step, or -1; numbers are NaN from there on
+    "first_": _MEMBERS,  # in `crossings`, with the next two
     "median_": ("weight_decays", "bounds"),
-    "bounds": ("bounds",),
     "collapse_line": ("coefficients",),
+    "bounds": ("bounds",),
     "coefficients": ("coefficients",),
-    "": (*_MEMBERS, "time_step"),
+    "": (*_MEMBERS, "time_step"),  # in `series`: on training images, or on test images if the name begins with "test_"
 }
+"""Arrays of the figure, by how their names begin, and their axes."""
 
 UNITS = {"time_step": "steps", "information_step": "steps", "mi_": "nats", "first_": "steps", "median_": "steps"}
 
@@ -83,11 +84,9 @@ _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_sco
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(DataConfig):
     """The networks, and what is measured on them."""
 
-    data: DataName = "glyphs"
-    """Data set, by its name in `_datasets.SOURCES`."""
     weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
     """AdamW's."""
     seeds: tuple[int, ...] = (42, 43, 44, 45, 46)
@@ -167,8 +166,19 @@ class Config:
         if first == second or min(self.classes) < 0 or max(self.classes) > 9:
             fail("classes", "be two different digits", self.classes)
 
+    def check_data(self, data: Dataset) -> None:
+        """Raise if a setting does not fit the dataset."""
+        if max(self.classes) >= data.num_classes:
+            fail("classes", f"be among the {data.num_classes} of the data", self.classes)
+        if self.num_train > len(data.train_images):
+            fail("num_train", f"be at most the number of training images ({len(data.train_images)})", self.num_train)
+        measured = min(self.num_images, len(data.test_images))
+        if self.num_information and measured <= self.num_neighbours:
+            wanted = f"be below the number of images ({measured} test images)"
+            fail("num_neighbours", wanted, self.num_neighbours)
+
     def quick(self) -> "Config":
-        """A small run that shows that everything works: no science."""
+        """Return the options of a smoke run."""
         small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_train": 200, "width": 32}
         small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
         small |= {"accuracy_threshold": 0.9, "test_threshold": 0.5}  # and crosses them
@@ -185,46 +195,30 @@ def compute(
     *,
     key: Array,
     dataset: Dataset | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    folder: Folder = None,
+    progress: AnyMeter = None,
     mesh: Mesh | str | None = "auto",
 ) -> Results:
-    """Trains all networks and follows them; see `figures.Figure.compute`.
+    """Train all networks and follow them; see `figures.Figure.compute`.
 
-    `key` is the autoencoder's that compresses images, networks follow from `config.seeds`. Beside the parts `folder`
-    keeps the series so far, see `load_partial`. `mesh` is that of `training.Layout`.
+    `key` is that of the autoencoder that compresses images; networks follow from `config.seeds`. `folder` also keeps
+    the series so far, see `load_partial`. `mesh` is that of `training.Layout`.
     """
-    data = source(config) if dataset is None else dataset
-    _check_data(config, data)
-    with Parts(folder, identity_of(config, key, data)) as parts:
-        return _computed(config, key, data, parts, progress, mesh)
+    data = source(config, dataset)
+    with Parts(folder, identity_of(config, key, data), progress) as parts:
+        return _computed(config, key, data, parts, mesh)
 
 
-def source(config: Config) -> Dataset:
-    """The data set that the configuration names."""
-    data = load(config.data, num_train=config.num_loaded, num_test=config.num_test)
-    _check_data(config, data)
+def source(config: Config, dataset: Dataset | None = None) -> Dataset:
+    """Return the dataset that the configuration names, or the given one, and check that it fits."""
+    data = dataset
+    if data is None:
+        data = load(config.data, num_train=config.num_loaded, num_test=config.num_test)
+    config.check_data(data)
     return data
 
 
-def _check_data(config: Config, data: Dataset) -> None:
-    if max(config.classes) >= data.num_classes:
-        fail("classes", f"be among the {data.num_classes} of the data", config.classes)
-    if config.num_train > len(data.train_images):
-        fail("num_train", f"be at most the number of training images ({len(data.train_images)})", config.num_train)
-    if config.num_information and min(config.num_images, len(data.test_images)) <= config.num_neighbours:
-        have = f"{min(config.num_images, len(data.test_images))} test images"
-        fail("num_neighbours", f"be below the number of images ({have})", config.num_neighbours)
-
-
-def _computed(
-    config: Config,
-    key: Array,
-    data: Dataset,
-    parts: Parts,
-    progress: str | MeterFactory | None,
-    mesh: Mesh | str | None,
-) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mesh | str | None) -> Results:
     measures = None
     if config.num_information:
         code_key = jax.random.fold_in(key, 2)  # of its own though `key` is a network's seed, which folds in 0 and 1
@@ -239,7 +233,7 @@ def _computed(
         options=_network_options(config),
         measures=measures,
         measure_at=config.information_steps(),
-        callbacks=[Progress(progress, _SHOWN), SeriesKeeper(parts)],
+        callbacks=[Progress(parts.progress, _SHOWN), SeriesKeeper(parts)],
         checkpoint=parts.path("networks.ckpt"),
         layout=Layout(mesh=mesh),
         **{name: getattr(config, name) for name in names},
@@ -249,7 +243,7 @@ def _computed(
         checkpoints.save(path, trained.models, {"run": parts.digest})
     alive = trained.diverged_at < 0
     job = partial(margins_of, data, stand_ins(trained.models, alive), config.classes, config.num_train)
-    margins = masked_part(parts, "margins", alive, job)
+    margins = parts.get("margins", masked_job(alive, job))
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
     parts.save(SAVED, {"time_step": steps, **series})  # whole, even if the file was deleted during the run
@@ -261,15 +255,15 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
     """Load the results so far of a sweep that runs or was stopped; `draw` leaves out what is missing.
 
     Args:
-        config: Of the sweep.
-        folder: The one given to `compute`; the command line's is `parts` in the run's own folder.
+        config: Configuration of the sweep.
+        folder: The folder given to `compute`; that of the command line is `parts` in the run's own folder.
 
     Returns:
         Results without margins, up to the last time that was kept.
 
     Raises:
-        FileNotFoundError: If nothing has been kept yet.
-        RefusedFile: If what was kept is of another configuration, or broken.
+        FileNotFoundError: If there are no series yet.
+        RefusedFile: If the series are of another configuration, or broken.
     """
     path = Path(folder) / f"{SAVED}.npz"
     if not path.exists():
@@ -283,18 +277,18 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
-    """The trained networks of a finished sweep.
+    """Load the trained networks of a finished sweep.
 
     Args:
-        config: Of the sweep.
-        folder: The one given to `compute`.
+        config: Configuration of the sweep.
+        folder: The folder given to `compute`.
 
     Returns:
         Stacked models, in the order [decay, seed].
 
     Raises:
         FileNotFoundError: If the sweep has not ended.
-        RefusedFile: If what was kept is of another configuration, or broken.
+        RefusedFile: If the networks are of another configuration, or broken.
     """
     path, digest = Path(folder) / _MODELS, check_parts_of(folder, config)
     if checkpoints.read_header(path).get("run") != digest:
@@ -310,7 +304,7 @@ def _network_options(config: Config) -> dict[str, Any]:
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
+    """Return the arrays of the figure by their names in an `.npz` file."""
     config, crossings = results.config, results.crossings
     steps = {"time_step": results.time_step, "information_step": results.information_step}
     members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
@@ -350,7 +344,7 @@ def headline(results: Results) -> str:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per weight decay: when networks fitted and collapsed, and how they end."""
+    """Return a header and a row per weight decay: when networks fitted and collapsed, and how they end."""
     rows = crossing_table(results.config.weight_decays, results.crossings)
     rows[0] += ["test accuracy", "RNC1", "NC2"]
     names = ("test_accuracy", "rnc1_score", "nc2_score")

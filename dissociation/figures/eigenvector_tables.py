@@ -3,18 +3,15 @@
 import numpy as np
 
 from dissociation.bilinear._certificate import certified_accuracy
-from dissociation.figures.eigenvectors import Results
+from dissociation.figures._labels import Results
 
 
 def similarity_table(results: Results, ranks: tuple[int, ...] = (1, 5, 20)) -> list[list[str]]:
-    """Similarity within the reference size, by end of the spectrum and rank, with two 90 % intervals and chance.
+    """Return the similarity within the reference size, by order and rank, with two 90 % intervals and chance.
 
     Args:
-        results: What `eigenvectors.compute` returned.
-        ranks: From 1; those above `num_ranks` are left out.
-
-    Returns:
-        A header and rows.
+        results: The value of `eigenvectors.compute`.
+        ranks: Ranks from 1; those above `num_ranks` are left out.
     """
     rows = [["components", "rank", "similarity", "members resampled", "Student over pairs x classes", "chance"]]
     chance = (2 / (np.pi * results.leading.shape[-1])) ** 0.5
@@ -30,7 +27,7 @@ def similarity_table(results: Results, ranks: tuple[int, ...] = (1, 5, 20)) -> l
 
 
 def accuracy_table(results: Results) -> list[list[str]]:
-    """Test accuracy by size, mean, least and most over seeds, and the components per class that are enough."""
+    """Return test accuracy by size: mean, least and most over seeds."""
     rows = [["size", "seeds", "accuracy", "lowest", "highest"]]
     for size, errors in results.full_error.items():
         right = 1 - errors[np.isfinite(errors)]  # without networks that diverged
@@ -40,7 +37,7 @@ def accuracy_table(results: Results) -> list[list[str]]:
 
 
 def mask_table(results: Results) -> list[list[str]]:
-    """Accuracy under a mask made of weights alone and its negative, against random masks of the same norm."""
+    """Return accuracy under a mask from the weights and its negative, and under random masks of the same norm."""
     masks = results.masks
     rows = [["norm", "mask", "negative", "taken for the digit", "negative", "random masks"]]
     columns = (*masks["mask_accuracy"], *masks["mask_share"], masks["random_accuracy"])
@@ -52,14 +49,11 @@ def mask_table(results: Results) -> list[list[str]]:
 def certified_table(
     results: Results, levels: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 ) -> list[list[str]]:
-    """Certified accuracy against the norm of the perturbation, by components kept per class.
+    """Return certified accuracy by the norm of the perturbation and the components kept per class.
 
     Args:
-        results: What `eigenvectors.compute` returned.
+        results: The value of `eigenvectors.compute`.
         levels: Norms.
-
-    Returns:
-        A header and a row per number of components; the last column is the median radius of the images.
     """
     rows = [["components", *(f"{level:g}" for level in levels), "median radius"]]
     for kept, radii in sorted(results.radii.items(), key=lambda item: item[0] or np.inf):

@@ -5,9 +5,8 @@ of other seeds and sizes have the same ones, and how many of them carry the clas
 """
 
 import dataclasses
-import os
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +17,19 @@ from dissociation._core.checks import check_count, check_distinct, check_non_neg
 from dissociation.bilinear._forms import decompose
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _eigenvector_drawing as drawing
-from dissociation.figures._artifacts import Parts, identity_of
-from dissociation.figures._eigenvector_drawing import draw as draw
-from dissociation.figures._eigenvector_measures import (
-    ORDERS,
-    compared_pairs,
-    details,
-    intervals,
-    leading_components,
-    masking,
-    pooled,
-    similarities,
-    top_similarity,
-    truncations,
-)
-from dissociation.figures._members import DataName, check_source
+from dissociation.figures import _eigenvector_measures as measures
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._eigenvector_drawing import draw
+from dissociation.figures._eigenvector_measures import ORDERS, pooled
+from dissociation.figures._labels import Results
+from dissociation.figures._members import DataConfig, check_source, described, run
 from dissociation.figures._members import source as source
-from dissociation.figures._seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
+from dissociation.figures._seeds import cell, check_some_left, masked_job, named_diverged, stand_ins
 from dissociation.plotting._axes import summarise
 from dissociation.recipes._bilinear import train_bilinear
 from dissociation.training._bmap import bmap
 from dissociation.training._callbacks import Progress
 from dissociation.training._members import take
-from dissociation.training._progress import MeterFactory
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -48,40 +37,40 @@ STEM = "eigenvectors"
 SHOWS = "Eigenvectors of bilinear networks, compared across seeds and sizes."
 
 AXES = {
-    "top": ("sizes", "sizes"),
-    "values": ("components",),
-    "leading": ("ends", "ranks", "pixels"),
-    "image": ("pixels",),
-    "contributions": ("components",),
-    "vectors": ("components", "pixels"),
-    "component_values": ("components",),
-    "mask": ("pixels",),
+    "top": ("sizes", "sizes"),  # mean similarity of the leading component between all sizes
+    "values": ("components",),  # eigenvalues of the reference size's first network for `digit`
+    "leading": ("ends", "ranks", "pixels"),  # its three most positive and most negative eigenvectors, extreme first
+    "image": ("pixels",),  # in `explained`: a test image of that digit,
+    "contributions": ("components",),  # the largest contributions of components to its logit,
+    "vectors": ("components", "pixels"),  # their eigenvectors,
+    "component_values": ("components",),  # and values
+    "mask": ("pixels",),  # in `masks`, see `_eigenvector_measures.masking`
     "mask_accuracy": ("signs", "norms"),
     "mask_share": ("signs", "norms"),
     "random_accuracy": ("norms",),
-    "train": ("seeds", "epochs"),
+    "train": ("seeds", "epochs"),  # in `history`: loss and accuracy
     "validation": ("seeds", "epochs"),
-    "similarity": ("compared", "classes", "ranks"),
-    "error": ("seeds", "components"),
-    "pairs": ("sides", "compared"),
-    "full_error": ("seeds",),
-    "interval": ("kinds", "bounds", "ranks"),
+    "similarity": ("compared", "classes", "ranks"),  # with networks of the reference size, per measure; forms: one rank
+    "error": ("seeds", "components"),  # test error from the leading 0, 1, ... components, per order
+    "pairs": ("sides", "compared"),  # first and second member of every pair
+    "full_error": ("seeds",),  # test error of the whole networks
+    "interval": ("kinds", "bounds", "ranks"),  # in `intervals`, see `_eigenvector_measures.intervals`
     "diverged_at": ("seeds",),
-    "radii": ("images",),
+    "radii": ("images",),  # distance to the nearest image of another class, per components kept (0: all)
     "sizes": ("sizes",),
     "norms": ("norms",),
     "bounds": ("bounds",),
     "ends": ("ends",),
     "kinds": ("kinds",),
 }
+"""Arrays of the figure and their axes. Results hold dictionaries by size, and in these by measure or order. One more is
+`with_self`: the reference size's entry of `top` with every network also compared with itself, as published."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(DataConfig):
     """The networks, and what is compared."""
 
-    data: DataName = "glyphs"
-    """Data set, by its name in `_datasets.SOURCES`."""
     sizes: tuple[int, ...] = (30, 50, 100, 300)
     """Hidden sizes."""
     reference: int = 300
@@ -133,77 +122,24 @@ class Config:
             check_count(name, getattr(self, name), minimum=2)
 
     def seeds(self, size: int) -> int:
-        """Networks of a size."""
+        """Return the number of networks of a size."""
         return self.num_large_seeds if size >= self.large else self.num_seeds
 
     def quick(self) -> "Config":
-        """A small run that shows that everything works: no science."""
+        """Return the options of a smoke run."""
         small = {"sizes": (12, 24), "reference": 24, "num_seeds": 3, "num_epochs": 10, "batch_size": 100}
         few = {"num_ranks": 5, "num_components": 10, "num_certified": 10, "num_train": 1000, "num_test": 200}
         return dataclasses.replace(self, **small, **few)
 
 
-class Results(NamedTuple):
-    """Everything the figure shows; dictionaries by size.
-
-    Attributes:
-        config: What was asked for.
-        data: The data set's name and sizes.
-        history: "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", [seeds, epochs + 1] each.
-        similarity: Per measure, with networks of the reference size: [pairs, classes, ranks] (forms: one rank).
-        intervals: Mean over pairs and classes with ends, see `_eigenvector_measures.intervals`, [2, 3, ranks]: by
-            magnitude, and within the reference size "positive" and "negative" too.
-        pairs: First and second member of every pair, [2, pairs].
-        top: Mean similarity of the leading component between all sizes, [sizes, sizes].
-        with_self: The reference size's with every network also compared with itself, as published.
-        error: Per order, test error from the leading 0, 1, ... components, [seeds, components + 1].
-        full_error: Test error of the whole networks, [seeds].
-        values: Eigenvalues of the first network of the reference size for one class, [components].
-        leading: Its three most positive and three most negative eigenvectors, most extreme first, [2, 3, pixels].
-        explained: One test image of that class ("image"), and its components' contributions to the class's logit
-            ("contributions"), their eigenvectors ("vectors") and values ("component_values"), the largest first.
-        radii: Distance to the nearest image of another class, by components kept (0 stands for all): [images].
-        masks: See `_eigenvector_measures.masking`.
-        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers, and those of its pairs, are NaN.
-        seconds: Wall time of every part.
-        member: One of the networks, as a report shows it; None for results of another making.
-    """
-
-    config: Config
-    data: dict[str, Any]
-    history: dict[int, dict[str, np.ndarray]]
-    similarity: dict[int, dict[str, np.ndarray]]
-    intervals: dict[int, dict[str, np.ndarray]]
-    pairs: dict[int, np.ndarray]
-    top: np.ndarray
-    with_self: float
-    error: dict[int, dict[str, np.ndarray]]
-    full_error: dict[int, np.ndarray]
-    values: np.ndarray
-    leading: np.ndarray
-    explained: dict[str, np.ndarray]
-    radii: dict[int, np.ndarray]
-    masks: dict[str, np.ndarray]
-    diverged_at: dict[int, np.ndarray]
-    seconds: dict[str, float]
-    member: Any = None
-
-
 def compute(
-    config: Config,
-    *,
-    key: Array,
-    dataset: Dataset | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
-    """Trains, decomposes and compares; see `figures.Figure.compute`."""
-    data = source(config) if dataset is None else dataset
-    with Parts(folder, identity_of(config, key, data)) as parts:
-        return _computed(config, key, data, parts, progress)
+    """Train, decompose and compare; see `figures.Figure.compute`."""
+    return run(_computed, config, key, dataset, folder, progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
     history: dict[int, dict[str, np.ndarray]] = {}
     error: dict[int, dict[str, np.ndarray]] = {}
@@ -211,47 +147,44 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     reference: Any = ()
     diverged_at, alive = {}, {}
     for size in config.sizes:
-        settings = {name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")}
-        settings["num_seeds"] = config.seeds(size)
         trained = train_bilinear(
             data,
             size,
             key=jax.random.fold_in(key, size),
-            callbacks=[Progress(progress)],
+            num_seeds=config.seeds(size),
+            callbacks=[Progress(parts.progress)],
             checkpoint=parts.path(f"size_{size}.ckpt"),
-            **settings,
+            **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
         )
         parts.seconds[f"training size {size}"] = trained.seconds
         history[size] = _finite_history(trained.history.observed)
         diverged_at[size] = trained.diverged_at
         alive[size] = check_some_left(trained.diverged_at, f"networks of size {size}")
         models = stand_ins(trained.models, alive[size])
-        run = bmap(decompose, batch_size=1)
-        spectra = run(models)
-        forms[size] = spectra
-        leading[size] = leading_components(spectra, min(config.num_ranks, spectra.values.shape[2]))
-        job = partial(truncations, config.num_components, spectra, images, labels)
-        part = masked_part(parts, f"truncation_{size}", alive[size], job)
+        spectra = forms[size] = bmap(decompose, batch_size=1)(models)
+        leading[size] = measures.leading_components(spectra, min(config.num_ranks, spectra.values.shape[2]))
+        job = partial(measures.truncations, config.num_components, spectra, images, labels)
+        part = parts.get(f"truncation_{size}", masked_job(alive[size], job))
         error[size], full_error[size] = {order: part[order] for order in ORDERS}, part["full"]
         if size == config.reference:
             reference = take((models, spectra), 0)
     similarity, pairs = {}, {}
     for size in config.sizes:
-        pairs[size] = compared_pairs(alive, size, config.reference)
+        pairs[size] = measures.compared_pairs(alive, size, config.reference)
         both = alive[size][pairs[size][0]] & alive[config.reference][pairs[size][1]]
-        job = partial(similarities, leading, forms, size, config.reference, pairs[size])
-        similarity[size] = masked_part(parts, f"similarity_{size}", both, job)
+        job = partial(measures.similarities, leading, forms, size, config.reference, pairs[size])
+        similarity[size] = parts.get(f"similarity_{size}", masked_job(both, job))
     overlap = pooled(similarity[config.reference]["magnitude"])[0]
     count = int(alive[config.reference].sum())
-    part = parts.get("details", partial(details, config, *reference, images, labels))
+    part = parts.get("details", partial(measures.details, config, *reference, images, labels))
     return Results(
         config=config,
-        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+        data=described(data),
         history=history,
         similarity=similarity,
         intervals={size: _intervals(config, size, similarity[size], pairs[size], alive) for size in config.sizes},
         pairs=pairs,
-        top=parts.get("top", partial(top_similarity, leading, alive))["top"],
+        top=parts.get("top", partial(measures.top_similarity, leading, alive))["top"],
         # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
         with_self=float((overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
         error=error,
@@ -260,7 +193,9 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         leading=part["leading"],
         explained={name: part[name] for name in ("image", "contributions", "vectors", "component_values")},
         radii={int(name.removeprefix("radii_")): array for name, array in part.items() if name.startswith("radii_")},
-        masks=parts.get("masks", partial(masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0))),
+        masks=parts.get(
+            "masks", partial(measures.masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0))
+        ),
         diverged_at=diverged_at,
         seconds=parts.seconds,
         member=reference[0],
@@ -273,19 +208,19 @@ def _intervals(
     same = size == config.reference
     names = ("magnitude", "positive", "negative") if same else ("magnitude",)
     other = None if same else alive[config.reference]
-    return {by: intervals(similarity[by], pairs, alive[size], other) for by in names}
+    return {by: measures.intervals(similarity[by], pairs, alive[size], other) for by in names}
 
 
 def _finite_history(observed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """NaN from where a network diverged: its accuracy would be that of the first class."""
+    """Return a history with NaN from where a network diverged: its accuracy would be that of the first class."""
     finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
     return {name: np.where(finite, values, np.nan) for name, values in observed.items()}
 
 
 def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
-    """By size, the least number of components per class that costs less than `drop` of accuracy, mean over seeds.
+    """Return the least number of components per class that costs less than `drop` of accuracy, mean over seeds.
 
-    Infinite where no number up to `num_components` does.
+    By size; infinite if no number up to `num_components` does.
     """
     needed = {}
     for size, errors in results.error.items():
@@ -296,7 +231,7 @@ def components_needed(results: Results, order: str = "magnitude", drop: float = 
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
+    """Return the arrays of the figure by their names in an `.npz` file."""
     flat = {"top": results.top, "values": results.values, "leading": results.leading, **results.explained}
     flat |= results.masks
     for size in results.config.sizes:
@@ -353,7 +288,7 @@ def headline(results: Results) -> str:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
+    """Return a header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
     shown = [rank for rank in (1, 5, 20) if rank <= results.config.num_ranks]
     rows = [["size", "seeds", "accuracy"]]
     rows[0] += [f"rank {rank}, {by}" for by in ("magnitude", "positive", "negative") for rank in shown]

@@ -7,10 +7,9 @@ space keeps it on the data alone. Noise on parameters, on the other hand, tells 
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,34 +21,19 @@ from matplotlib.figure import Figure
 
 from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
-from dissociation.figures._artifacts import Parts, identity_of
-from dissociation.figures._members import (
-    FACTORS,
-    DataName,
-    ModelName,
-    certify_members,
-    check_members,
-    check_neurons,
-    measure_members,
-    members_headline,
-    neuron_rewrites,
-    rewritten_group,
-    train_members,
-    worst,
-)
-from dissociation.figures._members import (
-    source as source,
-)
+from dissociation.figures import _members as members
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._labels import Results
+from dissociation.figures._members import headline
+from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
-from dissociation.figures._seeds import cell, masked_part
+from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._robustness import input_noise_error, parameter_noise_error
 from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._groups import NeuronGroup
 from dissociation.rewrites._noise import parameter_noise
 from dissociation.rewrites._null_spaces import null_basis
 from dissociation.rewrites._seen import LayerInputs
-from dissociation.training._members import take
-from dissociation.training._progress import MeterFactory, open_meter
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -59,12 +43,16 @@ SHOWS = "Test error of function-preserving rewrites under noise on inputs and on
 AXES = {
     "input_scales": ("input_scales",),
     "parameter_scales": ("parameter_scales",),
-    "input_error": ("seeds", "input_scales"),
-    "parameter_error": ("seeds", "parameter_scales"),
-    "clean_error": ("seeds",),
-    "test_error": ("seeds", "epochs"),
+    "input_error": ("variants", "seeds", "input_scales"),  # test error under noise on inputs
+    "parameter_error": ("variants", "seeds", "parameter_scales"),
+    "clean_error": ("variants", "seeds"),  # test error without noise
+    "test_error": ("seeds", "epochs"),  # along training
     "diverged_at": ("seeds",),
 }
+"""Results of the figure and their axes. Two more are by name: `certificates`, per variant the largest change of a logit
+on the test images over all seeds, absolute and relative, and the number of changed predictions; and `null_space` of the
+inputs of the moved weights: its dimension, the rank, and the singular values on both sides of the cut. If each network
+has its own null space, the least clear cut counts."""
 
 UNITS = {"input_scales": "pixel intensity"}
 
@@ -81,21 +69,9 @@ cut-off, which is too large."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(members.Config):
     """Settings of training, rewrites and noise."""
 
-    data: DataName = "glyphs"
-    """Data set, by its name in `_datasets.SOURCES`."""
-    model: ModelName = "mlp"
-    """The architecture; the neurons of its last hidden layer are rewritten."""
-    num_seeds: int = 4
-    """Networks trained from scratch."""
-    num_epochs: int = 10
-    """Passes over the training images."""
-    num_train: int | None = None
-    """Training images; None takes the data set's own number."""
-    num_test: int | None = None
-    """Test images; None takes the data set's own number."""
     width: int = 1024
     """Units in each of the two hidden layers; of networks of images, in the last."""
     num_scales: int = 40
@@ -113,67 +89,28 @@ class Config:
     """Whether to show what the usual float32 cut-off does: a null space too large, so the function changes."""
 
     def __post_init__(self):
-        check_members(self)
+        super().__post_init__()
         check_count("num_scales", self.num_scales, minimum=2)
-        check_count("num_zero", self.num_zero)
-        check_neurons("num_zero", self.num_zero, self.num_zero, self)
         check_non_negative("null_scale", self.null_scale)
-        if self.null_scale > FACTORS[1]:
-            fail("null_scale", f"be at most {FACTORS[1]:g}", self.null_scale)
+        if self.null_scale > members.FACTORS[1]:
+            fail("null_scale", f"be at most {members.FACTORS[1]:g}", self.null_scale)
         if self.published_null and self.model != "mlp":
             fail("published_null", "be left out but for the perceptron, whose first layer sees the data", self.model)
 
     def quick(self) -> "Config":
-        """A small run that shows that everything works: seconds, no science."""
+        """Return the options of a smoke run, which takes seconds."""
         return dataclasses.replace(
             self, num_seeds=2, num_epochs=5, num_train=2000, num_test=300, width=128, num_scales=10, num_zero=128
         )
 
 
-class Results(NamedTuple):
-    """Everything the figure shows.
-
-    Attributes:
-        config: What was asked for.
-        data: The data set's name and sizes.
-        input_scales: Noise scales on inputs, in units of pixel intensity (0 to 1), [scales].
-        parameter_scales: Noise scales on parameters, [scales].
-        input_error: Per variant, test error under input noise, [seeds, scales].
-        parameter_error: Per variant, test error under parameter noise, [seeds, scales].
-        clean_error: Per variant, test error without noise, [seeds].
-        certificates: Per variant, largest absolute and relative change of a logit on the test images over all seeds,
-            and predictions changed in all.
-        null_space: Of what the moved weights see: its dimension, the rank, and the singular values on both sides of the
-            cut; where each network has its own, the least clear.
-        test_error: Test error along training, [seeds, epochs + 1].
-        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
-        seconds: Wall time of every part.
-        member: One of the networks, as a report shows it; None for results of another making.
-    """
-
-    config: Config
-    data: dict[str, Any]
-    input_scales: np.ndarray
-    parameter_scales: np.ndarray
-    input_error: dict[str, np.ndarray]
-    parameter_error: dict[str, np.ndarray]
-    clean_error: dict[str, np.ndarray]
-    certificates: dict[str, dict[str, float]]
-    null_space: dict[str, float]
-    test_error: np.ndarray
-    diverged_at: np.ndarray
-    seconds: dict[str, float]
-    member: Any = None
-
-
 def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[str, Callable[..., Any]]:
-    """The variants: functions of one network and a key, the trained network itself first.
+    """Return the variants as functions of a network and a key, the trained network first.
 
-    Those that move in a null space take a pair of a key and a basis, orthonormal rows [dimension, features], in place
-    of the key.
+    Moves in a null space take a pair of key and basis, orthonormal rows [dimension, features], in place of the key.
     """
     moved = null_perturbed(weights, config.null_scale)
-    neurons = neuron_rewrites(config, config.num_zero, group)
+    neurons = members.neuron_rewrites(config, group)
     variants = {
         "trained": neurons["trained"],
         "null_perturbed": moved,
@@ -185,24 +122,17 @@ def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[s
 
 
 def compute(
-    config: Config,
-    *,
-    key: Array,
-    dataset: Dataset | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
-    """Trains, rewrites and measures; see `figures.Figure.compute`."""
-    data = source(config) if dataset is None else dataset
-    with Parts(folder, identity_of(config, key, data)) as parts:
-        return _computed(config, key, data, parts, progress)
+    """Train, rewrite and measure; see `figures.Figure.compute`."""
+    return members.run(_computed, config, key, dataset, folder, progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
-    trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress)
+    trained = members.train_members(config, key=train_key, data=data, parts=parts)
     all_images = np.concatenate([data.train_images, data.test_images])
-    group = rewritten_group(trained.models, all_images[0])
+    group = members.rewritten_group(trained.models, all_images[0])
     weights = moved_weights(config.model, trained.models, group, all_images[:1])
     null_space = parts.get("null_space", lambda: _null_space(config, trained.models, weights.path, all_images, data))
     variants = rewrites(config, group, weights)
@@ -212,10 +142,10 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         "parameter": jnp.logspace(-4, 0, config.num_scales),
     }
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
-    curves = {
-        "input": eqx.Partial(
-            _input_curve, images, labels, scales["input"], jax.random.normal(input_key, images.shape, images.dtype)
-        ),
+    noise = jax.random.normal(input_key, images.shape, images.dtype)
+    measures = {
+        "certificate": eqx.Partial(members.certify_members, images, labels),
+        "input": eqx.Partial(_input_curve, images, labels, scales["input"], noise),
         "parameter": eqx.Partial(_parameter_curve, images, labels, scales["parameter"]),
     }
     rewrite_keys: dict[str, Any] = {
@@ -225,48 +155,33 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         if name in variants:
             rewrite_keys[name] = (rewrite_keys[name], of_members(null_space[basis], config.num_seeds))
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
-    errors: dict[str, dict[str, np.ndarray]] = {"input": {}, "parameter": {}, "clean": {}}
-    certificates: dict[str, dict[str, float]] = {}
-    jobs = [(name, kind) for name in variants for kind in ("certificate", *curves)]
-    jobs = [job for job in jobs if job != ("published_null", "parameter")]
-    meter = open_meter(progress, len(jobs), "measuring")
-    try:
-        for done, (name, kind) in enumerate(jobs):
-            meter.advance(done, f"{label(config, name)}, {kind}")
-            measure = eqx.Partial(certify_members, images, labels) if kind == "certificate" else curves[kind]
-            part = masked_part(
-                parts,
-                f"{name}_{kind}",
-                trained.alive,
-                partial(measure_members, variants[name], measure, trained.models, rewrite_keys[name], noise_keys),
-            )
-            if kind == "certificate":
-                errors["clean"][name] = part.pop("clean_error")
-                certificates[name] = worst(part, trained.alive)
-            else:
-                errors[kind][name] = part["error"]
-        meter.advance(len(jobs), "done")
-    finally:
-        meter.close()
-    return Results(
-        config=config,
-        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+    jobs = {
+        f"{name}_{kind}": partial(
+            members.measure_members, rewrite, measure, trained.models, rewrite_keys[name], noise_keys
+        )
+        for name, rewrite in variants.items()
+        for kind, measure in measures.items()
+        if (name, kind) != ("published_null", "parameter")
+    }
+    found = parts.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "measuring")
+    certificates = {name: found[f"{name}_certificate"] for name in variants}
+    clean_error = {name: part.pop("clean_error") for name, part in certificates.items()}
+    return trained.results(
+        config,
+        data,
+        parts,
         input_scales=np.asarray(scales["input"]),
         parameter_scales=np.asarray(scales["parameter"]),
-        input_error=errors["input"],
-        parameter_error=errors["parameter"],
-        clean_error=errors["clean"],
-        certificates=certificates,
+        input_error={name: found[f"{name}_input"]["error"] for name in variants},
+        parameter_error={name: found[f"{name}_parameter"]["error"] for name in variants if name != "published_null"},
+        clean_error=clean_error,
+        certificates={name: members.worst(part, trained.alive) for name, part in certificates.items()},
         null_space={name: float(value) for name, value in null_space.items() if np.ndim(value) == 0},
-        test_error=trained.test_error,
-        diverged_at=trained.diverged_at,
-        seconds={"training": trained.seconds, **parts.seconds},
-        member=take(trained.models, 0),
     )
 
 
 def draw(results: Results) -> Figure:
-    """Test error by noise on inputs and on parameters, above what every rewrite adds to it; 3.24 x 2.9 inches."""
+    """Draw test error by noise on inputs and on parameters, above what every rewrite adds to it; 3.24 x 2.9 inches."""
     names = {variant: label(results.config, variant) for variant in results.input_error}
     looks = plotting.looks(names)
     if "published_null" in looks:
@@ -315,23 +230,9 @@ def caption(results: Results) -> str:
     )
 
 
-def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
-    named = {"input_scales": results.input_scales, "parameter_scales": results.parameter_scales}
-    for kind in ("input_error", "parameter_error", "clean_error"):
-        named |= {f"{kind}_{name}": value for name, value in getattr(results, kind).items()}
-    return named | {"test_error": results.test_error, "diverged_at": results.diverged_at}
-
-
-def families(results: Results) -> dict[str, Any]:
-    """Return the endings of array names, by the axes that they make; see `figures`."""
-    variants = tuple(results.clean_error)
-    return {kind: {"variants": variants} for kind in ("input_error", "parameter_error", "clean_error")}
-
-
-def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
-    return members_headline(results.config, results.data, results.diverged_at)
+def arrays(results: Results) -> dict[str, Any]:
+    """Return the arrays of the figure, by name; see `figures.Figure.arrays`."""
+    return {name: getattr(results, name) for name in AXES}
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -346,7 +247,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per variant: errors (%) clean and at two noise scales, and what the function did."""
+    """Return a header and a row per variant: errors (%) clean and at two noise scales, and changes of the function."""
     at_input = int(np.argmin(np.abs(results.input_scales - 0.37)))
     at_parameter = int(np.argmin(np.abs(results.parameter_scales - 0.01)))
     header = [
@@ -370,7 +271,7 @@ def table(results: Results) -> list[list[str]]:
 
 
 def label(config: Config, variant: str) -> str:
-    """What a variant is called: the perceptron's null space is that of the inputs."""
+    """Return the name of a variant: the perceptron's null space is that of the inputs."""
     return LABELS[variant] if config.model == "mlp" else LABELS[variant].removeprefix("input ")
 
 

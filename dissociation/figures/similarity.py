@@ -5,73 +5,58 @@ beginning and after every epoch. Measures of `similarity` then say which represe
 """
 
 import dataclasses
-import os
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from matplotlib.figure import Figure
 
 from dissociation import similarity
 from dissociation._core.checks import check_choice, check_count, check_distinct, fail
 from dissociation.data._datasets import Dataset
-from dissociation.figures import _similarity_drawing as drawing
-from dissociation.figures._artifacts import Parts, identity_of
-from dissociation.figures._members import (
-    DataName,
-    ModelName,
-    check_members,
-    check_neurons,
-    check_samples,
-    measure_members,
-    members_headline,
-    neuron_rewrites,
-    rewritten_group,
-    train_members,
-)
-from dissociation.figures._members import (
-    source as members_source,
-)
+from dissociation.figures import _members as members
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._labels import Results
+from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell
-from dissociation.figures._similarity_drawing import of_seeds
+from dissociation.figures._similarity_drawing import REWRITES, draw, of_seeds
 from dissociation.models._representations import member_representations, representations
 from dissociation.recipes._mnist import HeldOutPerformance
 from dissociation.rewrites._rewrites import permute
 from dissociation.similarity._measures import MEASURES
-from dissociation.training._members import take
-from dissociation.training._progress import MeterFactory, open_meter
 
 __all__ = ["Config", "compute", "draw", "of_seeds"]
 
 STEM = "similarity"
 SHOWS = "Similarity of representations between seeds and layers, under rewrites and through training."
 
+_PAIRS = ("measures", "items", "items")
 AXES = {
-    "matrix": ("items", "items"),
-    "estimate": ("items", "items"),
-    "low": ("items", "items"),
-    "high": ("items", "items"),
-    "baseline": ("items", "items"),
-    "through": ("epochs", "seeds", "seeds"),
-    "course": ("ends", "epochs"),
-    "rewritten": ("rewrites", "seeds"),
-    "chance": ("rewrites", "seeds"),
-    "calibrated": ("rewrites",),
-    "disagreement": ("seeds", "seeds"),
-    "jensen_shannon": ("seeds", "seeds"),
-    "points": ("items", "dimensions"),
-    "stress": (),
-    "test_error": ("seeds", "epochs"),
+    "matrix": _PAIRS,  # `matrices` of results: values of all pairs
+    "estimate": _PAIRS,  # `estimates`: the same without their bias
+    "low": _PAIRS,  # `lows`: lower ends of the intervals about estimates
+    "high": _PAIRS,  # `highs`: upper ends
+    "baseline": _PAIRS,  # `baselines`: values by chance
+    "through": ("measures", "epochs", "seeds", "seeds"),  # values of the last hidden layer between seeds
+    "course": ("measures", "ends", "epochs"),  # mean over pairs of seeds and the ends of its 90 % interval
+    "rewritten": ("measures", "rewrites", "seeds"),  # values of a network and its rewrites, last hidden layer
+    "chance": ("measures", "rewrites", "seeds"),  # the same with samples in another order
+    "calibrated": ("measures", "rewrites"),  # means over seeds, 0 for chance and 1 for a measure that does not move
+    "disagreement": ("seeds", "seeds"),  # share of samples to which two seeds give different classes
+    "jensen_shannon": ("seeds", "seeds"),  # divergence of their predictions
+    "points": ("items", "dimensions"),  # all representations in a plane, by angular distance
+    "test_error": ("seeds", "epochs"),  # along training
     "diverged_at": ("seeds",),
-    "items": ("items",),
+    "stress": (),  # Kruskal's stress-1 of the plane
+    "items": ("items",),  # layer and seed of the rows of matrices, pairs in results
     "rewrites": ("rewrites",),
     "ends": ("ends",),
 }
+"""Results of the figure and their axes."""
 
 UNITS = {"jensen_shannon": "nats"}
 
@@ -86,25 +71,15 @@ SIMILARITIES = tuple(
 MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
 """Features of the widest layer that does not depend on `width`."""
 
-REWRITES = drawing.REWRITES
-
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(members.Config):
     """Settings of training, rewrites and comparison."""
 
-    data: DataName = "glyphs"
-    """Data set, by its name in `_datasets.SOURCES`."""
-    model: ModelName = "mlp"
+    model: members.ModelName = "mlp"
     """The architecture. Of a convolutional layer every position of every channel is a neuron, of tokens every entry."""
     num_seeds: int = 5
     """Networks trained from scratch, at least 3."""
-    num_epochs: int = 10
-    """Passes over the training images."""
-    num_train: int | None = None
-    """Training images; None takes the data set's own number."""
-    num_test: int | None = None
-    """Test images; None takes the data set's own number."""
     num_samples: int = 1000
     """Test images that are represented, the first ones."""
     width: int = 128
@@ -124,11 +99,9 @@ class Config:
 
     def __post_init__(self):
         check_count("num_seeds", self.num_seeds, minimum=3)
-        check_members(self)
+        super().__post_init__()
         check_count("num_samples", self.num_samples, minimum=20)
         check_count("num_blocks", self.num_blocks, minimum=2)
-        check_count("num_zero", self.num_zero)
-        check_neurons("num_zero", self.num_zero, self.num_zero, self)
         for name in ("measures", "rewrite_measures"):
             check_distinct(name, getattr(self, name))
             for measure in getattr(self, name):
@@ -136,7 +109,7 @@ class Config:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Raises unless there are enough samples for blocks, and for measures of few features."""
+        """Raise unless there are enough samples for blocks, and for measures of few features."""
         if self.num_blocks > self.num_samples:
             fail("num_blocks", f"be at most `num_samples` ({self.num_samples})", self.num_blocks)
         left = self.num_samples - -(-self.num_samples // self.num_blocks)
@@ -149,159 +122,86 @@ class Config:
                     fail(name, f"suit {samples} samples of {widest} features", measure, advice)
 
     def quick(self) -> "Config":
-        """A small run that shows that everything works: seconds, no science."""
+        """Return the options of a smoke run, which takes seconds."""
         return dataclasses.replace(
             self, num_seeds=3, num_epochs=3, num_train=2000, num_test=200, num_samples=100, width=24, num_blocks=5,
             num_zero=8, rewrite_measures=("debiased_cka", "angular_distance", "cca", "mutual_knn"),
         )  # fmt: skip
 
 
-class Results(NamedTuple):
-    """Everything the figure shows.
-
-    Attributes:
-        config: What was asked for.
-        data: The data set's name and sizes.
-        items: Layer and seed of every row of the matrices.
-        matrices: Per measure, values of all pairs, [items, items].
-        estimates: The same without their bias.
-        lows: Lower ends of the intervals about estimates.
-        highs: Upper ends.
-        baselines: What they are by chance.
-        through: Per measure, of the last hidden layer between seeds: [epochs + 1, seeds, seeds].
-        course: Per measure, mean over pairs of seeds and the ends of its 90 % interval: [3, epochs + 1].
-        rewritten: Per measure, of a network and its rewrites, last hidden layer: [rewrites, seeds].
-        chance: The same with samples in another order.
-        calibrated: Per measure, means over seeds, 0 for chance and 1 for a measure that is not moved: [rewrites].
-        disagreement: Share of samples to which two seeds give other classes, [seeds, seeds].
-        jensen_shannon: Divergence of their predictions in nats, [seeds, seeds].
-        points: All representations in a plane, by angular distance: [items, 2].
-        stress: Of the plane, Kruskal's stress-1.
-        test_error: Test error along training, [seeds, epochs + 1].
-        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
-        seconds: Wall time of every part.
-        member: One of the networks, as a report shows it; None for results of another making.
-    """
-
-    config: Config
-    data: dict[str, Any]
-    items: tuple[tuple[str, int], ...]
-    matrices: dict[str, np.ndarray]
-    estimates: dict[str, np.ndarray]
-    lows: dict[str, np.ndarray]
-    highs: dict[str, np.ndarray]
-    baselines: dict[str, np.ndarray]
-    through: dict[str, np.ndarray]
-    course: dict[str, np.ndarray]
-    rewritten: dict[str, np.ndarray]
-    chance: dict[str, np.ndarray]
-    calibrated: dict[str, np.ndarray]
-    disagreement: np.ndarray
-    jensen_shannon: np.ndarray
-    points: np.ndarray
-    stress: float
-    test_error: np.ndarray
-    diverged_at: np.ndarray
-    seconds: dict[str, float]
-    member: Any = None
-
-
 class Snapshots(eqx.Module):
-    """Observes error and loss on held-out images, and what the last hidden layer makes of some of them."""
+    """Observation of error and loss on held-out images, and of the last hidden layer on `images`."""
 
     held_out: HeldOutPerformance
     images: Float[Array, "n pixels"]
 
     def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Array]:
-        """Returns `HeldOutPerformance`'s numbers and `features`, [n, width]."""
+        """Return `HeldOutPerformance`'s numbers and `features`, [n, width]."""
         return {**self.held_out(model, step, key), "features": representations(model, self.images)["features"]}
 
 
-def source(config: Config) -> Dataset:
-    """The data set that the configuration names."""
-    data = members_source(config)
-    check_samples(config, data)
-    return data
-
-
 def compute(
-    config: Config,
-    *,
-    key: Array,
-    dataset: Dataset | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
-    """Trains, represents and compares; see `figures.Figure.compute`."""
-    data = source(config) if dataset is None else dataset
-    check_samples(config, data)
-    with Parts(folder, identity_of(config, key, data)) as parts:
-        return _computed(config, key, data, parts, progress)
+    """Train, represent and compare; see `figures.Figure.compute`."""
+    return members.run(_computed, config, key, dataset, folder, progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
     held_out = HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))
     observe = Snapshots(held_out, images)
-    trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress, observe=observe)
+    trained = members.train_members(config, key=train_key, data=data, parts=parts, observe=observe)
     keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
     layers = member_representations(trained.models, images)
     items = tuple((layer, seed) for layer in layers for seed in range(config.num_seeds))
-    jobs = [*(("pairs", name) for name in config.measures), *(("rewrites", name) for name in config.rewrite_measures)]
-    jobs += [("training", name) for name in config.measures] + [("plane", "angular_distance")]
-    found: dict[str, dict[str, Any]] = {}
-    meter = open_meter(progress, len(jobs), "comparing")
-    group = rewritten_group(trained.models, images[0])
-    variants = neuron_rewrites(config, config.num_zero, group)
+    group = members.rewritten_group(trained.models, images[0])
+    variants = members.neuron_rewrites(config, group)
     variants["permuted"] = lambda model, key: permute(group, key=key)(model)
     rewritten = {
-        name: measure_members(variants[name], eqx.Partial(_features, images), trained.models, own, own)
+        name: members.measure_members(variants[name], eqx.Partial(members.represent, images), trained.models, own, own)
         for name, own in zip(REWRITES, keys, strict=True)
     }
-    work: dict[str, Callable[[str], dict[str, Any]]] = {
-        "pairs": lambda name: _pairs(config, name, layers, order_key),
-        "rewrites": lambda name: _of_rewrites(name, layers["features"], rewritten, order_key, trained.alive),
-        "training": lambda name: _through(name, trained.observed["features"], trained.alive),
-        "plane": lambda name: _plane(name, layers, start_key),
+    features, observed = layers["features"], trained.observed["features"]
+    jobs = {
+        **{f"pairs_{name}": partial(_pairs, config, name, layers, order_key) for name in config.measures},
+        **{
+            f"rewrites_{name}": partial(_of_rewrites, name, features, rewritten, order_key, trained.alive)
+            for name in config.rewrite_measures
+        },
+        **{f"training_{name}": partial(_through, name, observed, trained.alive) for name in config.measures},
+        "plane_angular_distance": partial(_plane, "angular_distance", layers, start_key),
     }
-    try:
-        for done, (kind, name) in enumerate(jobs):
-            meter.advance(done, f"{kind}, {name}")
-            part = parts.get(f"{kind}_{name}", lambda kind=kind, name=name: work[kind](name))
-            found[f"{kind}_{name}"] = _without(part, trained.alive, items)
-        meter.advance(len(jobs), "done")
-    finally:
-        meter.close()
-    of = lambda kind, names, what: {name: found[f"{kind}_{name}"][what] for name in names}  # noqa: E731
+    found = {name: _without(part, trained.alive, items) for name, part in parts.get_all(jobs, "comparing").items()}
+
+    def of(kind: str, array: str) -> dict[str, np.ndarray]:
+        names = config.rewrite_measures if kind == "rewrites" else config.measures
+        return {name: found[f"{kind}_{name}"][array] for name in names}
+
     plane, first = found["plane_angular_distance"], found[f"pairs_{config.measures[0]}"]
-    return Results(
-        config=config,
-        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+    return trained.results(
+        config,
+        data,
+        parts,
         items=items,
-        matrices=of("pairs", config.measures, "matrix"),
-        estimates=of("pairs", config.measures, "estimate"),
-        lows=of("pairs", config.measures, "low"),
-        highs=of("pairs", config.measures, "high"),
-        baselines=of("pairs", config.measures, "baseline"),
-        through=of("training", config.measures, "through"),
-        course=of("training", config.measures, "course"),
-        rewritten=of("rewrites", config.rewrite_measures, "rewritten"),
-        chance=of("rewrites", config.rewrite_measures, "chance"),
-        calibrated=of("rewrites", config.rewrite_measures, "calibrated"),
+        matrices=of("pairs", "matrix"),
+        estimates=of("pairs", "estimate"),
+        lows=of("pairs", "low"),
+        highs=of("pairs", "high"),
+        baselines=of("pairs", "baseline"),
+        through=of("training", "through"),
+        course=of("training", "course"),
+        rewritten=of("rewrites", "rewritten"),
+        chance=of("rewrites", "chance"),
+        calibrated=of("rewrites", "calibrated"),
         disagreement=first["disagreement"],
         jensen_shannon=first["jensen_shannon"],
         points=plane["points"],
         stress=float(plane["stress"]),
-        test_error=trained.test_error,
-        diverged_at=trained.diverged_at,
-        seconds={"training": trained.seconds, **parts.seconds},
-        member=take(trained.models, 0),
+        rewrites=np.asarray(REWRITES),
+        ends=np.asarray(("mean", "low", "high")),
     )
-
-
-def _features(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
-    return representations(rewritten, images)["features"]
 
 
 def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
@@ -359,7 +259,7 @@ def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
 def _without(
     part: dict[str, np.ndarray], alive: np.ndarray, items: tuple[tuple[str, int], ...]
 ) -> dict[str, np.ndarray]:
-    """A part with NaN for seeds that diverged, wherever they have a row or column."""
+    """Return a part with NaN for seeds that diverged, wherever they have a row or column."""
     if alive.all():
         return part
     gone = {len(alive): ~alive, len(items): np.array([not alive[seed] for _, seed in items])}
@@ -376,31 +276,13 @@ def _without(
     return masked
 
 
-def draw(results: Results) -> Figure:
-    """Matrices of all pairs above; rewrites, training, function and plane below. 6.6 x 4.4 inches."""
-    return drawing.draw(results)
-
-
-def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
-    kinds = {
+def arrays(results: Results) -> dict[str, Any]:
+    """Return the arrays of the figure, by name; see `figures.Figure.arrays`."""
+    others = {
         "matrix": results.matrices, "estimate": results.estimates, "low": results.lows, "high": results.highs,
-        "baseline": results.baselines,
-        "through": results.through, "course": results.course, "rewritten": results.rewritten,
-        "chance": results.chance, "calibrated": results.calibrated,
+        "baseline": results.baselines, "items": np.asarray([f"{layer} {seed}" for layer, seed in results.items]),
     }  # fmt: skip
-    named = {f"{kind}_{name}": value for kind, values in kinds.items() for name, value in values.items()}
-    alone = ("disagreement", "jensen_shannon", "points", "test_error", "diverged_at")
-    named |= {name: np.asarray(getattr(results, name)) for name in alone} | {"stress": np.asarray(results.stress)}
-    named |= {"items": np.asarray([f"{layer} {seed}" for layer, seed in results.items])}
-    return named | {"rewrites": np.asarray(REWRITES), "ends": np.asarray(("mean", "low", "high"))}
-
-
-def families(results: Results) -> dict[str, Any]:
-    """Return the endings of array names, by the axes that they make; see `figures`."""
-    measures = {"measures": tuple(dict.fromkeys((*results.matrices, *results.rewritten)))}
-    kinds = ("matrix", "estimate", "low", "high", "baseline", "through", "course", "rewritten", "chance", "calibrated")
-    return dict.fromkeys(kinds, measures)
+    return {name: others[name] if name in others else getattr(results, name) for name in AXES}
 
 
 def caption(results: Results) -> str:
@@ -420,9 +302,7 @@ def caption(results: Results) -> str:
 
 def headline(results: Results) -> str:
     """Return a line that names the data and the size of the run."""
-    return (
-        f"{members_headline(results.config, results.data, results.diverged_at)}; {results.config.num_samples} samples"
-    )
+    return f"{members.headline(results)}; {results.config.num_samples} samples"
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -437,7 +317,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
+    """Return a header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
     header = ["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]
     rows = [header]

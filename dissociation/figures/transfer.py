@@ -1,17 +1,16 @@
 """Figure `transfer`: what a linear probe learns from the representations of networks of one function.
 
 Networks are trained on the digits and rewritten without changing their function. Softmax probes then learn another
-task from the last hidden layer: how far an image was turned, or a coarser class. Probes tell things apart: the
-converged one says what the representation holds; a fixed budget of gradient steps, at a rate that follows each
-representation's curvature, what a learner with limited time takes from it; the same steps at one rate for all networks
-of a seed (the largest that is stable for each of them), what the rate adds.
+task from the last hidden layer: how far an image was turned, or a coarser class. There are three
+probes. The converged one shows what the representation holds; a fixed budget of gradient steps, at a rate that follows
+each representation's curvature, what a learner with limited time takes from it; the same steps at one rate for all
+networks of a seed (the largest that is stable for each of them), the effect of the rate.
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -25,30 +24,15 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from dissociation._core.checks import check_choice, check_count, check_distinct, fail
 from dissociation.data._datasets import Dataset
 from dissociation.data._tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
-from dissociation.figures._artifacts import Parts, identity_of
-from dissociation.figures._members import (
-    DataName,
-    ModelName,
-    certify_members,
-    check_members,
-    check_neurons,
-    measure_members,
-    members_headline,
-    neuron_rewrites,
-    rewritten_group,
-    train_members,
-    worst,
-)
-from dissociation.figures._members import (
-    source as members_source,
-)
-from dissociation.figures._seeds import cell, masked_part
+from dissociation.figures import _members as members
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._labels import Results
+from dissociation.figures._members import headline
+from dissociation.figures._members import source as source
+from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._probes import stable_step_size
 from dissociation.measures._transfer import transfer_errors
-from dissociation.models._representations import representations
 from dissociation.plotting import _axes as plotting
-from dissociation.training._members import take
-from dissociation.training._progress import MeterFactory, open_meter
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -56,12 +40,13 @@ STEM = "transfer"
 SHOWS = "Transfer error of function-preserving rewrites against the sample budget."
 
 AXES = {
-    "budgets": ("budgets",),
-    "transfer_error": ("seeds", "budgets"),
-    "clean_error": ("seeds",),
-    "test_error": ("seeds", "epochs"),
+    "budgets": ("budgets",),  # samples that the probes had
+    "transfer_error": ("tasks", "probes", "variants", "seeds", "budgets"),  # 1 - accuracy on held-out folds
+    "clean_error": ("variants", "seeds"),  # test error on the digits themselves
+    "test_error": ("seeds", "epochs"),  # along training
     "diverged_at": ("seeds",),
 }
+"""Results of the figure and their axes; one more is `certificates`, see `robustness.AXES`."""
 
 UNITS = {"budgets": "samples"}
 
@@ -81,21 +66,11 @@ PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(members.Config):
     """Settings of training, rewrites and probes."""
 
-    data: DataName = "glyphs"
-    """Data set, by its name in `_datasets.SOURCES`."""
-    model: ModelName = "mlp"
-    """The architecture; probes learn from its last hidden layer."""
     num_seeds: int = 3
     """Networks trained from scratch."""
-    num_epochs: int = 10
-    """Passes over the training images."""
-    num_train: int | None = None
-    """Training images; None takes the data set's own number."""
-    num_test: int | None = None
-    """Test images, from which the probes learn; None takes the data set's own number."""
     width: int = 1024
     """Units in each of the two hidden layers; of networks of images, in the last."""
     num_budgets: int = 20
@@ -114,89 +89,41 @@ class Config:
     """Learners; "one_rate" is a third, whose gradient steps have one rate for all networks of a seed."""
 
     def __post_init__(self):
-        check_members(self)
+        super().__post_init__()
         check_count("num_budgets", self.num_budgets, minimum=1)
         check_count("num_splits", self.num_splits, minimum=2)
         check_count("gradient_steps", self.gradient_steps, minimum=1)
-        check_count("num_zero", self.num_zero)
-        check_neurons("num_zero", self.num_zero, self.num_zero, self)
         check_distinct("probes", self.probes)
         for name in self.probes:
             check_choice("probes", name, PROBES)
 
+    def check_data(self, data: Dataset) -> None:
+        """Raise if there are too few test images for the quarters of a turn, or for folds of the smallest budget."""
+        count = len(data.test_images)
+        if count < NUM_QUARTERS:
+            fail("num_test", f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way", count)
+        if count // self.num_budgets < self.num_splits:
+            wanted = f"leave each of the `num_splits` folds ({self.num_splits}) a sample of the smallest budget"
+            fail("num_budgets", wanted, f"{self.num_budgets} budgets of {count} test images")
+
     def quick(self) -> "Config":
-        """A small run that shows that everything works: seconds, no science."""
+        """Return the options of a smoke run, which takes seconds."""
         return dataclasses.replace(
             self, num_seeds=2, num_epochs=5, num_train=2000, num_test=200, width=64, num_budgets=2, num_zero=8,
             num_splits=5,
         )  # fmt: skip
 
 
-class Results(NamedTuple):
-    """Everything the figure shows.
-
-    Attributes:
-        config: What was asked for.
-        data: The data set's name and sizes.
-        budgets: Samples that the probes had, [budgets].
-        transfer_error: Per task, probe and variant: 1 - accuracy on held-out folds, [seeds, budgets].
-        clean_error: Per variant, test error on the digits themselves, [seeds].
-        certificates: Per variant, largest absolute and relative change of a logit on the test images over all seeds,
-            and predictions changed in all.
-        test_error: Test error along training, [seeds, epochs + 1].
-        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
-        seconds: Wall time of every part.
-        member: One of the networks, as a report shows it; None for results of another making.
-    """
-
-    config: Config
-    data: dict[str, Any]
-    budgets: np.ndarray
-    transfer_error: dict[str, dict[str, dict[str, np.ndarray]]]
-    clean_error: dict[str, np.ndarray]
-    certificates: dict[str, dict[str, float]]
-    test_error: np.ndarray
-    diverged_at: np.ndarray
-    seconds: dict[str, float]
-    member: Any = None
-
-
-def source(config: Config) -> Dataset:
-    """The data set that the configuration names."""
-    data = members_source(config)
-    _check_budgets(config, data)
-    return data
-
-
-def _check_budgets(config: Config, data: Dataset) -> None:
-    if len(data.test_images) < NUM_QUARTERS:
-        fail(
-            "num_test", f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way", len(data.test_images)
-        )
-    smallest = len(data.test_images) // config.num_budgets
-    if smallest < config.num_splits:
-        wanted = f"leave each of the `num_splits` folds ({config.num_splits}) a sample of the smallest budget"
-        fail("num_budgets", wanted, f"{config.num_budgets} budgets of {len(data.test_images)} test images")
-
-
 def compute(
-    config: Config,
-    *,
-    key: Array,
-    dataset: Dataset | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
 ) -> Results:
-    """Trains, rewrites and probes; see `figures.Figure.compute`."""
-    data = source(config) if dataset is None else dataset
-    _check_budgets(config, data)
-    with Parts(folder, identity_of(config, key, data)) as parts:
-        return _computed(config, key, data, parts, progress)
+    """Train, rewrite and probe; see `figures.Figure.compute`."""
+    return members.run(_computed, config, key, dataset, folder, progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     train_key, rewrite_key, rotation_key, coarse_key = jax.random.split(key, 4)
-    trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress)
+    trained = members.train_members(config, key=train_key, data=data, parts=parts)
     keys = jax.random.split(rewrite_key, config.num_seeds)
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     tasks = {
@@ -204,43 +131,41 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         "coarse": coarse_grained(images, labels, key=coarse_key),
     }
     fractions = np.arange(1, config.num_budgets + 1) / config.num_budgets
-    variants = neuron_rewrites(config, config.num_zero, rewritten_group(trained.models, data.test_images[0]))
-    errors = {task: {probe: {} for probe in config.probes} for task in TASKS}
-    clean, certificates = {}, {}
-    jobs = [(name, task, probe) for task in TASKS for probe in config.probes for name in variants]
-    meter = open_meter(progress, len(jobs), "probing")
-    try:
-        for name, rewrite in variants.items():
-            measure = eqx.Partial(certify_members, images, labels)
-            job = partial(measure_members, rewrite, measure, trained.models, keys, keys)
-            part = masked_part(parts, f"{name}_certificate", trained.alive, job)
-            clean[name] = part.pop("clean_error")
-            certificates[name] = worst(part, trained.alive)
-        for done, (name, task, probe) in enumerate(jobs):
-            meter.advance(done, f"{LABELS[name]}, {task}, {probe}")
-            job = partial(
-                _curves, config, tuple(fractions.tolist()), probe, tasks[task], variants, name, trained.models, keys
-            )
-            errors[task][probe][name] = masked_part(parts, f"{name}_{task}_{probe}", trained.alive, job)["error"]
-        meter.advance(len(jobs), "done")
-    finally:
-        meter.close()
-    return Results(
-        config=config,
-        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+    variants = members.neuron_rewrites(config, members.rewritten_group(trained.models, data.test_images[0]))
+    certify = eqx.Partial(members.certify_members, images, labels)
+    jobs = {
+        f"{name}_certificate": partial(members.measure_members, rewrite, certify, trained.models, keys, keys)
+        for name, rewrite in variants.items()
+    }
+    jobs |= {
+        f"{name}_{task}_{probe}": partial(
+            _curves, config, tuple(fractions.tolist()), probe, tasks[task], variants, name, trained.models, keys
+        )
+        for task in TASKS
+        for probe in config.probes
+        for name in variants
+    }
+    found = parts.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "probing")
+    certificates = {name: found[f"{name}_certificate"] for name in variants}
+    clean_error = {name: part.pop("clean_error") for name, part in certificates.items()}
+    return trained.results(
+        config,
+        data,
+        parts,
         budgets=(fractions * len(images) + 1e-6).astype(int),
-        transfer_error=errors,
-        clean_error=clean,
-        certificates=certificates,
-        test_error=trained.test_error,
-        diverged_at=trained.diverged_at,
-        seconds={"training": trained.seconds, **parts.seconds},
-        member=take(trained.models, 0),
+        transfer_error={
+            task: {
+                probe: {name: found[f"{name}_{task}_{probe}"]["error"] for name in variants} for probe in config.probes
+            }
+            for task in TASKS
+        },
+        clean_error=clean_error,
+        certificates={name: members.worst(part, trained.alive) for name, part in certificates.items()},
     )
 
 
 def draw(results: Results) -> Figure:
-    """Transfer error by sample budget, and what rewrites add to it: two rows a task, a column a probe; 1.62 inches."""
+    """Draw transfer error by sample budget, and what rewrites add: two rows a task, a column a probe; 1.62 inches."""
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
     probes = results.config.probes
@@ -287,29 +212,9 @@ def caption(results: Results) -> str:
     )
 
 
-def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
-    named = {
-        f"transfer_error_{task}_{probe}_{variant}": curves
-        for task, probes in results.transfer_error.items()
-        for probe, variants in probes.items()
-        for variant, curves in variants.items()
-    }
-    clean = {f"clean_error_{variant}": error for variant, error in results.clean_error.items()}
-    along = {"test_error": results.test_error, "diverged_at": results.diverged_at}
-    return {"budgets": results.budgets, **named, **clean, **along}
-
-
-def families(results: Results) -> dict[str, Any]:
-    """Return the endings of array names, by the axes that they make; see `figures`."""
-    variants = {"variants": tuple(results.clean_error)}
-    probes = {"tasks": tuple(TASKS), "probes": results.config.probes, **variants}
-    return {"transfer_error": probes, "clean_error": variants}
-
-
-def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
-    return members_headline(results.config, results.data, results.diverged_at)
+def arrays(results: Results) -> dict[str, Any]:
+    """Return the arrays of the figure, by name; see `figures.Figure.arrays`."""
+    return {name: getattr(results, name) for name in AXES}
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -323,7 +228,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per variant: transfer errors (%) with all samples, and what the function did."""
+    """Return a header and a row per variant: transfer errors (%) with all samples, and changes of the function."""
     names = [(task, probe) for task in TASKS for probe in results.config.probes]
     header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
     rows = [header]
@@ -345,25 +250,21 @@ def _curves(
     models: Any,
     keys: Array,
 ) -> dict[str, Array]:
-    """The probe's errors on the features of every member's variant, [members, budgets]; `keys` are the rewrites'."""
+    """Return the probe's errors on the features of each member's variant, [members, budgets]; `keys` rewrite."""
     images, labels = task
-    represent = eqx.Partial(_represent, images)
-    features = measure_members(variants[name], represent, models, keys, keys)
+    features = members.measure_members(variants[name], eqx.Partial(members.represent, images), models, keys, keys)
     steps = None
     if probe == "one_rate":
         step = eqx.Partial(_stable_step, images)
-        steps = jnp.min(jnp.stack([measure_members(one, step, models, keys, keys) for one in variants.values()]), 0)
+        largest = [members.measure_members(one, step, models, keys, keys) for one in variants.values()]
+        steps = jnp.min(jnp.stack(largest), 0)
     # In a program of its own: it is the slow one to compile, and variants of one width share it.
     measure = eqx.Partial(_errors, config, fractions, probe, labels)
-    return measure_members(_as_it_is, measure, (features, steps), keys, keys)
-
-
-def _represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
-    return representations(rewritten, images)["features"]
+    return members.measure_members(_as_it_is, measure, (features, steps), keys, keys)
 
 
 def _stable_step(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
-    return stable_step_size(representations(rewritten, images)["features"])
+    return stable_step_size(members.represent(images, model, rewritten, key))
 
 
 def _as_it_is(given: Any, key: Array) -> Any:

@@ -1,4 +1,4 @@
-"""What all figures share: the style, what members say of a number, curves over them, panel letters, maps, saving."""
+"""Style, means and intervals over members, curves, panel letters, maps and files of all figures."""
 
 import functools
 import io
@@ -34,7 +34,7 @@ DASHES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (2, 1)), (
 
 
 def style_path() -> Path:
-    """Where `style.mplstyle` is: in the installed package, or at the top of a checkout."""
+    """Return the path of `style.mplstyle`, in the installed package or at the top of a checkout."""
     package = Path(__file__).parents[1]
     candidates = (package / "style.mplstyle", package.parent / "style.mplstyle")
     style = next((path for path in candidates if path.is_file()), None)
@@ -45,39 +45,34 @@ def style_path() -> Path:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Draws what is inside in the style, and leaves matplotlib's settings as they were."""
+    """Draw what is inside in the style, and leave matplotlib's settings as they were."""
     with mpl.rc_context(), plt.style.context(str(style_path())):
         yield
 
 
 class Summary(NamedTuple):
-    """What several members say of one number, or of many.
-
-    Attributes:
-        mean: Over the members that are finite there; NaN if none is.
-        deviation: The sample's standard deviation (n - 1 below the sum of squares); NaN for less than two.
-        finite: How many are.
-    """
+    """Mean, standard deviation and number of the members that are finite, see `summarise`."""
 
     mean: Float[np.ndarray, "..."]
     deviation: Float[np.ndarray, "..."]
     finite: Int[np.ndarray, "..."]
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """Both ends of Student's interval of the mean at `LEVEL`; NaN for less than two members."""
+        """Return both ends of Student's interval of the mean at `LEVEL`; NaN for less than two members."""
         quantile = stdtrit(np.maximum(self.finite - 1, 1), 0.5 + 0.5 * LEVEL)
         half = quantile * self.deviation / np.sqrt(np.maximum(self.finite, 1))
         return self.mean - half, self.mean + half
 
 
 def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
-    """Mean, standard deviation and number over the members, those left out that are not finite.
+    """Return mean, standard deviation and number of members that are finite.
 
     Args:
-        values: Members first.
+        values: Numbers, [members, ...].
 
     Returns:
-        Three arrays without the first axis, in float64.
+        Three arrays without the first axis, in float64: the mean, NaN of no member; the sample's standard deviation
+        (n - 1 below the sum of squares), NaN of less than two; the number.
 
     Example:
         >>> mean, deviation, count = summarise(np.array([1.0, 3.0, np.nan]))
@@ -94,7 +89,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
-    """Whether an interval of the mean would mislead, so that every member is drawn."""
+    """Return True if an interval of the mean would mislead, so that every member is drawn."""
     curves = np.asarray(curves, float).reshape(len(curves), -1)
     curves = curves[np.isfinite(curves).any(1)]
     if len(curves) < FEW:
@@ -115,16 +110,15 @@ def band(
     within: tuple[float | int, float | int] = (-np.inf, np.inf),
     **line: Any,
 ) -> None:
-    """Draws the mean over members, and what they say of it: Student's interval as a band, or each as a thin line.
+    """Draw the mean over members, with Student's interval as a band, or with few members each as a thin line.
 
     Args:
-        axes: Where to draw.
-        x: [points].
+        axes: Axes to draw on.
+        x: Places, [points].
         curves: One curve per member, [members, points]; members that are not finite at a point are left out there.
-            `draws_each` says whether they are drawn.
         label: The line's name in the legend.
-        within: What the band is cut off at: the range of the quantity, or the least height on a logarithmic axis.
-        line: Handed to `Axes.plot`, for example `look(i)`.
+        within: Ends of the band: the range of the quantity, or the least height on a logarithmic axis.
+        line: Options of `Axes.plot`, for example `look(i)`.
     """
     checks.check_same_length("x", len(x), "curves", curves.shape[1], "points")
     summary = summarise(curves)
@@ -140,7 +134,7 @@ def band(
 
 
 def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
-    """A sentence for captions on what `band` made of these curves.
+    """Return a sentence for captions on how `band` draws these curves.
 
     Example:
         >>> drawn_as(np.zeros((4, 9)))
@@ -167,14 +161,14 @@ def differences(
     names: Mapping[str, str],
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Draws each variant less the first one, member by member, and names those that hardly differ from it.
+    """Draw each variant less the first one, member by member, and name those that hardly differ from it.
 
     Args:
-        axes: Where to draw.
-        x: [points].
-        curves: By variant, [members, points]; the members of all are the same.
-        names: What variants are called.
-        looks: Of their lines.
+        axes: Axes to draw on.
+        x: Places, [points].
+        curves: Curves by variant, [members, points], of the same members.
+        names: Names of variants in the legend.
+        looks: Options of their lines.
     """
     first, *others = curves
     paired = {name: curves[name] - curves[first] for name in others}
@@ -193,7 +187,7 @@ def differences(
 
 
 def look(index: int) -> dict[str, Any]:
-    """The colour, dashes and sparse markers of curve number `index`: apart without colour too."""
+    """Return the colour, dashes and sparse markers of curve number `index`, distinct without colour too."""
     kind = index % len(MARKERS)
     marks: dict[str, Any] = {"marker": MARKERS[kind], "markevery": (0.02 + 0.03 * kind, 0.25), "markersize": 2.2}
     return {"color": color(index), "linestyle": DASHES[kind], **marks}
@@ -205,12 +199,12 @@ def _colors() -> list[str]:
 
 
 def color(index: int) -> str:
-    """The style's own colour of curve number `index`; "C0" would become that of whoever shows the figure later."""
+    """Return the style's own colour of curve number `index`; "C0" depends on who shows the figure later."""
     return _colors()[index % len(_colors())]
 
 
 def log_height(axes: Axes) -> None:
-    """Makes the vertical axis logarithmic, with plain numbers where it spans few decades; call it after drawing."""
+    """Make the vertical axis logarithmic, with plain numbers if it spans few decades; call it after drawing."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high > 200 * low:
@@ -224,14 +218,14 @@ def log_height(axes: Axes) -> None:
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """`look` of several curves, the first one broad: others that lie on it stay visible."""
+    """Return `look` of several curves, the first one broad: others that lie on it stay visible."""
     found = {name: look(index) for index, name in enumerate(names)}
     found[next(iter(found))] |= {"linewidth": 2.0, "alpha": 0.6}
     return found
 
 
 def letter(*panels: Axes) -> None:
-    """Writes a, b, c, ... in bold at the panels' upper left corners."""
+    """Write a, b, c, ... in bold at the panels' upper left corners."""
     for mark, panel in zip("abcdefghijklmnopqrstuvwxyz", panels, strict=False):
         place = {"xycoords": "axes fraction", "xytext": (-3, 3), "textcoords": "offset points"}
         panel.annotate(mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place)
@@ -240,15 +234,12 @@ def letter(*panels: Axes) -> None:
 def heat(
     axes: Axes, values: Real[np.ndarray, "rows columns"], shown: Sequence[Sequence[str]] | None = None
 ) -> AxesImage:
-    """A map of numbers from 0 to 1, dark to bright.
+    """Draw a map of numbers from 0 to 1, dark to bright, and return its image for a colour bar.
 
     Args:
-        axes: Where to draw.
-        values: What is 0 or below is darkest.
-        shown: What is written on it, a text per number; nothing by default.
-
-    Returns:
-        The image, which a colour bar takes.
+        axes: Axes to draw on.
+        values: Numbers; those below 0 are darkest.
+        shown: A text per number to write on the map.
     """
     image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     for row, texts in enumerate(shown or ()):
@@ -260,7 +251,7 @@ def heat(
 
 
 def save_figure(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
-    """Writes `<stem>.pdf` and `<stem>.png` in the figure's own size, whole or not at all, and returns both paths."""
+    """Write `<stem>.pdf` and `<stem>.png` in the figure's own size, whole or not at all, and return both paths."""
     target = Path(stem)
     paths = [target.with_name(target.name + suffix) for suffix in (".pdf", ".png")]
     with house_style():

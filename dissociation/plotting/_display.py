@@ -1,4 +1,4 @@
-"""Models, arrays and tables to look at in a notebook, and on a page of it that runs no JavaScript."""
+"""Models, arrays and tables in notebooks, also without JavaScript."""
 
 import base64
 import html
@@ -19,12 +19,7 @@ _HEIGHT = 112
 
 
 class Shown:
-    """What `show` returns; a notebook shows it as the value of a cell.
-
-    Attributes:
-        text: The value without what is in its arrays.
-        png: Arrays of two or three axes as an image, else None.
-    """
+    """Value of `show`: text without the contents of arrays, and for arrays of two or three axes an image."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -50,14 +45,14 @@ class Shown:
 
 
 def show(value: Any) -> Shown:
-    """Shows a model or an array: a still image or text, and treescope's view of it to open and to point at.
+    """Show a model or an array: an image or text, and treescope's view to open and to point at.
 
     Args:
-        value: A PyTree, as a model. An array of two axes is an image, one of three is images side by side, in grey from
-            0 to the largest value, or where some are negative in red and blue about 0.
+        value: A PyTree, for example a model. An array of two axes is an image, one of three axes is a row of images,
+            in grey from 0 to the largest value, or with negative values in red and blue about 0.
 
     Returns:
-        An object that notebooks show; `print` writes its text.
+        An object that notebooks show and `print` writes.
 
     Raises:
         ValueError: If an array has no element.
@@ -80,7 +75,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _image(array: np.ndarray) -> bytes:
-    """A PNG of one image or several side by side, each pixel enlarged to whole pixels."""
+    """Return a PNG of one image or a row of several, each pixel enlarged to whole pixels."""
     import matplotlib as mpl
     from matplotlib.image import imsave
 
@@ -100,11 +95,7 @@ def _image(array: np.ndarray) -> bytes:
 
 
 class Table:
-    """Rows that notebooks show as HTML and `print` writes in columns; the value of `table`.
-
-    Attributes:
-        rows: The cells, the names of the columns first.
-    """
+    """Value of `table`: rows that notebooks show as HTML and `print` writes in columns."""
 
     def __init__(self, rows: Sequence[Sequence[str]]):
         self.rows = [[str(cell) for cell in row] for row in rows]
@@ -126,13 +117,13 @@ class Table:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Table:
-    """A table to show in a notebook, such as a figure's `table(results)`.
+    """Return a table to show in a notebook, for example of a figure's `table(results)`.
 
     Args:
         rows: Cells as text, rows of equal length, the names of the columns first.
 
     Returns:
-        An object that notebooks show; `print` writes its columns.
+        An object that notebooks show and `print` writes.
 
     Raises:
         ValueError: If there is no row, or rows differ in length.

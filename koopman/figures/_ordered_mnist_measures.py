@@ -1,14 +1,14 @@
-"""Forecasting a sequence of digits, and reading the forecasts with an oracle."""
+"""Forecasts of a sequence of digits, read by an oracle."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Complex, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dissociation.models import Encoder
 from koopman import Operator, decompose, eigenpairs, encode, left_eigenfunctions, matrix_powers, predict
@@ -19,45 +19,36 @@ PROTOCOLS = {
     "circle": "powers, eigenvalues on the unit circle",
     "roots": "powers, eigenvalues at the roots of unity",
 }
-"""Ways to look ahead: the model applied to its own forecast image, or its operator alone, as fitted or projected."""
+"""Ways to forecast: the model applied to its own forecast image, or its operator alone, as fitted or projected."""
 
 SCALES = ("raw", "rescaled")
 """Forecasts as they are, or each image brought to the training images' mean norm before it is read."""
 
 
 class Pixels(eqx.Module):
-    """Images as features: their pixels, standardised.
-
-    Attributes:
-        mean: Per pixel, [784].
-        deviation: Per pixel, 1 where it is constant.
-    """
+    """Standardised pixels of images as features, by the mean and deviation of each pixel."""
 
     mean: Float[Array, " d"]
     deviation: Float[Array, " d"]
 
     def __call__(self, image: Float[Array, "28 28"]) -> Float[Array, " d"]:
-        """Features of one image."""
+        """Return the features of one image."""
         return (image.reshape(-1) - self.mean) / self.deviation
 
 
 class Latent(eqx.Module):
-    """A linear map of features in place of a fitted operator.
-
-    Attributes:
-        matrix: Features times it are those of the next image: [d, d].
-    """
+    """Linear map of features in place of a fitted operator: features times `matrix` are those of the next image."""
 
     matrix: Float[Array, "d d"]
 
 
 class Forecaster(eqx.Module):
-    """From images to the images that come after them.
+    """Forecaster of the images that follow given images.
 
     Attributes:
-        features: One image to its features.
-        dynamics: A fitted operator, or a linear map of the features.
-        decoder: From what the dynamics forecast to an image; None where they forecast images.
+        features: Function of one image to its features.
+        dynamics: Fitted operator, or linear map of the features.
+        decoder: Function of a forecast to an image; None if the dynamics forecast images.
     """
 
     features: Callable[[Array], Array]
@@ -65,11 +56,11 @@ class Forecaster(eqx.Module):
     decoder: Callable[[Array], Array] | None
 
     def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
-        """The images `steps` ahead."""
+        """Return the images `steps` ahead."""
         return self.ahead(encode(self.features, images), steps)
 
     def ahead(self, values: Float[Array, "n d"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
-        """The same from features."""
+        """Return the images `steps` ahead of features."""
         if isinstance(self.dynamics, Operator):
             forecasts = predict(self.dynamics, values, steps)
         else:
@@ -79,32 +70,24 @@ class Forecaster(eqx.Module):
         return forecasts if self.decoder is None else jax.vmap(jax.vmap(self.decoder))(forecasts)
 
 
-class Spectral(NamedTuple):
-    """Eigenpairs of what a forecaster's features obey, in the order of `koopman.decompose`."""
-
-    values: Complex[Array, " r"]
-    right: Complex[Array, "r r"]
-    left: Complex[Array, "r r"]
-
-
-def spectral(dynamics: Operator | Latent) -> Spectral:
-    """Eigenvalues and eigenvectors of an operator's core or of a latent map."""
+def spectral(dynamics: Operator | Latent) -> tuple[Array, Array, Array]:
+    """Return eigenvalues [r], right and left eigenvectors [r, r] of an operator's core or of a latent map."""
     if isinstance(dynamics, Operator):
         pairs = decompose(dynamics)
-        return Spectral(pairs.eigenvalues, pairs.right, pairs.left)
+        return pairs.eigenvalues, pairs.right, pairs.left
     values, right = eigenpairs(dynamics.matrix)
-    return Spectral(values, right, jnp.linalg.inv(right).T)
+    return values, right, jnp.linalg.inv(right).T
 
 
 def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
-    """The same forecaster with its eigenvalues moved, eigenvectors as they are."""
+    """Return a forecaster with moved eigenvalues and the same eigenvectors."""
     where = (lambda f: f.dynamics.core) if isinstance(forecaster.dynamics, Operator) else (lambda f: f.dynamics.matrix)
     return eqx.tree_at(where, forecaster, _moved(forecaster.dynamics, num_digits)[kind])
 
 
 @eqx.filter_jit
 def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
-    """The matrix with eigenvalues moved in each way, in one program for all forecasters of one kind."""
+    """Return the matrix with eigenvalues moved in each way, by one program for all forecasters of one kind."""
     values, right, left = spectral(dynamics)
     turns = jnp.angle(values) / (2 * jnp.pi)
     nearest = jnp.where(values.imag != 0, jnp.round(turns * num_digits) / num_digits, 0.0 if num_digits % 2 else turns)
@@ -113,22 +96,6 @@ def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
         kind: jnp.real(jnp.matmul(right * jnp.exp(2j * jnp.pi * turns)[None], left.T, precision=lax.Precision.HIGHEST))
         for kind, turns in moved.items()
     }
-
-
-class Evaluation(NamedTuple):
-    """One forecaster's forecasts, read by the oracle.
-
-    Attributes:
-        logits: [protocol, scale, time, n, classes].
-        strips: Forecasts from the first image, [protocol, steps, 28, 28].
-        eigenvalues: [r].
-        left: Left eigenfunctions on the images, [n, r]; zero for a latent map.
-    """
-
-    logits: np.ndarray
-    strips: np.ndarray
-    eigenvalues: np.ndarray
-    left: np.ndarray
 
 
 def evaluate(
@@ -140,8 +107,12 @@ def evaluate(
     far: int,
     norm: float,
     num_digits: int,
-) -> Evaluation:
-    """Forecasts from every image by every protocol, and the classes that the oracle gives them."""
+) -> dict[str, np.ndarray]:
+    """Forecast from every image by every protocol, and read the forecasts by the oracle.
+
+    "logits" [protocol, scale, time, n, classes]; "strips", forecasts from the first image, [protocol, steps, 28, 28];
+    "eigenvalues" [r]; "left", left eigenfunctions on the images, [n, r], zero for a latent map.
+    """
     images = jnp.asarray(images)
     one, values = jnp.asarray([1]), _features(forecaster, images)
     logits, strips = [], []
@@ -160,8 +131,9 @@ def evaluate(
             strip.append(now[0])
         logits.append(jnp.stack(outputs, 1))
         strips.append(jnp.stack(strip[:num_steps]))
-    eigenvalues, left = spectral(forecaster.dynamics).values, _left(forecaster, values)
-    return Evaluation(*(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), eigenvalues, left)))
+    found = {"logits": jnp.stack(logits), "strips": jnp.stack(strips)}
+    found |= {"eigenvalues": spectral(forecaster.dynamics)[0], "left": _left(forecaster, values)}
+    return {name: np.asarray(value) for name, value in found.items()}
 
 
 @eqx.filter_jit
@@ -194,17 +166,15 @@ def _left(forecaster: Forecaster, values: Array) -> Any:
 
 
 def predicted(logits: np.ndarray) -> np.ndarray:
-    """What the oracle reads, int8: the class of the largest logit, or -1 where one is not finite."""
+    """Return the class of the largest logit, int8, or -1 if a logit is not finite."""
     return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
 
 
 def stuck(logits: np.ndarray) -> np.ndarray:
-    """Which seeds forecast one image whatever they see: over 9 in 10 forecasts one step ahead are read as one digit.
+    """Return for each seed if over 9 in 10 forecasts one step ahead are read as one digit, [seeds].
 
-    `logits`: The oracle's of one model, [seeds, protocols, scales, times, n, classes].
-
-    Returns:
-        True or False, [seeds]; those that diverged are not stuck.
+    `logits`: Logits of the oracle for one model, [seeds, protocols, scales, times, n, classes]. Seeds that diverged are
+    not stuck.
     """
     read = predicted(logits[:, 0, 0, 0])
     most = np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0)

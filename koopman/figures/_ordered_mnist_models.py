@@ -1,6 +1,7 @@
-"""The models of a sequence of digits: what they are called, how they are trained, and the forecasters made of them."""
+"""Models of a sequence of digits: their names, their training, and their forecasters."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation import member, plotting
-from dissociation.figures import MeterFactory, Parts
+from dissociation.figures import Parts
 from dissociation.training import Progress
 from koopman import (
     ReducedRank,
@@ -26,11 +27,11 @@ from koopman.figures._ordered_mnist_measures import Forecaster, Latent, Pixels
 
 
 class Model(NamedTuple):
-    """A way to foresee the sequence.
+    """Model of the sequence.
 
     Attributes:
-        label: What it is called.
-        networks: The trained networks that it needs, besides the oracle, which reads all forecasts.
+        label: Its name in the figure.
+        networks: The trained networks that it needs besides the oracle.
         shown: The protocol by which its curve and strip are drawn.
         color: The number of its colour, one for every kind of network.
         kind: The number of its marker and dashes.
@@ -43,7 +44,7 @@ class Model(NamedTuple):
     kind: int
 
     def look(self) -> dict[str, Any]:
-        """Of its curve."""
+        """Return the style of its curve."""
         return {**plotting.look(self.kind), "color": plotting.color(self.color)}
 
 
@@ -65,12 +66,12 @@ _loss = eqx.filter_jit(validation_loss)
 
 
 class Networks(NamedTuple):
-    """Everything that is trained on a sequence.
+    """Networks trained on a sequence.
 
     Attributes:
-        models: By name, stacked over seeds; "oracle" reads forecasts.
+        models: Stacked networks by name; "oracle" reads forecasts.
         validation: Per encoder and autoencoder, its loss on the validation images, [seeds, epochs + 1].
-        batched: Per encoder, the same at the end as the mean over batches of 64, [seeds].
+        batched: Per encoder, the last validation loss as the mean over batches of 64, [seeds].
         diverged_at: By name, the step at which a network diverged, or -1: [seeds].
     """
 
@@ -81,109 +82,85 @@ class Networks(NamedTuple):
 
 
 def train_networks(
-    config: Any,
-    key: Array,
-    train: np.ndarray,
-    validation: np.ndarray,
-    labels: dict[str, np.ndarray],
-    parts: Parts,
-    progress: str | MeterFactory | None,
+    config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, parts: Parts
 ) -> Networks:
-    """Trains the oracle and the networks that the models of `config` need on a sequence, all seeds at once.
+    """Train the oracle and the networks that the models of `config` need on a sequence, all seeds at once.
 
-    `train`, [n, 28, 28], shows digits `labels["train"]`; `validation` is another stretch. `parts` keeps checkpoints.
+    `train`, [n, 28, 28], shows digits `labels`, [n]; `validation` is another stretch. `parts` keeps checkpoints.
     """
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
-    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(progress)]}
+    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(parts.progress)]}
+    found = Networks({}, {}, {}, {})
 
-    def options(name: str) -> dict[str, Any]:
-        path = parts.path(f"{name}.ckpt")
-        return {**common, "checkpoint": path, "num_epochs": config.num_epochs, "validation": validation}
+    def keep(name: str, result: Any, words: str) -> None:
+        found.models[name], found.diverged_at[name] = result.models, result.diverged_at
+        parts.seconds[f"training {words}"] = result.seconds
 
     oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
-    oracle = train_classifiers(train, labels["train"], key=oracle_key, num_classes=config.num_digits, **oracle_options)
-    parts.seconds["training the oracle"] = oracle.seconds
-    models: dict[str, Any] = {"oracle": oracle.models}
-    curves, batched, diverged_at = {}, {}, {"oracle": oracle.diverged_at}
-    for name, name_key in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
-        if name not in config.models:
-            continue
-        result = train_encoders(name, train, key=name_key, features=config.num_digits, **options(name))
-        models[name], curves[name] = result.models, np.asarray(result.history.observed)
-        networks = [member(result.models, seed) for seed in range(config.num_seeds)]
-        losses = [_loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks]
-        batched[name], diverged_at[name] = np.asarray(losses), result.diverged_at
-        parts.seconds[f"training {name}"] = result.seconds
-    for name, name_key, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
+    oracle = train_classifiers(train, labels, key=oracle_key, num_classes=config.num_digits, **oracle_options)
+    keep("oracle", oracle, "the oracle")
+    sizes = {"num_epochs": config.num_epochs, "features": config.num_digits, "validation": validation}
+    for name, name_key in zip(("vamp", "contrastive", "dpnets", "autoencoder", "orthogonal"), keys, strict=True):
         if not any(model.startswith(name) for model in config.models):
             continue
-        settings = {"features": config.num_digits, "orthogonal": orthogonal}
-        result = train_autoencoders(train, key=name_key, **settings, **options(name))
-        models[name], curves[name] = result.models, np.asarray(result.history.observed)
-        diverged_at[name] = result.diverged_at
-        parts.seconds[f"training {name}"] = result.seconds
-    return Networks(models, curves, batched, diverged_at)
+        options = {**common, **sizes, "key": name_key, "checkpoint": parts.path(f"{name}.ckpt")}
+        if name in ("autoencoder", "orthogonal"):
+            result = train_autoencoders(train, orthogonal=name == "orthogonal", **options)
+        else:
+            result = train_encoders(name, train, **options)
+            networks = [member(result.models, seed) for seed in range(config.num_seeds)]
+            losses = [_loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks]
+            found.batched[name] = np.asarray(losses)
+        keep(name, result, name)
+        found.validation[name] = np.asarray(result.history.observed)
+    return found
 
 
 def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
-    """For every model of `config`, from a seed's number to its forecaster: one of `trained`, or fitted on `train`."""
+    """Return for every model of `config` a function from a seed to its forecaster."""
     images = jnp.asarray(train)
 
     def pixels(seed: int) -> Forecaster:
         flat = images.reshape(len(images), -1)
         deviation = jnp.std(flat, 0)
         features = Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0))
-        return _fitted(features, images, config, center=True)
+        return fitted(features, center=True)
 
-    def through(name: str) -> Callable[[int], Forecaster]:
-        def build(seed: int) -> Forecaster:
-            model = member(trained[name], seed)
-            return _fitted(getattr(model, "encoder", model) if name == "autoencoder" else model, images, config)
+    def through(name: str, seed: int) -> Forecaster:
+        model = member(trained[name], seed)
+        return fitted(model.encoder if name == "autoencoder" else model)
 
-        return build
-
-    def by_powers(name: str) -> Callable[[int], Forecaster]:
-        def build(seed: int) -> Forecaster:
-            model = member(trained[name], seed)
-            return Forecaster(model.encoder, Latent(model.matrix()), model.decoder)
-
-        return build
+    def by_powers(name: str, seed: int) -> Forecaster:
+        model = member(trained[name], seed)
+        return Forecaster(model.encoder, Latent(model.matrix()), model.decoder)
 
     def latent(seed: int) -> Forecaster:
         model = member(trained["autoencoder"], seed)
-        return _fitted(model.encoder, images, config, decoder=model.decoder)
+        return fitted(model.encoder, decoder=model.decoder)
+
+    def fitted(features: Any, *, center: bool = False, decoder: Any = None) -> Forecaster:
+        return _fit(features, images, config.num_digits, jnp.asarray(config.alpha), center, decoder)
 
     everything = {
         "linear": pixels,
-        "classifier": through("oracle"),
-        "vamp": through("vamp"),
-        "contrastive": through("contrastive"),
-        "dpnets": through("dpnets"),
-        "autoencoder": by_powers("autoencoder"),
+        "classifier": partial(through, "oracle"),
+        "vamp": partial(through, "vamp"),
+        "contrastive": partial(through, "contrastive"),
+        "dpnets": partial(through, "dpnets"),
+        "autoencoder": partial(by_powers, "autoencoder"),
         "autoencoder_operator": latent,
-        "autoencoder_images": through("autoencoder"),
-        "orthogonal": by_powers("orthogonal"),
+        "autoencoder_images": partial(through, "autoencoder"),
+        "orthogonal": partial(by_powers, "orthogonal"),
     }
     return {name: build for name, build in everything.items() if name in config.models}
 
 
-def _fitted(
-    features: Callable[[Array], Array],
-    images: Array,
-    config: Any,
-    *,
-    center: bool = False,
-    decoder: Callable[[Array], Array] | None = None,
-) -> Forecaster:
-    """A forecaster by reduced rank regression on features, of images or, where there is a decoder, of features.
+@eqx.filter_jit
+def _fit(features: Any, images: Array, rank: int, alpha: Array, center: bool, decoder: Any) -> Forecaster:
+    """Fit a forecaster by reduced rank regression on features, of images or, if there is a decoder, of features.
 
     With `center` the constant function goes, and its eigenvalue 1 with it.
     """
-    return _fit(features, images, config.num_digits, jnp.asarray(config.alpha), center, decoder)
-
-
-@eqx.filter_jit
-def _fit(features: Any, images: Array, rank: int, alpha: Array, center: bool, decoder: Any) -> Forecaster:
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None
     operator = fit(ReducedRank(rank, alpha), x, y, observable=observable, center=center)

@@ -16,30 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Complex
 
-from dissociation import member
+from dissociation import figures, member
 from dissociation.data import NAMES, Dataset, load
-from dissociation.figures import (
-    DataName,
-    MeterFactory,
-    Parts,
-    WrongValue,
-    cell,
-    check_choice,
-    check_count,
-    check_distinct,
-    check_positive,
-    check_some_left,
-    fail,
-    identity_of,
-    named_diverged,
-    open_meter,
-)
+from dissociation.figures import DataName, cell
 from koopman import encode
 from koopman.datasets import OrderedDigits, cycle_spectrum, ordered_mnist
 from koopman.figures import _ordered_mnist_drawing as drawing
 from koopman.figures._ordered_mnist_drawing import draw as draw
 from koopman.figures._ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
-from koopman.figures._ordered_mnist_models import MODELS, forecasters, train_networks
+from koopman.figures._ordered_mnist_models import MODELS, Networks, forecasters, train_networks
 
 __all__ = ["Config", "compute", "draw", "PROTOCOLS"]
 
@@ -47,21 +32,22 @@ STEM = "ordered-mnist"
 SHOWS = "Digits in turn: encoders, operators, and forecast images read by an oracle."
 
 AXES = {
-    "times": ("times",),
-    "labels": ("images",),
-    "oracle_accuracy": ("seeds",),
-    "accuracy": ("seeds", "protocols", "scales", "times"),
-    "predicted": ("seeds", "protocols", "scales", "times", "images"),
-    "logits": ("seeds", "protocols", "scales", "times", "images", "classes"),
-    "strips": ("seeds", "protocols", "steps", "rows", "columns"),
-    "eigenvalues": ("seeds", "components"),
-    "left": ("seeds", "images", "components"),
-    "validation": ("seeds", "epochs"),
-    "batched": ("seeds",),
-    "diverged_at": ("seeds",),
+    "times": ("times",),  # horizons: 1 to `num_steps`, and `far`
+    "labels": ("images",),  # digits of the test images
+    "oracle_accuracy": ("seeds",),  # on the validation images
+    "accuracy": ("models", "seeds", "protocols", "scales", "times"),  # share of forecasts read as the right digit
+    "predicted": ("models", "seeds", "protocols", "scales", "times", "images"),  # the digit read
+    "logits": ("models", "seeds", "protocols", "scales", "times", "images", "classes"),  # of the oracle
+    "strips": ("models", "seeds", "protocols", "steps", "rows", "columns"),  # forecasts from the first test image
+    "eigenvalues": ("models", "seeds", "components"),
+    "left": ("models", "seeds", "images", "components"),  # left eigenfunctions on the test images
+    "validation": ("models", "seeds", "epochs"),  # validation loss of trained networks along training
+    "batched": ("models", "seeds"),  # the last one of encoders as the mean over batches
+    "diverged_at": ("models", "seeds"),  # the step at which a trained network diverged, or -1
     "protocols": ("protocols",),
     "scales": ("scales",),
 }
+"""Arrays of the figure and their axes. Numbers of a seed are NaN if its network or its oracle diverged."""
 
 UNITS = {"times": "steps"}
 
@@ -98,26 +84,26 @@ class Config:
     """Which models; the oracle is always trained."""
 
     def __post_init__(self):
-        check_choice("data", self.data, NAMES)
+        figures.check_choice("data", self.data, NAMES)
         for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size"):
-            check_count(name, getattr(self, name), minimum=1)
+            figures.check_count(name, getattr(self, name), minimum=1)
         for name in ("num_train", "num_validation"):
-            check_count(name, getattr(self, name), minimum=2)
+            figures.check_count(name, getattr(self, name), minimum=2)
         if self.num_digits > 10:
-            fail("num_digits", "be at most 10", self.num_digits)
+            figures.fail("num_digits", "be at most 10", self.num_digits)
         if self.batch_size >= self.num_train:
-            fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
+            figures.fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
         for name in ("num_epochs", "oracle_epochs"):
-            check_count(name, getattr(self, name))
-        if check_count("far", self.far) <= self.num_steps:
-            fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
-        check_positive("alpha", self.alpha)
-        check_distinct("models", self.models)
+            figures.check_count(name, getattr(self, name))
+        if figures.check_count("far", self.far) <= self.num_steps:
+            figures.fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
+        figures.check_positive("alpha", self.alpha)
+        figures.check_distinct("models", self.models)
         for name in self.models:
-            check_choice("models", name, MODELS)
+            figures.check_choice("models", name, MODELS)
 
     def quick(self) -> "Config":
-        """A small run that shows that everything works: no science."""
+        """Return the options of a smoke run."""
         return dataclasses.replace(
             self,
             num_seeds=2,
@@ -131,26 +117,7 @@ class Config:
 
 
 class Results(NamedTuple):
-    """Everything the figure shows.
-
-    Attributes:
-        config: What was asked for.
-        data: The sequence's source and sizes.
-        images: Test images, [n, 28, 28].
-        labels: Their digits, [n].
-        times: Horizons of the accuracies: 1 to `num_steps`, and `far`.
-        logits: Per model, the oracle's, [seeds, protocols, scales, times, n, classes].
-        strips: Per model, forecast images from the first test image, [seeds, protocols, num_steps, 28, 28].
-        eigenvalues: Per model, [seeds, r].
-        left: Per model, left eigenfunctions on the test images, [seeds, n, r].
-        validation: Per trained encoder, its validation loss along training, [seeds, epochs + 1].
-        batched: The same at the end as the mean over batches, [seeds].
-        oracle_accuracy: On the validation images, [seeds].
-        diverged_at: Per trained network, the step at which a seed diverged, or -1: [seeds]. Its numbers are NaN, and
-            all numbers of a seed whose oracle diverged.
-        seconds: Wall time of every part.
-        member: One of the networks, as a report shows it; None for results of another making.
-    """
+    """Results of the figure, see `AXES`; `images` are test images, [n, 28, 28]."""
 
     config: Config
     data: dict[str, Any]
@@ -169,14 +136,14 @@ class Results(NamedTuple):
     member: Any = None
 
     def accuracy(self, model: str) -> np.ndarray:
-        """Share of forecasts that the oracle reads as the right digit: [seeds, protocols, scales, times]."""
+        """Return the share of forecasts that the oracle reads as the right digit: [seeds, protocols, scales, times]."""
         digits = (self.labels[None] + self.times[:, None]) % self.config.num_digits
         right = self.logits[model].argmax(-1) == digits
         return np.where(np.isfinite(self.logits[model]).all(-1), right, np.nan).mean(-1)
 
 
 def source(config: Config) -> Dataset:
-    """The data set that the sequence is cut from."""
+    """Load the dataset that the sequence is cut from."""
     data = load(config.data)
     _split(config, ordered_mnist(config.num_digits, data=data))
     return data
@@ -188,73 +155,63 @@ def compute(
     key: Array,
     dataset: Dataset | None = None,
     folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    progress: str | figures.MeterFactory | None = None,
 ) -> Results:
-    """Trains, fits, forecasts and reads, the sequence cut from `dataset`; see `figures.Figure.compute`."""
+    """Train, fit, forecast and read, the sequence cut from `dataset`; see `figures.Figure.compute`."""
     sequence = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     _split(config, sequence)
-    with Parts(folder, identity_of(config, key, (sequence.images, sequence.labels))) as parts:
-        return _computed(config, key, sequence, parts, progress)
+    with figures.Parts(folder, figures.identity_of(config, key, (sequence.images, sequence.labels)), progress) as parts:
+        return _computed(config, key, sequence, parts)
 
 
-def _computed(
-    config: Config, key: Array, sequence: OrderedDigits, parts: Parts, progress: str | MeterFactory | None
-) -> Results:
+def _computed(config: Config, key: Array, sequence: OrderedDigits, parts: figures.Parts) -> Results:
     train, validation, test, labels = _split(config, sequence)
-    trained, curves, batched, diverged_at = train_networks(config, key, train, validation, labels, parts, progress)
-    check_some_left(diverged_at["oracle"], "oracles")
-    builders = forecasters(config, train, trained)
+    networks = train_networks(config, key, train, validation, labels["train"], parts)
+    diverged_at, oracles = networks.diverged_at, networks.models["oracle"]
+    figures.check_some_left(diverged_at["oracle"], "oracles")
     norm = float(np.sqrt((train**2).sum((1, 2))).mean())
-    evaluations: dict[str, dict[str, np.ndarray]] = {}
-    meter = open_meter(progress, len(builders), "forecasting")
-    try:
-        for done, (name, build) in enumerate(builders.items()):
-            meter.advance(done, MODELS[name].label)
-
-            def over_seeds(name: str, build: Callable[[int], Forecaster]) -> dict[str, np.ndarray]:
-                options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits}
-                needed = [diverged_at[network] for network in ("oracle", *MODELS[name].networks)]
-                alive = (np.stack(needed) < 0).all(0)
-                seeds = {
-                    seed: evaluate(build(seed), member(trained["oracle"], seed), test, norm=norm, **options)._asdict()
-                    for seed in np.flatnonzero(alive).tolist()
-                }
-                nothing = next(iter(seeds.values()), None) or _nothing(config, test)
-                nothing = {field: np.full_like(value, np.nan) for field, value in nothing.items()}
-                seeds = [seeds.get(seed, nothing) for seed in range(config.num_seeds)]
-                return {field: np.stack([seed[field] for seed in seeds]) for field in nothing}
-
-            evaluations[name] = parts.get(name, partial(over_seeds, name, build))
-        meter.advance(len(builders), "done")
-    finally:
-        meter.close()
-
-    def of(field: str) -> dict[str, np.ndarray]:
-        return {name: part[field] for name, part in evaluations.items()}
-
-    read = _logits_of_members(trained["oracle"], validation, config.num_seeds).argmax(-1)
-    right = (read == labels["validation"][None]).mean(1)
+    jobs = {
+        name: partial(_evaluated, config, name, build, networks, test, norm)
+        for name, build in forecasters(config, train, networks.models).items()
+    }
+    evaluations = parts.get_all(jobs, "forecasting")
+    run = eqx.filter_jit(encode)
+    logits = [np.asarray(run(member(oracles, seed), jnp.asarray(validation))) for seed in range(config.num_seeds)]
+    right = (np.stack(logits).argmax(-1) == labels["validation"][None]).mean(1)
     return Results(
         config=config,
         data={"name": sequence.name, "num_train": len(train), "num_validation": len(validation), "num_test": len(test)},
         images=test,
         labels=labels["test"],
         times=np.asarray([*range(1, config.num_steps + 1), config.far]),
-        logits=of("logits"),
-        strips=of("strips"),
-        eigenvalues=of("eigenvalues"),
-        left=of("left"),
-        validation=curves,
-        batched=batched,
+        **{field: {name: part[field] for name, part in evaluations.items()} for field in _nothing(config, test)},
+        validation=networks.validation,
+        batched=networks.batched,
         oracle_accuracy=np.where(diverged_at["oracle"] < 0, right, np.nan),
         diverged_at=diverged_at,
         seconds=parts.seconds,
-        member=member(trained["oracle"], 0),
+        member=member(oracles, 0),
     )
 
 
+def _evaluated(
+    config: Config, name: str, build: Callable[[int], Forecaster], networks: Networks, test: np.ndarray, norm: float
+) -> dict[str, np.ndarray]:
+    """Evaluate a model's forecasters of all seeds; NaN for seeds whose networks or oracle diverged."""
+    needed = [networks.diverged_at[network] for network in ("oracle", *MODELS[name].networks)]
+    options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits, "norm": norm}
+    found = {
+        seed: evaluate(build(seed), member(networks.models["oracle"], seed), test, **options)
+        for seed in np.flatnonzero((np.stack(needed) < 0).all(0)).tolist()
+    }
+    shapes = next(iter(found.values()), None) or _nothing(config, test)
+    nothing = {field: np.full_like(value, np.nan) for field, value in shapes.items()}
+    seeds = [found.get(seed, nothing) for seed in range(config.num_seeds)]
+    return {field: np.stack([seed[field] for seed in seeds]) for field in nothing}
+
+
 def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
-    """The shapes of a model's forecasts for one seed, where there is no seed to take them from."""
+    """Return zeros of the shapes of a model's forecasts for one seed, if there is no seed to take them from."""
     protocols, digits = len(PROTOCOLS), config.num_digits
     return {
         "logits": np.zeros((protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.float32),
@@ -267,7 +224,7 @@ def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
 def _split(config: Config, sequence: OrderedDigits) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
     if sizes[-1] > len(sequence.images):
-        raise WrongValue(
+        raise figures.WrongValue(
             f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, "
             f"{len(sequence.images)}, got {sizes[-1]}."
         )
@@ -276,21 +233,16 @@ def _split(config: Config, sequence: OrderedDigits) -> tuple[np.ndarray, np.ndar
     return train, validation, test, dict(zip(("train", "validation", "test"), labels[:3], strict=True))
 
 
-def _logits_of_members(models: Any, images: np.ndarray, count: int) -> np.ndarray:
-    run = eqx.filter_jit(encode)
-    return np.stack([np.asarray(run(member(models, seed), jnp.asarray(images))) for seed in range(count)])
-
-
 def eigenvalue_errors(results: Results) -> dict[str, np.ndarray]:
-    """Per model, the largest distance of a root of unity to the nearest eigenvalue: [seeds]."""
+    """Return per model the largest distance of a root of unity to the nearest eigenvalue: [seeds]."""
     roots = cycle_spectrum(results.config.num_digits)
     return {name: np.abs(nearest(values, roots) - roots[None]).max(1) for name, values in results.eigenvalues.items()}
 
 
 def phase_errors(results: Results) -> dict[str, np.ndarray]:
-    """Per model, the largest angle between a root of unity and the nearest eigenvalue, radians per step: [seeds].
+    """Return per model the largest angle between a root of unity and the nearest eigenvalue, radians per step: [seeds].
 
-    After t steps powers of the operator are out by t times it; digits are mistaken from about pi / k on.
+    After t steps powers of the operator are out by t times this angle; digits are mistaken from about pi / k on.
     """
     roots = cycle_spectrum(results.config.num_digits)
     return {
@@ -300,21 +252,24 @@ def phase_errors(results: Results) -> dict[str, np.ndarray]:
 
 
 def nearest(values: Complex[np.ndarray, "seeds r"], roots: Complex[np.ndarray, " k"]) -> Complex[np.ndarray, "seeds k"]:
-    """For every root the nearest eigenvalue of each seed."""
+    """Return for every root the nearest eigenvalue of each seed."""
     closest = np.abs(values[:, :, None] - roots[None, None]).argmin(1)
     return np.take_along_axis(values, closest, 1)
 
 
-def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
-    fields = ("logits", "strips", "eigenvalues", "left", "validation", "batched")
-    flat = {f"{field}_{name}": part for field in fields for name, part in getattr(results, field).items()}
-    labels = {f"predicted_{name}": predicted(part) for name, part in results.logits.items()}
-    accuracy = {f"accuracy_{name}": results.accuracy(name) for name in results.logits}
-    named = {"protocols": np.asarray(tuple(PROTOCOLS)), "scales": np.asarray(SCALES)}
-    fixed = named | {"times": results.times, "labels": results.labels, "oracle_accuracy": results.oracle_accuracy}
-    diverged = {f"diverged_at_{name}": steps for name, steps in results.diverged_at.items()}
-    return {**fixed, **accuracy, **labels, **flat, **diverged}
+def arrays(results: Results) -> dict[str, Any]:
+    """Return the arrays of the figure, by name; see `dissociation.figures.Figure.arrays`."""
+    fields = ("logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
+    return {
+        "protocols": np.asarray(tuple(PROTOCOLS)),
+        "scales": np.asarray(SCALES),
+        "times": results.times,
+        "labels": results.labels,
+        "oracle_accuracy": results.oracle_accuracy,
+        "accuracy": {name: results.accuracy(name) for name in results.logits},
+        "predicted": {name: predicted(part) for name, part in results.logits.items()},
+        **{field: getattr(results, field) for field in fields},
+    }
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -350,30 +305,28 @@ def headline(results: Results) -> str:
     return (
         f"{results.data['name']}: {sizes} images, {results.config.num_seeds} seeds; "
         f"oracle {oracle} right on validation images"
-        f"{named_diverged(names, np.concatenate(list(results.diverged_at.values())))}"
+        f"{figures.named_diverged(names, np.concatenate(list(results.diverged_at.values())))}"
     )
 
 
 def table(results: Results) -> list[list[str]]:
     """A header and a row per model: accuracies at the last step and far ahead, eigenvalues, validation loss."""
     last, far = results.config.num_steps, results.config.far
-    header = ["model", f"images, {last}", f"powers, {last}", f"rescaled, {last}", f"powers, {far}"]
-    header += [
-        f"rescaled, {far}",
-        f"circle, {last}",
-        f"circle, {far}",
-        f"roots, {far}",
-        "eigenvalue error",
-        "phase error",
-        "loss",
-    ]
+    columns = {  # protocol, scale and time
+        f"images, {last}": (0, 0, last - 1),
+        f"powers, {last}": (1, 0, last - 1),
+        f"rescaled, {last}": (1, 1, last - 1),
+        f"powers, {far}": (1, 0, last),
+        f"rescaled, {far}": (1, 1, last),
+        f"circle, {last}": (2, 0, last - 1),
+        f"circle, {far}": (2, 0, last),
+        f"roots, {far}": (3, 0, last),
+    }
     errors, phases = eigenvalue_errors(results), phase_errors(results)
-    rows = [header]
+    rows = [["model", *columns, "eigenvalue error", "phase error", "loss"]]
     for name in results.logits:
         accuracy = results.accuracy(name)
-        cells = [(0, 0, last - 1), (1, 0, last - 1), (1, 1, last - 1), (1, 0, last), (1, 1, last)]
-        cells += [(2, 0, last - 1), (2, 0, last), (3, 0, last)]
-        row = [cell(accuracy[:, protocol, scale, time], 3) for protocol, scale, time in cells]
+        row = [cell(accuracy[:, protocol, scale, time], 3) for protocol, scale, time in columns.values()]
         loss = cell(results.validation[name][:, -1], 3) if name in results.validation else ""
         rows.append([MODELS[name].label, *row, cell(errors[name], 3), cell(phases[name], 5), loss])
     return rows

@@ -19,19 +19,7 @@ from jaxtyping import Array
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation import bmap, plotting
-from dissociation.figures import (
-    MeterFactory,
-    Parts,
-    check_choice,
-    check_count,
-    check_distinct,
-    check_positive,
-    fail,
-    identity_of,
-    open_meter,
-    per_batch,
-)
+from dissociation import bmap, figures, plotting
 from dissociation.plotting import summarise
 from koopman import (
     RBF,
@@ -39,21 +27,13 @@ from koopman import (
     PrincipalComponents,
     ReducedRank,
     Ridge,
+    datasets,
     decompose,
     fit,
     lagged_pairs,
     right_eigenfunctions,
 )
-from koopman.datasets import (
-    ExactSpectrum,
-    logistic_features,
-    logistic_map,
-    logistic_spectrum,
-    ornstein_uhlenbeck,
-    ornstein_uhlenbeck_spectrum,
-    prinz_langevin,
-    prinz_spectrum,
-)
+from koopman.datasets import ExactSpectrum
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -65,13 +45,16 @@ SYSTEMS = ("logistic", "ornstein_uhlenbeck", "prinz")
 
 AXES: dict[str, tuple[str, ...]] = {"lengths": ("lengths",)}
 for _name in SYSTEMS:
+    _estimates = ("estimators", "trajectories")
     AXES |= {
-        f"exact_{_name}": (f"exact_{_name}",),
-        f"grids_{_name}": (f"grids_{_name}",),
-        f"exact_functions_{_name}": (f"grids_{_name}",),
-        f"eigenvalues_{_name}": ("trajectories", "lengths", f"exact_{_name}"),
-        f"functions_{_name}": ("trajectories", f"grids_{_name}"),
+        f"exact_{_name}": (f"exact_{_name}",),  # exact eigenvalues
+        f"grids_{_name}": (f"grids_{_name}",),  # states
+        f"exact_functions_{_name}": (f"grids_{_name}",),  # the first exact eigenfunction, real part
+        f"eigenvalues_{_name}": (*_estimates, "lengths", f"exact_{_name}"),  # the estimates nearest to the exact ones
+        f"functions_{_name}": (*_estimates, f"grids_{_name}"),  # at the largest length, scaled to the exact one
     }
+"""Arrays of the figure and their axes. One estimate may be nearest to several exact eigenvalues, and choosing flatters
+estimators that have many to choose from."""
 
 UNITS = {"lengths": "transitions"}
 
@@ -81,25 +64,24 @@ ESTIMATORS = {
     "reduced_rank": "reduced rank",
     "nystroem": "Nystr\u00f6m reduced rank",
 }
-"""What the estimators are called, in the order of the legend."""
-
+"""Names of the estimators in the figure, in the order of the legend."""
 
 MAX_RANK = 6
-"""Of their operators, which centres must not be fewer than."""
+"""Largest rank of the operators, and least number of centres."""
 
 
 class System(NamedTuple):
-    """A system with a known spectrum, and how it is looked at.
+    """System with a known spectrum, and how it is observed.
 
     Attributes:
-        label: What it is called.
-        sample: (number of transitions, key) to a trajectory [time, 1].
-        features: States [n, 1] to features [n, d].
-        exact: The truth at the lag.
+        label: Its name in the figure.
+        sample: Function of a number of transitions and a key to a trajectory [time, 1].
+        features: Function of states [n, 1] to features [n, d].
+        exact: The exact spectrum at the lag.
         lag: Steps from x to y.
-        rank: Of the truncated estimators.
-        compared: Eigenvalues compared with the truth, the trivial one left out.
-        length_scale: Of the Nystroem estimator's RBF kernel.
+        rank: Rank of the truncated estimators.
+        compared: Number of eigenvalues compared with the exact ones, without the trivial one.
+        length_scale: Length scale of the Nystroem estimator's RBF kernel.
         grid: States at which an eigenfunction is drawn, [points].
     """
 
@@ -116,7 +98,7 @@ class System(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How many trajectories of which lengths."""
+    """Settings of simulations and estimators."""
 
     num_trajectories: int = 20
     """Independent trajectories of every length."""
@@ -132,23 +114,23 @@ class Config:
     """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
 
     def __post_init__(self):
-        check_count("num_trajectories", self.num_trajectories, minimum=1)
+        figures.check_count("num_trajectories", self.num_trajectories, minimum=1)
         for name, value, least, most in (
             ("order", self.order, 2, 200),  # five features at least, and quadrature of few thousand nodes
             ("num_centres", self.num_centres, MAX_RANK, 5000),
             *(("lengths", length, 100, 10**8) for length in self.lengths),
         ):
-            if check_count(name, value, minimum=least) > most:
-                fail(name, f"be at most {most}", value)
-        check_positive("alpha", self.alpha)
+            if figures.check_count(name, value, minimum=least) > most:
+                figures.fail(name, f"be at most {most}", value)
+        figures.check_positive("alpha", self.alpha)
         if self.alpha > 1e6:
-            fail("alpha", "be at most 1e6, where features have mean squares of one", self.alpha)
-        check_distinct("lengths", self.lengths)
+            figures.fail("alpha", "be at most 1e6, where features have mean squares of one", self.alpha)
+        figures.check_distinct("lengths", self.lengths)
         if list(self.lengths) != sorted(self.lengths):
-            fail("lengths", "rise: the last is the one that rates are told of", self.lengths)
-        check_distinct("systems", self.systems)
+            figures.fail("lengths", "rise: the last is the one that rates are told of", self.lengths)
+        figures.check_distinct("systems", self.systems)
         for name in self.systems:
-            check_choice("systems", name, SYSTEMS)
+            figures.check_choice("systems", name, SYSTEMS)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works."""
@@ -156,20 +138,7 @@ class Config:
 
 
 class Results(NamedTuple):
-    """Everything the figure shows.
-
-    Attributes:
-        config: What was asked for.
-        data: What the systems are.
-        exact: Per system, the eigenvalues compared, [compared].
-        eigenvalues: Per system and estimator, the estimate nearest to each of them, [trajectories, lengths, compared].
-            One estimate may be nearest to several, and choosing flatters estimators that have many to choose from.
-        functions: Per system and estimator, the first of their eigenfunctions on the grid at the largest length, scaled
-            to the truth, real part, [trajectories, points].
-        exact_functions: Per system, the same of the truth, [points].
-        grids: Per system, [points].
-        seconds: Wall time of every part.
-    """
+    """Results of the figure by system, see `AXES`."""
 
     config: Config
     data: dict[str, Any]
@@ -182,13 +151,13 @@ class Results(NamedTuple):
 
 
 def systems(config: Config) -> dict[str, System]:
-    """The systems asked for."""
+    """Return the systems of a configuration."""
     known = {
         "logistic": System(
             "noisy logistic map",
-            lambda steps, key: logistic_map(steps, key=key, order=config.order),
-            lambda x: logistic_features(x, config.order),
-            logistic_spectrum(config.order),
+            lambda steps, key: datasets.logistic_map(steps, key=key, order=config.order),
+            lambda x: datasets.logistic_features(x, config.order),
+            datasets.logistic_spectrum(config.order),
             lag=1,
             rank=5,
             compared=2,
@@ -197,9 +166,9 @@ def systems(config: Config) -> dict[str, System]:
         ),
         "ornstein_uhlenbeck": System(
             "Ornstein-Uhlenbeck",
-            lambda steps, key: ornstein_uhlenbeck(steps, key=key, time_step=0.1),
+            lambda steps, key: datasets.ornstein_uhlenbeck(steps, key=key, time_step=0.1),
             partial(_hermite, 6),
-            ornstein_uhlenbeck_spectrum(time_step=0.5, num_components=4),
+            datasets.ornstein_uhlenbeck_spectrum(time_step=0.5, num_components=4),
             lag=5,
             rank=5,
             compared=3,
@@ -208,9 +177,9 @@ def systems(config: Config) -> dict[str, System]:
         ),
         "prinz": System(
             "Prinz potential",
-            lambda steps, key: prinz_langevin(steps, key=key),
+            lambda steps, key: datasets.prinz_langevin(steps, key=key),
             _bumps,
-            prinz_spectrum(time_step=1e-3, num_components=4),
+            datasets.prinz_spectrum(time_step=1e-3, num_components=4),
             lag=10,
             rank=MAX_RANK,
             compared=3,
@@ -222,7 +191,7 @@ def systems(config: Config) -> dict[str, System]:
 
 
 def _hermite(count: int, x: Array) -> Array:
-    """Normalised probabilists' Hermite polynomials."""
+    """Return normalised probabilists' Hermite polynomials, [n, count]."""
     columns = [jnp.ones_like(x[:, 0]), x[:, 0]]
     for k in range(2, count):
         columns.append((x[:, 0] * columns[-1] - (k - 1) ** 0.5 * columns[-2]) / k**0.5)
@@ -230,7 +199,7 @@ def _hermite(count: int, x: Array) -> Array:
 
 
 def _bumps(x: Array) -> Array:
-    """A constant and 19 Gaussian bumps of width 0.15 from -1.2 to 1.2."""
+    """Return a constant and 19 Gaussian bumps of width 0.15 from -1.2 to 1.2, [n, 20]."""
     centres = jnp.linspace(-1.2, 1.2, 19, dtype=x.dtype)
     bumps = jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)
     return jnp.concatenate([jnp.ones_like(x), bumps], 1)
@@ -242,38 +211,33 @@ def compute(
     key: Array,
     dataset: Any = None,
     folder: str | os.PathLike[str] | None = None,
-    progress: str | MeterFactory | None = None,
+    progress: str | figures.MeterFactory | None = None,
 ) -> Results:
-    """Simulates, fits and compares, whatever `dataset` is; see `dissociation.figures.Figure.compute`."""
+    """Simulate, fit and compare, whatever `dataset` is; see `dissociation.figures.Figure.compute`."""
     del dataset
-    with Parts(folder, identity_of(config, key, np.zeros(0))) as parts:
-        return _computed(config, key, parts, progress)
+    with figures.Parts(folder, figures.identity_of(config, key, np.zeros(0)), progress) as parts:
+        return _computed(config, key, parts)
 
 
-def _computed(config: Config, key: Array, parts: Parts, progress: str | MeterFactory | None) -> Results:
+def _computed(config: Config, key: Array, parts: figures.Parts) -> Results:
     processes = systems(config)
-    jobs = [(name, index) for name in processes for index in range(len(config.lengths))]
-    values: dict[str, dict[str, list[np.ndarray]]] = {name: {e: [] for e in ESTIMATORS} for name in processes}
-    functions: dict[str, dict[str, np.ndarray]] = {name: {} for name in processes}
-    meter = open_meter(progress, len(jobs), "simulating and fitting")
-    try:
-        for done, (name, index) in enumerate(jobs):
-            meter.advance(done, f"{processes[name].label}, {config.lengths[index]} transitions")
-            trial_key = jax.random.fold_in(jax.random.fold_in(key, list(processes).index(name)), index)
-            trials = partial(_trials, config, processes[name], config.lengths[index], trial_key)
-            part = parts.get(f"{name}_{index}", trials)
-            for estimator in ESTIMATORS:
-                values[name][estimator].append(part[f"values_{estimator}"])
-                functions[name][estimator] = part[f"functions_{estimator}"]
-        meter.advance(len(jobs), "done")
-    finally:
-        meter.close()
+    jobs = {}
+    for place, (name, system) in enumerate(processes.items()):
+        for index, length in enumerate(config.lengths):
+            trial_key = jax.random.fold_in(jax.random.fold_in(key, place), index)
+            jobs[f"{name}_{index}"] = partial(_trials, config, system, length, trial_key)
+    found = parts.get_all(jobs, "simulating and fitting")
+
+    def values(name: str, estimator: str) -> np.ndarray:
+        return np.stack([found[f"{name}_{i}"][f"values_{estimator}"] for i in range(len(config.lengths))], 1)
+
+    longest = {name: found[f"{name}_{len(config.lengths) - 1}"] for name in processes}
     return Results(
         config=config,
         data={name: system.label for name, system in processes.items()},
         exact={name: _compared(system) for name, system in processes.items()},
-        eigenvalues={n: {e: np.stack(part, 1) for e, part in each.items()} for n, each in values.items()},
-        functions=functions,
+        eigenvalues={name: {each: values(name, each) for each in ESTIMATORS} for name in processes},
+        functions={name: {each: part[f"functions_{each}"] for each in ESTIMATORS} for name, part in longest.items()},
         exact_functions={name: np.real(_exact_function(system)) for name, system in processes.items()},
         grids={name: system.grid for name, system in processes.items()},
         seconds=parts.seconds,
@@ -289,7 +253,7 @@ def _exact_function(system: System) -> np.ndarray:
 
 
 def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, Array]:
-    """All trajectories of one length: the estimates nearest to the truth, and the first eigenfunction."""
+    """Estimate all trajectories of one length: the nearest eigenvalues, and the first eigenfunction."""
     exact, truth = (jnp.asarray(part(system), jnp.complex64) for part in (_compared, _exact_function))
     grid = jnp.asarray(system.grid[:, None], jnp.float32)
     centres, alpha = jnp.linspace(grid[0], grid[-1], config.num_centres), jnp.asarray(config.alpha)
@@ -317,21 +281,20 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         return out
 
     keys = jax.random.split(key, config.num_trajectories)
-    return bmap(one, batch_size=per_batch())(keys)
+    return bmap(one, batch_size=figures.per_batch())(keys)
 
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rates -log|lambda| per lag at the largest length: exact, mean over trajectories, standard error of the mean.
+    """Return rates -log|lambda| per lag at the largest length: exact, mean over trajectories, and its standard error.
 
-    Returns:
-        Three arrays [compared].
+    Each is [compared].
     """
     mean, deviation, count = summarise(-np.log(np.abs(results.eigenvalues[system][estimator][:, -1])))
     return -np.log(np.abs(results.exact[system])), mean, deviation / np.sqrt(np.maximum(count, 1))
 
 
 def draw(results: Results) -> Figure:
-    """A row per system: errors of the rates, the leading eigenfunction, and the error by samples; 6.5 inches wide."""
+    """Draw a row per system: rates, the leading eigenfunction, and the error by length; 6.5 inches wide."""
     with plotting.house_style():
         rows = len(results.data)
         figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
@@ -353,7 +316,7 @@ def draw(results: Results) -> Figure:
 
 
 def _draw_rates(axes: Axes, results: Results, name: str) -> None:
-    """Rates over the exact ones, a dot a trajectory beside the mean with its interval; one of each conjugate pair."""
+    """Draw rates over the exact ones, their mean and its interval; one of each conjugate pair."""
     exact = results.exact[name]
     kept = np.flatnonzero(np.imag(exact) >= 0)
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
@@ -406,17 +369,11 @@ def caption(results: Results) -> str:
     )
 
 
-def arrays(results: Results) -> dict[str, np.ndarray]:
-    """The arrays of the figure under flat names, for an `.npz` file."""
-    flat = {
-        f"{kind}_{n}": part
-        for kind in ("exact", "grids", "exact_functions")
-        for n, part in getattr(results, kind).items()
-    }
-    for kind in ("eigenvalues", "functions"):
-        for name, by_estimator in getattr(results, kind).items():
-            flat |= {f"{kind}_{name}_{estimator}": part for estimator, part in by_estimator.items()}
-    return {"lengths": np.asarray(results.config.lengths), **flat}
+def arrays(results: Results) -> dict[str, Any]:
+    """Return the arrays of the figure, by name; see `dissociation.figures.Figure.arrays`."""
+    fields = ("exact", "grids", "exact_functions", "eigenvalues", "functions")
+    named = {f"{field}_{name}": part for field in fields for name, part in getattr(results, field).items()}
+    return {"lengths": np.asarray(results.config.lengths), **named}
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -429,12 +386,6 @@ def describe(results: Results) -> dict[str, Any]:
     }
 
 
-def families(results: Results) -> dict[str, Any]:
-    """Return the endings of array names, by the axes that they make; see `figures`."""
-    estimators = {"estimators": tuple(ESTIMATORS)}
-    return {f"{kind}_{name}": estimators for kind in ("eigenvalues", "functions") for name in results.exact}
-
-
 def headline(results: Results) -> str:
     """Return a line that names the data and the size of the run."""
     config = results.config
@@ -444,11 +395,11 @@ def headline(results: Results) -> str:
 
 
 def source(config: Config) -> None:
-    """Nothing is loaded: the systems are simulated."""
+    """Load nothing: the systems are simulated."""
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per system, estimator and rate: exact, mean, standard error, and the bias in errors."""
+    """Return a header and a row per system, estimator and rate: exact, mean, standard error, and the bias in errors."""
     rows = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
     for name, label in results.data.items():
         one_of_each_pair = np.imag(results.exact[name]) >= 0  # conjugates have one rate

@@ -16,7 +16,7 @@ from dissociation.data import load
 from dissociation.figures import Parts, figures, main, robustness, transfer
 from dissociation.figures import _members as members
 from dissociation.figures import _null_spaces as null_spaces
-from dissociation.figures._artifacts import axes_of
+from dissociation.figures._labels import flat_results_of
 from dissociation.models import CNN
 from dissociation.rewrites import layer_inputs
 
@@ -249,7 +249,7 @@ def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
 
     monkeypatch.setattr(transfer, "_curves", probe)
     certificate = {"clean_error": np.ones(2), "max_abs_change": np.ones(2), "changed_predictions": np.array([3, 4])}
-    monkeypatch.setattr(transfer, "measure_members", lambda *_: dict(certificate))
+    monkeypatch.setattr(members, "measure_members", lambda *_: dict(certificate))
     found = transfer.compute(config, key=KEY)
     for probes in found.transfer_error.values():
         for values in probes["converged"].values():
@@ -296,10 +296,9 @@ def test_variants_tasks_and_probes_are_axes(noise, transferred, tmp_path):
     np.testing.assert_array_equal(one, transferred.transfer_error["coarse"]["converged"]["zero"])
     lengths = {"seeds": 2, "epochs": SMALL["num_epochs"] + 1, "budgets": 2, "input_scales": 6, "parameter_scales": 6}
     for figure, results in ((robustness, noise[0]), (transfer, transferred)):
-        arrays = figure.arrays(results)
-        axes = axes_of(arrays, figure.AXES)
-        for name, array in arrays.items():
-            assert array.shape == tuple(lengths[axis] for axis in axes[name]), name
+        flat = flat_results_of(figure, results)
+        for name, array in flat.arrays.items():
+            assert array.shape == tuple(lengths[axis] for axis in flat.dims[name]), name
 
 
 WRONG = {

@@ -9,7 +9,6 @@ from labels import assert_labelled
 from dissociation import recipes
 from dissociation.figures import _members as members
 from dissociation.figures import freedom
-from dissociation.figures._artifacts import axes_of
 from dissociation.models import member_representations
 from dissociation.recipes import fit_mnist
 from dissociation.similarity import linear_cka
@@ -81,8 +80,6 @@ def test_seeds_that_diverged_are_left_out(monkeypatch):
 
 def test_the_files_and_the_figure(run):
     results, folder = run
-    arrays = freedom.arrays(results)
-    assert set(axes_of(arrays, freedom.AXES)) == set(arrays)
     dims = {"change": ("ends", "layers", "seeds", "other_seeds"), "moved": ("rewrites", "seeds", "other_seeds")}
     found = assert_labelled(freedom, results, folder, dims).to_xarray()
     np.testing.assert_array_equal(found.change.sel(ends="high", layers="features"), results.change["high"]["features"])
@@ -92,8 +89,7 @@ def test_the_files_and_the_figure(run):
     assert "the functions of a pair can show anything from" in freedom.headline(results)
     assert_only_draws(freedom, results)
     again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder)
-    for name, values in arrays.items():
-        np.testing.assert_array_equal(values, freedom.arrays(again)[name])
+    jax.tree.map(np.testing.assert_array_equal, freedom.arrays(results), freedom.arrays(again))
 
 
 def test_of_networks_of_images_the_last_layer():

@@ -16,11 +16,11 @@ from labels import assert_labelled
 from dissociation import load_results
 from dissociation.data import load
 from dissociation.figures import _command as command
-from dissociation.figures._artifacts import axes_of
+from dissociation.figures._labels import flat_results_of
 from dissociation.models import Encoder
 from koopman import figures
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures._ordered_mnist_measures import Evaluation, Forecaster, Latent, project, spectral, stuck
+from koopman.figures._ordered_mnist_measures import Forecaster, Latent, project, spectral, stuck
 from koopman.figures._ordered_mnist_models import Networks
 from koopman.figures.ordered_mnist import PROTOCOLS
 
@@ -123,13 +123,11 @@ def test_projection_moves_eigenvalues_only():
     mix = rng.normal(size=(2, 2))
     plain = Forecaster(lambda image: image, Latent(jnp.asarray(np.linalg.solve(mix, block @ mix), jnp.float32)), None)
     for kind, angle in (("circle", turn), ("roots", 2 * np.pi / 5)):
-        moved = spectral(project(plain, kind, 5).dynamics)
-        np.testing.assert_allclose(moved.values, np.exp([1j * angle, -1j * angle]), atol=1e-5)
-        own = spectral(plain.dynamics).right
-        overlap = np.abs(np.sum(np.conj(own) * moved.right, 0))
-        np.testing.assert_allclose(
-            overlap, np.prod([np.linalg.norm(m, axis=0) for m in (own, moved.right)], 0), rtol=1e-4
-        )
+        values, right, _ = spectral(project(plain, kind, 5).dynamics)
+        np.testing.assert_allclose(values, np.exp([1j * angle, -1j * angle]), atol=1e-5)
+        own = spectral(plain.dynamics)[1]
+        overlap = np.abs(np.sum(np.conj(own) * right, 0))
+        np.testing.assert_allclose(overlap, np.prod([np.linalg.norm(m, axis=0) for m in (own, right)], 0), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("num_digits", "root"), [(5, 1.0), (4, -1.0)])
@@ -260,7 +258,7 @@ def test_networks_that_diverged_are_left_out_and_named(sequence_results, tmp_pat
     assert "oracle 75.00 % (1 of 2)" in headline
     assert headline.endswith("left out: oracle seed 1 at step 4, dpnets seed 0 at step 8 (2 of 4 networks remain)")
     arrays = ordered_mnist.arrays(results)
-    assert (arrays["predicted_dpnets"] == -1).all()  # not class 0
+    assert (arrays["predicted"]["dpnets"] == -1).all()  # not class 0
     assert "VAMP" not in ordered_mnist.caption(results)
     figure = ordered_mnist.draw(results)
     figure.canvas.draw()
@@ -282,7 +280,7 @@ def test_a_seed_that_diverged_is_not_measured(monkeypatch):
         seen.append((name, seed))
 
     shapes = ordered_mnist._nothing(config, np.zeros((20, 28, 28)))
-    evaluation = Evaluation(**{name: np.ones_like(part) for name, part in shapes.items()})
+    evaluation = {name: np.ones_like(part) for name, part in shapes.items()}
     monkeypatch.setattr(ordered_mnist, "train_networks", lambda *_: trained)
     monkeypatch.setattr(ordered_mnist, "forecasters", lambda *_: {name: partial(build, name) for name in models})
     monkeypatch.setattr(ordered_mnist, "evaluate", lambda *_, **__: evaluation)
@@ -301,8 +299,8 @@ def test_models_and_protocols_are_axes(sequence_results, tmp_path):
     found = assert_labelled(ordered_mnist, sequence_results, tmp_path, dims).to_xarray()
     one = found.accuracy.sel(models="linear", protocols="powers", scales="rescaled")
     np.testing.assert_array_equal(one, sequence_results.accuracy("linear")[:, 1, 1])
-    arrays = ordered_mnist.arrays(sequence_results)
+    flat = flat_results_of(ordered_mnist, sequence_results)
     lengths = {"seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100, "classes": 5}
-    for name, axes in axes_of(arrays, ordered_mnist.AXES).items():
-        for axis, size in zip(axes, arrays[name].shape, strict=True):
+    for name, array in flat.arrays.items():
+        for axis, size in zip(flat.dims[name], array.shape, strict=True):
             assert size == lengths.get(axis, size), name
