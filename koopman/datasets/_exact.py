@@ -9,8 +9,6 @@ from jaxtyping import Array, Float, Inexact, Int
 from dissociation._core.checks import fail
 from dissociation._core.validation import validated
 
-__all__ = ["ExactSpectrum", "conjugate_order"]
-
 
 class ExactSpectrum(NamedTuple):
     """Leading part of the spectrum of (E f)(x) = E[f(x') | x], where x' follows x.
@@ -62,16 +60,3 @@ def rows(states: Float[Array | np.ndarray, "n d"], width: int) -> Float[np.ndarr
     if states.shape[1] != width:
         fail("states", f"have shape [n, {width}]", f"shape {states.shape}")
     return np.asarray(states, np.float64)
-
-
-def unit_phase(coefficients: Inexact[np.ndarray, "rows n"]) -> Inexact[np.ndarray, "rows n"]:
-    """Columns turned so that the entry of largest modulus is real and positive."""
-    columns = np.arange(coefficients.shape[1])
-    leading = coefficients[np.argmax(np.abs(coefficients), axis=0), columns]
-    return coefficients * (np.abs(leading) / leading)[None, :]
-
-
-def gauss_legendre(num_points: int) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Nodes and weights of the Gauss-Legendre rule on [0, 1]."""
-    nodes, weights = np.polynomial.legendre.leggauss(num_points)
-    return (nodes + 1) / 2, weights / 2

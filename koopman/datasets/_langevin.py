@@ -14,9 +14,7 @@ from dissociation._core.checks import check_count, check_non_negative, check_pos
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, column
-from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
-
-__all__ = ["langevin_spectrum", "overdamped_langevin", "prinz_langevin", "prinz_potential", "prinz_spectrum"]
+from koopman.datasets._trajectories import run_trajectories, walk
 
 Points = Float[Array | np.ndarray, "n 1"]
 SQRT_2 = math.sqrt(2.0)
@@ -56,28 +54,15 @@ def overdamped_langevin(
         States, the initial one first: time has length num_steps + 1.
 
     Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range, `initial` has the wrong shape, or the potential gives more than one
-            number.
+        ValueError: If a number is out of range, or the potential gives more than one.
 
     References:
         Maruyama (1955), Continuous Markov processes and stochastic equations.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     _check_potential(potential, initial)
-    advance = partial(_euler_steps, potential, **_scheme(friction, sigma, time_step, substeps))
-
-    def one(key: Array, initial: Array) -> Array:
-        return scan_trajectory(advance, initial, step_keys(key, num_steps))
-
-    return run_trajectories(
-        one,
-        lambda key: key,  # not called: `initial` is given
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=np.shape(initial)[-1],
-    )
+    one = partial(walk, _scheme(potential, friction, sigma, time_step, substeps), num_steps)
+    # States are not drawn, as they are given.
+    return run_trajectories(one, lambda key: key, key, num_trajectories, initial, np.shape(initial)[-1])
 
 
 def _check_potential(potential: Callable[[Array], Array], states: Array | np.ndarray) -> None:
@@ -87,25 +72,27 @@ def _check_potential(potential: Callable[[Array], Array], states: Array | np.nda
         fail("potential", f"give one real energy of a state {list(one.shape)}", f"{energy}")
 
 
-def _scheme(friction: Scalar, sigma: Scalar, time_step: Scalar, substeps: int) -> dict[str, Any]:
+def _scheme(
+    potential: Callable[[Array], Array], friction: Scalar, sigma: Scalar, time_step: Scalar, substeps: int
+) -> Callable[[Array, Array], Array]:
+    """Return the function of a state [d] and a key to the state after all substeps."""
     check_positive("friction", friction)
     check_non_negative("sigma", sigma)
     check_positive("time_step", time_step)
     substeps = check_count("substeps", substeps, minimum=1)
     step = time_step / substeps
-    return {"mobility": step / friction, "deviation": sigma / friction * step**0.5, "substeps": substeps}
-
-
-def _euler_steps(
-    potential: Callable[[Array], Array], state: Array, key: Array, mobility: Scalar, deviation: Scalar, substeps: int
-) -> Array:
-    mobility, deviation = jnp.asarray(mobility, state.dtype), jnp.asarray(deviation, state.dtype)
     gradient = jax.grad(lambda x: jnp.sum(potential(x)))
 
-    def step(state: Array, draw: Array) -> tuple[Array, None]:
-        return state - mobility * gradient(state) + deviation * draw, None
+    def advance(state: Array, key: Array) -> Array:
+        mobility = jnp.asarray(step / friction, state.dtype)
+        deviation = jnp.asarray(sigma / friction * step**0.5, state.dtype)
 
-    return jax.lax.scan(step, state, jax.random.normal(key, (substeps, *state.shape), state.dtype))[0]
+        def substep(state: Array, draw: Array) -> tuple[Array, None]:
+            return state - mobility * gradient(state) + deviation * draw, None
+
+        return jax.lax.scan(substep, state, jax.random.normal(key, (substeps, *state.shape), state.dtype))[0]
+
+    return advance
 
 
 @validated
@@ -236,9 +223,8 @@ def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
     return np.sum([w[:, None] * chain.functions[first + i] for i, w in enumerate(weights)], axis=0)
 
 
-@validated
 def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
-    """Four wells on a line, entry by entry.
+    """Return the energy of four wells on a line, entry by entry.
 
     V(x) = 4 (x^8 + 0.8 exp(-80 x^2) + 0.2 exp(-80 (x - 0.5)^2) + 0.5 exp(-40 (x + 0.5)^2))
 
@@ -280,14 +266,9 @@ def prinz_langevin(
 
     Returns:
         States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range or `initial` has the wrong shape.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     check_positive("sigma", sigma)
-    advance = partial(_euler_steps, prinz_potential, **_scheme(friction, sigma, time_step, substeps))
+    one = partial(walk, _scheme(prinz_potential, friction, sigma, time_step, substeps), num_steps)
 
     def draw_initial(key: Array) -> Array:
         temperature = sigma**2 / (2 * jnp.asarray(friction))
@@ -298,14 +279,7 @@ def prinz_langevin(
         cumulative = jnp.concatenate([jnp.zeros(1), cumulative]) / cumulative[-1]
         return jnp.interp(jax.random.uniform(key, (1,)), cumulative, grid)
 
-    return run_trajectories(
-        lambda key, initial: scan_trajectory(advance, initial, step_keys(key, num_steps)),
-        draw_initial,
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=1,
-    )
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 1)
 
 
 @validated
@@ -329,15 +303,8 @@ def prinz_spectrum(
     check_positive("friction", friction)
     check_positive("sigma", sigma)
     edge = float(_prinz_edge(_temperature(friction, sigma)))
-    return langevin_spectrum(
-        prinz_potential,
-        (-edge, edge),
-        friction=friction,
-        sigma=sigma,
-        time_step=time_step,
-        num_components=num_components,
-        num_cells=num_cells,
-    )
+    options = {"time_step": time_step, "num_components": num_components, "num_cells": num_cells}
+    return langevin_spectrum(prinz_potential, (-edge, edge), friction=friction, sigma=sigma, **options)
 
 
 def _prinz_edge(temperature: Any) -> Any:

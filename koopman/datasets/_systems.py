@@ -6,16 +6,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_non_negative, check_positive, fail
+from dissociation._core.checks import check_count, check_non_negative, check_positive
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, column
 from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
-
-__all__ = ["duffing", "lorenz63", "ornstein_uhlenbeck", "ornstein_uhlenbeck_spectrum", "rk4_trajectory"]
 
 SQRT_2 = math.sqrt(2.0)
 
@@ -47,14 +44,9 @@ def ornstein_uhlenbeck(
     Returns:
         States, the initial one first: time has length num_steps + 1.
 
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range or `initial` has the wrong shape.
-
     References:
         Gillespie (1996), Exact numerical simulation of the Ornstein-Uhlenbeck process and its integral, eq. 1.9.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     check_positive("theta", theta)
     check_non_negative("sigma", sigma)
     check_positive("time_step", time_step)
@@ -65,18 +57,13 @@ def ornstein_uhlenbeck(
         elapsed = rate * jnp.asarray(time_step, dtype)
         deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
         draw = jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))
-        return scan_trajectory(
-            lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, deviation * draw(step_keys(key, num_steps))
-        )
+        kicks = deviation * draw(step_keys(key, num_steps))
+        return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
 
-    return run_trajectories(
-        one,
-        lambda key: jnp.asarray(sigma) / jnp.sqrt(2 * jnp.asarray(theta)) * jax.random.normal(key, (1,)),
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=1,
-    )
+    def draw_initial(key: Array) -> Array:
+        return jnp.asarray(sigma) / jnp.sqrt(2 * jnp.asarray(theta)) * jax.random.normal(key, (1,))
+
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 1)
 
 
 @validated
@@ -120,27 +107,17 @@ def ornstein_uhlenbeck_spectrum(
     return ExactSpectrum(np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density)
 
 
-@validated(finite=("initial",))
 def rk4_trajectory(
-    field: Callable[[Array, Array], Array],
-    initial: Float[Array | np.ndarray, "..."],
-    num_steps: int,
-    *,
-    time_step: Scalar,
-    substeps: int = 1,
+    field: Callable[[Array, Array], Array], initial: Array, num_steps: int, time_step: Scalar, substeps: int
 ) -> Float[Array, "time ..."]:
-    """The solution of dx/dt = field(t, x) from t = 0 by the classical Runge-Kutta scheme of order four.
+    """Return the solution of dx/dt = field(t, x) from t = 0 by the classical Runge-Kutta scheme of order four.
 
     Source: Hairer, Norsett and Wanner (1993), Solving ordinary differential equations I, table 1.2.
     """
     num_steps = check_count("num_steps", num_steps, minimum=1)
     substeps = check_count("substeps", substeps, minimum=1)
     check_positive("time_step", time_step)
-    start = jnp.asarray(initial)
-    slope = jax.eval_shape(field, jax.ShapeDtypeStruct((), start.dtype), start)
-    if getattr(slope, "shape", None) != start.shape:
-        fail("field", f"give one derivative of the state's shape {start.shape}", f"{slope}")
-    h = jnp.asarray(time_step, start.dtype) / substeps
+    h = jnp.asarray(time_step, initial.dtype) / substeps
 
     def substep(state: Array, index: Array) -> tuple[Array, None]:
         t = h * index
@@ -153,7 +130,7 @@ def rk4_trajectory(
     def advance(state: Array, step: Array) -> Array:
         return jax.lax.scan(substep, state, step * substeps + jnp.arange(substeps))[0]
 
-    return scan_trajectory(advance, start, jnp.arange(num_steps))
+    return scan_trajectory(advance, initial, jnp.arange(num_steps))
 
 
 @validated(finite=("alpha", "beta", "gamma", "delta", "omega"))
@@ -193,10 +170,6 @@ def duffing(
 
     Returns:
         States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range, `initial` has the wrong shape, or neither it nor `key` is given.
     """
 
     def field(t: Array, state: Array) -> Array:
@@ -204,17 +177,10 @@ def duffing(
         force = gamma * jnp.cos(omega * t) - alpha * x - beta * x**3
         return jnp.stack([velocity, force - delta * velocity]).astype(state.dtype)
 
-    return _flow(
-        field,
-        lambda key: jax.random.normal(key, (2,)),
-        num_steps,
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=2,
-        time_step=time_step,
-        substeps=substeps,
-    )
+    def one(_: Array, initial: Array) -> Array:
+        return rk4_trajectory(field, initial, num_steps, time_step, substeps)
+
+    return run_trajectories(one, lambda key: jax.random.normal(key, (2,)), key, num_trajectories, initial, 2)
 
 
 @validated(finite=("sigma", "mu", "beta"))
@@ -249,10 +215,6 @@ def lorenz63(
     Returns:
         States, the initial one first: time has length num_steps + 1.
 
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range, `initial` has the wrong shape, or neither it nor `key` is given.
-
     References:
         Lorenz (1963), Deterministic nonperiodic flow, eqs. 25-27.
     """
@@ -265,35 +227,7 @@ def lorenz63(
     def draw_initial(key: Array) -> Array:
         return 5 * jax.random.normal(key, (3,)) + jnp.zeros(3).at[2].set(mu - 1)
 
-    return _flow(
-        field,
-        draw_initial,
-        num_steps,
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=3,
-        time_step=time_step,
-        substeps=substeps,
-    )
+    def one(_: Array, initial: Array) -> Array:
+        return rk4_trajectory(field, initial, num_steps, time_step, substeps)
 
-
-def _flow(
-    field: Callable[[Array, Array], Array],
-    draw_initial: Callable[[Array], Array],
-    num_steps: int,
-    *,
-    key: PRNGKey | None,
-    num_trajectories: int | None,
-    initial: ArrayLike | None,
-    dimension: int,
-    time_step: Scalar,
-    substeps: int,
-) -> Array:
-    def one(key: Array, initial: Array) -> Array:
-        del key
-        return rk4_trajectory(field, initial, num_steps, time_step=time_step, substeps=substeps)
-
-    return run_trajectories(
-        one, draw_initial, key=key, num_trajectories=num_trajectories, initial=initial, dimension=dimension
-    )
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 3)
