@@ -44,7 +44,6 @@ HOST = {
     "dissociation.similarity._inference.permutation_test": "p-values by the host",
     "dissociation.similarity._pairs.compare": "planned by the host",
     "dissociation.similarity._pairs.pairwise": "planned by the host",
-    "koopman.datasets._linear.stationary_covariance": "what is known of a data set, in NumPy's float64",
     "koopman.datasets._linear.linear_spectrum": "what is known of a data set, in NumPy's float64",
     "koopman.datasets._linear.regime_switching_spectrum": "what is known of a data set, in NumPy's float64",
     "koopman.datasets._ordered_mnist.ordered_mnist": "counts labels, in NumPy",

@@ -26,7 +26,6 @@ from koopman import (
     singular_values,
 )
 from koopman._operators import _diagnostics as diagnostics
-from koopman._operators._operator import KernelMap, LinearMap
 from koopman._operators._pairs import few_rows
 
 ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
@@ -747,12 +746,6 @@ def test_fits_over_devices_agree_with_fits_in_turn():
     assert len(spread.sharding.device_set) == 4
     alone = np.stack([np.abs(np.linalg.eigvals(core(a, b))) for a, b in zip(x, y, strict=True)])
     np.testing.assert_allclose(np.abs(np.linalg.eigvals(spread)), alone, atol=1e-4)
-
-
-def test_a_map_may_be_made_of_lists():
-    np.testing.assert_allclose(LinearMap([0.5], [[2.0]])(np.ones((3, 1), np.float32)), np.ones((3, 1)))
-    kernel = KernelMap(Linear(), [[1.0], [2.0]], [[1.0], [1.0]])
-    np.testing.assert_allclose(kernel([[2.0]]), [[6.0]])
 
 
 @pytest.mark.parametrize("third", [0.0, 1.0])
