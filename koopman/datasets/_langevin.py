@@ -34,14 +34,14 @@ def overdamped_langevin(
     time_step: Scalar = 1e-3,
     substeps: int = 1,
 ) -> Float[Array, "*trajectories time d"]:
-    """Trajectories of dX = -grad V(X) / friction dt + sigma / friction dW by Euler and Maruyama's scheme.
+    """Simulate trajectories of dX = -grad V(X) / friction dt + sigma / friction dW by Euler and Maruyama's scheme.
 
     The invariant density is proportional to exp(-V / kT) with kT = sigma^2 / (2 friction), up to an error linear in
     `time_step / substeps`.
 
     Args:
         potential: V, from one state [d] to its energy, differentiable by JAX.
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         initial: State [d], or [num_trajectories, d].
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
@@ -49,9 +49,6 @@ def overdamped_langevin(
         sigma: Strength of the noise, 0 or more.
         time_step: Time between recorded states, positive.
         substeps: Steps of the scheme for each recorded one, 1 or more.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
 
     Raises:
         ValueError: If a number is out of range, or the potential gives more than one.
@@ -106,7 +103,7 @@ def langevin_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """Spectrum of the evolution over `time_step` of overdamped Langevin dynamics on a line, on the host.
+    """Return the spectrum of the evolution over `time_step` of overdamped Langevin dynamics on a line, on the host.
 
     The generator L f = D exp(V / kT) (exp(-V / kT) f')', with D = sigma^2 / (2 friction^2) and kT = sigma^2 /
     (2 friction), becomes a chain that jumps between neighbouring cells with rates D / h^2 exp((V_cell - V_edge) / kT):
@@ -163,7 +160,7 @@ def langevin_spectrum(
 
 
 def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, float]) -> tuple[float, float]:
-    """The part of the domain from the first to the last point that is not out of reach."""
+    """Return the part of the domain from the first to the last point below the cut-off."""
     if not (len(domain) == 2 and np.all(np.isfinite(domain)) and domain[0] < domain[1]):
         fail("domain", "be two ends in ascending order", domain)
     grid = np.linspace(*domain, 4001)
@@ -179,7 +176,7 @@ def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, floa
 
 
 class _Chain(NamedTuple):
-    """A reversible chain on cells: their centres, rates of decay for D = 1, functions [cells, k], log of Z."""
+    """Reversible chain on cells: their centres, rates of decay for D = 1, functions [cells, k], log of Z."""
 
     centres: np.ndarray
     rates: np.ndarray
@@ -188,7 +185,7 @@ class _Chain(NamedTuple):
 
 
 def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cells: int, components: int) -> _Chain:
-    """Finite volumes for L with D = 1, `energy` in units of kT."""
+    """Discretise L with D = 1 by finite volumes, `energy` in units of kT."""
     edges, h = np.linspace(a, b, cells + 1, retstep=True)
     centres = (edges[1:] + edges[:-1]) / 2
     cell, edge = energy(centres), energy(edges[1:-1])
@@ -209,7 +206,7 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
 
 
 def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
-    """The functions at x by cubics through four neighbouring cells, constant beyond the outermost centres."""
+    """Interpolate the functions at x by cubics through four cells, constant beyond the outermost centres."""
     h = chain.centres[1] - chain.centres[0]
     place = np.clip((x - chain.centres[0]) / h, 0, len(chain.centres) - 1)
     first = np.clip(np.floor(place).astype(int) - 1, 0, len(chain.centres) - 4)
@@ -248,14 +245,14 @@ def prinz_langevin(
     substeps: int = 10,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Trajectories of `overdamped_langevin` in `prinz_potential`, from equilibrium.
+    """Simulate trajectories of `overdamped_langevin` in `prinz_potential`, from equilibrium.
 
     With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells are metastable.
     One substep of 1e-4 at friction 0.1 is too coarse for the spectrum: the slowest rate is 4.3 % too fast, with ten
     substeps 0.3 %.
 
     Args:
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         friction: Positive.
@@ -263,9 +260,6 @@ def prinz_langevin(
         time_step: Time between recorded states, positive.
         substeps: Steps of the scheme for each recorded one, 1 or more.
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant density.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
     """
     check_positive("sigma", sigma)
     one = partial(walk, _scheme(prinz_potential, friction, sigma, time_step, substeps), num_steps)
@@ -291,7 +285,7 @@ def prinz_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """`langevin_spectrum` of `prinz_potential`; the eigenvalues are good to about 1e-8.
+    """Return the spectrum of `prinz_langevin`, by `langevin_spectrum`; the eigenvalues are good to about 1e-8.
 
     Args:
         friction: Positive.
@@ -308,7 +302,7 @@ def prinz_spectrum(
 
 
 def _prinz_edge(temperature: Any) -> Any:
-    """Where 4 x^8 is at the cut-off, or where the bumps are past: whichever is further out."""
+    """Return the place where 4 x^8 is at the cut-off and the bumps are past."""
     return (CUT_OFF * temperature / 4 + 1) ** 0.125
 
 

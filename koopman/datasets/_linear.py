@@ -33,18 +33,15 @@ def linear_system(
     noise: Noise = 0.0,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time d"]:
-    """Trajectories of x' = A x + B z with z standard normal, afresh at every step.
+    """Simulate trajectories of x' = A x + B z with z standard normal, afresh at every step.
 
     Args:
         matrix: A, [d, d].
-        num_steps: Number of steps, 1 or more.
+        num_steps: Number of steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         noise: B, [d, sources], or a standard deviation for B = noise I.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
     """
     matrix = jnp.asarray(matrix)
     d = matrix.shape[0]
@@ -83,7 +80,7 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
 
 @validated(finite=("matrix",))
 def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
-    """Spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
+    """Return the spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
     With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i, repetition allowed,
     whatever the noise. Without noise the eigenfunctions are the products of the w_i . x. With it they are the
@@ -152,7 +149,7 @@ def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
 
 
 class RegimeTrajectory(NamedTuple):
-    """Trajectories of `regime_switching_var`.
+    """Simulate trajectories of `regime_switching_var`.
 
     Attributes:
         states: [time, d], or [trajectories, time, d].
@@ -175,7 +172,7 @@ def regime_switching_var(
     initial: Float[Array | np.ndarray, "..."] | None = None,
     initial_regime: Count = 0,
 ) -> RegimeTrajectory:
-    """Trajectories of a vector autoregression whose matrix follows a Markov chain.
+    """Simulate trajectories of a vector autoregression whose matrix follows a Markov chain.
 
     x' = A_s x + noise z with z standard normal; then s' = j with probability P[s, j].
 
@@ -221,7 +218,7 @@ def regime_switching_var(
 
 @validated(finite=("matrices",))
 def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> ExactSpectrum:
-    """Spectrum of `regime_switching_var` on functions of state and regime that are affine in the state, on the host.
+    """Return the spectrum of `regime_switching_var` on functions that are affine in the state, on the host.
 
     f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, whatever the noise: the
     eigenvalues are those of P and of the matrix of blocks P_sj A_s^T.

@@ -26,7 +26,7 @@ def logistic_map(
     order: int = 20,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Trajectories of the logistic map with trigonometric noise on the circle [0, 1).
+    """Simulate trajectories of the logistic map with trigonometric noise on the circle [0, 1).
 
     x' = (4 x (1 - x) + xi) mod 1, where xi has a density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2].
 
@@ -101,7 +101,7 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
 
 @validated
 def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> ExactSpectrum:
-    """Spectrum of the evolution operator of `logistic_map`, on the host.
+    """Return the spectrum of the evolution operator of `logistic_map`, on the host.
 
     With b_n the Fourier basis of [0, 1], S(x) = 4 x (1 - x) and g_n = C(2 M, M + n) / C(2 M, M) the Fourier
     coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S): a matrix of size 2 M + 1. Its sine rows

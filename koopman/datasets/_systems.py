@@ -28,21 +28,18 @@ def ornstein_uhlenbeck(
     time_step: Scalar = 0.1,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Trajectories of dX = -theta X dt + sigma dW, drawn from the exact transition density.
+    """Simulate trajectories of dX = -theta X dt + sigma dW, drawn from the exact transition density.
 
     x' = a x + sigma sqrt((1 - a^2) / (2 theta)) z with a = exp(-theta time_step) and z standard normal.
 
     Args:
-        num_steps: Number of steps, 1 or more.
+        num_steps: Number of steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         theta: Rate of return, positive.
         sigma: Strength of the noise, 0 or more.
         time_step: Time between states, positive.
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant N(0, sigma^2 / (2 theta)).
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
 
     References:
         Gillespie (1996), Exact numerical simulation of the Ornstein-Uhlenbeck process and its integral, eq. 1.9.
@@ -70,7 +67,7 @@ def ornstein_uhlenbeck(
 def ornstein_uhlenbeck_spectrum(
     *, theta: Scalar = 1.0, sigma: Scalar = SQRT_2, time_step: Scalar = 0.1, num_components: int = 4
 ) -> ExactSpectrum:
-    """Spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
+    """Return the spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
 
     The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the probabilists' polynomials;
     these are orthonormal in L2 of the invariant density N(0, s^2). The process is reversible.
@@ -148,7 +145,7 @@ def duffing(
     delta: Scalar = 2.5,
     omega: Scalar = 2.0,
 ) -> Float[Array, "*trajectories time 2"]:
-    """Trajectories (position, velocity) of the driven Duffing oscillator.
+    """Simulate trajectories (position, velocity) of the driven Duffing oscillator.
 
     x'' + delta x' + alpha x + beta x^3 = gamma cos(omega t)
 
@@ -156,7 +153,7 @@ def duffing(
     recorded once per period 2 pi / omega do.
 
     Args:
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key for initial states; not needed where `initial` is given.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         initial: State [2], or [num_trajectories, 2]. None draws it from N(0, I).
@@ -167,9 +164,6 @@ def duffing(
         gamma: Amplitude of the drive.
         delta: Damping.
         omega: Angular frequency of the drive.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
     """
 
     def field(t: Array, state: Array) -> Array:
@@ -196,12 +190,12 @@ def lorenz63(
     mu: Scalar = 28.0,
     beta: Scalar = 8.0 / 3.0,
 ) -> Float[Array, "*trajectories time 3"]:
-    """Trajectories (x, y, z) of Lorenz's convection model.
+    """Simulate trajectories (x, y, z) of Lorenz's convection model.
 
     x' = sigma (y - x),  y' = x (mu - z) - y,  z' = x y - beta z
 
     Args:
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key for initial states; not needed where `initial` is given.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near the attractor;
@@ -211,9 +205,6 @@ def lorenz63(
         sigma: Prandtl number.
         mu: Rayleigh number over its critical value.
         beta: Geometric factor.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
 
     References:
         Lorenz (1963), Deterministic nonperiodic flow, eqs. 25-27.
