@@ -214,7 +214,7 @@ def checked_pairs(
     y: Array | np.ndarray,
     observable: Array | np.ndarray | None,
     place: Callable[[Any], Any] = jnp.asarray,
-) -> tuple[Array, Array, Array, tuple[int, ...]]:
+) -> tuple[Any, Any, Any, tuple[int, ...]]:
     """Return checked x [n, d], y [n, d], the observable, by default y, as [n, o], and the shape of one observable."""
     for name, array in (("x", x), ("y", y), ("observable", observable)):
         if array is not None:

@@ -10,14 +10,7 @@ import numpy as np
 import koopman
 from dissociation.data import Dataset
 from koopman import datasets
-from koopman._encoders import _learn as learn
-from koopman._encoders import _networks as networks
 from koopman._operators import _forecast as forecast
-from koopman._operators import _kernels as kernels
-from koopman.datasets import _langevin as langevin
-from koopman.datasets import _linear as linear
-from koopman.datasets import _maps as maps
-from koopman.datasets import _systems as systems
 
 RANDOM = np.random.default_rng(0)
 PATH = RANDOM.standard_normal((13, 3)).astype(np.float32)
@@ -33,11 +26,6 @@ KERNEL = koopman.RBF(1.0)
 def energy(x):
     """A harmonic well."""
     return jnp.sum(x**2) / 2
-
-
-def harmonic(t, x):
-    """A rotation."""
-    return jnp.stack([x[1], -x[0]])
 
 
 def kernel(x, y):
@@ -70,11 +58,6 @@ def decomposed():
 def feature_map():
     """A feature map of states of 3 coordinates."""
     return koopman.FeatureMap(2, encoder=encoder(), key=jax.random.key(0))
-
-
-def autoencoder():
-    """An autoencoder of states of 3 coordinates."""
-    return koopman.Autoencoder(2, encoder=encoder(), decoder=decoder(), key=jax.random.key(0))
 
 
 def digits():
@@ -122,20 +105,17 @@ CALLS = {
         {"potential": energy, "initial": np.ones((2, 3), np.float32), "time_step": 0.01, "substeps": 2} | RUN | NOISY
     ),
     datasets.langevin_spectrum: lambda: {"potential": energy, "domain": (-3.0, 3.0)} | NOISY | CELLS,
-    langevin.prinz_potential: lambda: {"x": X},
     datasets.prinz_langevin: lambda: (
         RUN | NOISY | {"time_step": 1e-3, "substeps": 2, "initial": np.ones((2, 1), np.float32)}
     ),
     datasets.prinz_spectrum: lambda: NOISY | CELLS,
     datasets.linear_system: lambda: RUN | {"matrix": STABLE, "noise": STABLE[:, :1], "initial": np.ones(2, np.float32)},
-    linear.stationary_covariance: lambda: {"matrix": STABLE, "noise": 0.1},
     datasets.linear_spectrum: lambda: {"matrix": STABLE, "degree": 2, "noise": STABLE},
     datasets.regime_switching_var: lambda: (
         RUN | REGIMES | {"noise": 0.1, "initial": np.ones(2, np.float32), "initial_regime": 1}
     ),
     datasets.regime_switching_spectrum: lambda: dict(REGIMES),
     datasets.logistic_map: lambda: RUN | {"order": 2, "initial": np.full((2, 1), 0.3, np.float32)},
-    maps.logistic_noise: lambda: {"key": KEY, "shape": (2, 3), "order": 2},
     datasets.logistic_features: lambda: {"states": RANDOM.random((5, 1)), "order": 2},
     datasets.logistic_spectrum: lambda: {"order": 2, "num_components": 2},
     datasets.ordered_mnist: lambda: {"num_digits": 2, "data": digits(), "folder": "."},
@@ -144,13 +124,6 @@ CALLS = {
         RUN | {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "initial": np.ones((2, 1), np.float32)}
     ),
     datasets.ornstein_uhlenbeck_spectrum: lambda: {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "num_components": 3},
-    systems.rk4_trajectory: lambda: {
-        "field": harmonic,
-        "initial": np.ones(2, np.float32),
-        "num_steps": 3,
-        "time_step": 0.1,
-        "substeps": 2,
-    },
     datasets.duffing: lambda: (
         RUN
         | {"initial": np.ones((2, 2), np.float32), "time_step": 0.01, "substeps": 2}
@@ -194,12 +167,8 @@ CALLS = {
         "alpha": 0.1,
         "shift": 1.0,
     },
-    kernels.as_module: lambda: {"kernel": kernel},
     koopman.median_distance: lambda: {"x": X, "max_samples": 10},
-    kernels.squared_distances: lambda: {"x": X, "y": Y[:5]},
     koopman.encode: lambda: {"model": encoder(), "states": X},
-    learn.pair_loss: lambda: {"kind": "vamp", "model": feature_map()} | PAIRS,
-    learn.reconstruction_loss: lambda: {"model": autoencoder()} | PAIRS,
     koopman.train_encoders: lambda: (
         training()
         | {"kind": "vamp", "trajectories": PATH, "features": 2, "feature_norm": 1.0, "lag": 1, "validation": PATH}
@@ -239,11 +208,6 @@ CALLS = {
     koopman.energy_loss: lambda: {"x": X, "jac": JACOBIAN, "grad_weight": 0.1, "form": "energy"},
     koopman.orthonormal_fro_reg: lambda: {"x": X, "key": KEY},
     koopman.orthonormal_logfro_reg: lambda: {"x": X},
-    networks.build_network: lambda: {
-        "name": "network",
-        "network": lambda key: eqx.nn.Linear(3, 2, key=key),
-        "key": KEY,
-    },
     koopman.nystroem_map: lambda: {"kernel": KERNEL, "centres": X[:4], "rtol": 1e-6},
     koopman.choose_centres: lambda: {
         "x": X,
