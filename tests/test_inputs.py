@@ -57,7 +57,7 @@ def is_module(value):
 def made_by_hand(module):
     """Whether the module has a constructor or checks of its own, as modules that users make have."""
     init = inspect.unwrap(vars(module)["__init__"])
-    return "__check_init__" in vars(module) or init.__code__.co_filename != "<string>"  # that of dataclasses
+    return hasattr(module, "__check_init__") or init.__code__.co_filename != "<string>"  # that of dataclasses
 
 
 def gates_of(value):
@@ -115,7 +115,7 @@ def unchecked(function):
 def settings_of(function):
     """What the gate of a function was told: whose values must be finite, and what may be empty."""
     gate = body_of(function)
-    if "__check_init__" in vars(function):  # a module that checks its fields when it has them
+    if hasattr(function, "__check_init__"):  # a module that checks its fields when it has them
         return {"finite": (), "empty": ()}
     while not hasattr(gate, "__validated__"):
         assert hasattr(gate, "__wrapped__"), f"{NAMES[function]} is not decorated with `validated`"

@@ -1,8 +1,4 @@
-"""Encoders and autoencoders of sequences, and classifiers, many seeds at once, through `dissociation.training.fit`.
-
-Trajectories come as everywhere in `koopman`: one array [time, ...], a list of such arrays, or one array whose axis of
-trajectories is named. States may have any shape; where no network is given they are images of 28 x 28 pixels.
-"""
+"""Train encoders and autoencoders of sequences, and classifiers, for many seeds by `dissociation.training.fit`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -28,13 +24,20 @@ from dissociation._core.checks import (
 )
 from dissociation._core.types import Classes, InTime, PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.models._cnn import Encoder
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._records import Save
 from dissociation.training._samplers import Epochs
 from dissociation.training._state import make_step
 from koopman._encoders._losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
-from koopman._encoders._networks import FEATURES, Autoencoder, FeatureMap, Network, build_network
+from koopman._encoders._networks import (
+    FEATURES,
+    Autoencoder,
+    FeatureMap,
+    Network,
+    build_encoder,
+    build_network,
+    first_line,
+)
 from koopman._operators._pairs import Pairs, lagged_pairs
 
 States = Float[Array | np.ndarray, "n *state"]
@@ -43,7 +46,7 @@ Rate = Float[Array | np.ndarray, " seeds"] | Scalar
 Schedule = Callable[[Any], Any]
 
 FIT_OPTIONS = ("callbacks", "checkpoint", "layout", "same_program")
-"""What training here hands on to `fit`."""
+"""Options of `fit` that the trainers take."""
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
@@ -55,36 +58,29 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
 
 @validated
 def encode(model: Callable[[Array], Array], states: States) -> Array:
-    """`model`, one and not a stack, at every state: [n, ...]; what a state that is not finite gives is not either."""
+    """Return `model`, one and not a stack, at every state: [n, ...]. A state that is not finite gives NaN."""
     _check_one(model)
     return jax.vmap(model)(jnp.asarray(states))
 
 
-@validated
 def pair_loss(kind: str, model: FeatureMap, x: States, y: States) -> Float[Array, ""]:
-    """The loss of pairs of states: features of x against the lagged head's features of y."""
-    check_choice("kind", kind, tuple(ENCODER_LOSSES))
-    _check_one(model)
-    _check_states(x, y)
+    """Return the loss of pairs of states: features of x against the lagged head's features of y."""
     # One pass for both: a convolution of twice the images is cheaper than two.
     both = encode(model, jnp.concatenate([jnp.asarray(x), jnp.asarray(y)]))
     return ENCODER_LOSSES[kind](both[: len(x)], jax.vmap(model.lagged_head)(both[len(x) :]))
 
 
-@validated
 def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array, ""]:
-    """`autoencoder_loss` of pairs of states, with the error of the latent step in units of the states.
+    """Return `autoencoder_loss` of pairs of states, with the error of the latent step in units of the states.
 
         mean (x - dec(enc(x)))^2  +  r mean (enc(y) - K enc(x))^2  +  mean (y - dec(K enc(x)))^2
 
     with r = var y / var enc(y), variances over the batch, averaged over entries. With r = 1, as published, the second
     term falls with the size of the features, for which the decoder makes up: they shrink until it weighs nothing, and
-    their step stays as wrong as it was (on MNIST by their own variance). The ratio makes the loss blind to their size.
+    their step stays wrong (on MNIST by their variance). With the ratio the loss does not depend on their size.
 
     Source: Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
-    _check_one(model)
-    _check_states(x, y)
     x, y = jnp.asarray(x), jnp.asarray(y)
     features = encode(model.encoder, jnp.concatenate([x, y]))
     now, later = features[: len(x)], features[len(x) :]
@@ -115,40 +111,39 @@ def train_encoders(
     validation: Trajectories | None = None,
     **options: Any,
 ) -> FitResult:
-    """Trains feature maps on pairs of a state and the state one lag later, with AdamW.
+    """Train feature maps on pairs of a state and the state one lag later, with AdamW.
 
     Args:
         kind: "vamp", "contrastive" or "dpnets".
         trajectories: One trajectory [time, ...] with states of any shape, a list of them (of any lengths; no pair goes
             from one to the next), or one array with `trajectory_axis`. Rows of numbers in lists are one trajectory.
-        key: One key; every seed's network follows from it, and the order of batches, which all seeds share.
-        encoder: A network from one state to a vector of features: an Equinox module, from whose weights every seed
-            begins, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
-        features: Width of the default encoder, 5 if not given; that of another is its own.
-        feature_norm: Norm of the features. Default: sqrt(features) for images, and for an encoder of your own what it
-            puts out, as it is. Published for images: 1, with which the contrastive loss waits on a plateau of -1 for
-            many epochs, see `FeatureMap`.
+        key: Key of every seed's network, and of the order of batches, which all seeds share.
+        encoder: Network from one state to a vector of features: an Equinox module, from whose weights every seed
+            starts, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
+        features: Width of the default encoder, 5 if not given.
+        feature_norm: Norm of the features. Default: sqrt(features) for images, and no norm for an encoder of your own.
+            Published for images: 1, with which the contrastive loss waits on a plateau of -1 for many epochs, see
+            `FeatureMap`.
         lag: Steps between the two states of a pair.
-        trajectory_axis: In an array that holds several trajectories of equal length, their axis; the first of the
-            others is time.
-        num_seeds: Networks.
+        trajectory_axis: Axis of trajectories of equal length in one array; the first of the other axes is time.
+        num_seeds: Number of networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch; the last, smaller one of an epoch is kept.
-        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds]; or a schedule of Optax's, from the step
-            to the rate.
-        weight_decay: AdamW's, likewise.
+        learning_rate: Rate of AdamW, one for all seeds or one for each, [num_seeds], or a schedule of Optax from the
+            step to the rate.
+        weight_decay: Weight decay of AdamW, one for all seeds or one for each.
         init: "pytorch" or "lecun", of the default encoder and the lagged head.
         validation: Other trajectories, in the form of `trajectories`, whose loss (all pairs at once) is observed after
             every epoch.
-        **options: For `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`, `same_program`.
+        **options: Options of `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`, `same_program`.
 
     Returns:
-        What `fit` returns; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
+        Result of `fit`; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
 
     Raises:
-        ValueError: If an option is out of range, a trajectory has no pair at this lag, or the encoder does not go from
-            one state to a vector of features.
-        TypeError: If `encoder` is neither a module nor a function from a key to one.
+        ValueError: If no trajectory has a pair at this lag, a batch has fewer pairs than the loss needs, or a network
+            does not fit the states.
+        TypeError: If a network is neither a module nor a function from a key to one.
 
     References:
         Kostic et al. (2024), Learning invariant representations of time-homogeneous stochastic dynamical systems.
@@ -160,13 +155,10 @@ def train_encoders(
     _check_batches(len(pairs.x), batch_size, least)
     if feature_norm is None and encoder is None:
         feature_norm = width**0.5
+    build = partial(FeatureMap, width, encoder=encoder, feature_norm=feature_norm, init=init)
     adamw = _adamw(learning_rate, weight_decay, num_seeds)
-    build_key, fit_key = jax.random.split(key)
-    settings = {"encoder": encoder, "feature_norm": feature_norm, "init": init}
-    models = _stack(lambda k: FeatureMap(width, **settings, key=k), build_key, num_seeds)
-
     observe = _observe(kind, validation, lag, trajectory_axis, pairs.x, least)
-    return _fit(models, _Loss(kind), pairs, fit_key, num_epochs, batch_size, adamw, observe, options)
+    return _fit(build, kind, pairs, key, num_epochs, batch_size, adamw, observe, options)
 
 
 @validated
@@ -190,44 +182,34 @@ def train_autoencoders(
     validation: Trajectories | None = None,
     **options: Any,
 ) -> FitResult:
-    """Trains dynamical autoencoders: features that move by a linear map, from which states are drawn again.
+    """Train dynamical autoencoders: features that move by a linear map, and a decoder to states.
 
-    An untrained decoder draws noise, which a loss damps fastest by silencing the encoder: at first all its units are
-    driven down together, by some learning rates' worth of every weight. With the published loss, PyTorch's initial
-    weights (a third of the variance here) and a rate of 2e-3, most rectified units of the convolutional encoder were
-    silent after 20 steps, and with the last of them its gradient is exactly zero: it draws the mean image for good.
-    `reconstruction_loss`, initial weights of variance 1/fan_in without biases and the published rate keep them alive.
+    An untrained decoder draws noise, which a loss damps fastest by silencing the encoder. With the published loss,
+    PyTorch's initial weights (a third of the variance here) and a rate of 2e-3, most rectified units of the
+    convolutional encoder were silent after 20 steps, and with the last of them its gradient is exactly zero. The loss
+    here, initial weights of variance 1/fan_in without biases and the published rate keep them alive.
+
+    Arguments, results and errors are those of `train_encoders`.
 
     Args:
-        trajectories: One trajectory [time, ...], a list of them, or one array with `trajectory_axis`, see
-            `train_encoders`.
-        key: One key.
-        encoder: A network from one state to a vector of features, or a function from a key to one, see
-            `train_encoders`.
-        decoder: A network from a vector of features to one state, likewise; needed for states other than images of
-            28 x 28 pixels.
-        features: Width of the latent space of the default encoder, 5 if not given; that of another is its own.
-        lag: Steps between the two states of a pair.
-        trajectory_axis: In an array that holds several trajectories, their axis.
-        num_seeds: Networks.
-        num_epochs: Passes over the pairs.
-        batch_size: Pairs in a batch.
-        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds], or a schedule of Optax's; see above for
-            larger ones.
-        weight_decay: AdamW's, likewise.
-        orthogonal: Whether the latent map is kept orthogonal.
-        upsampling: Of the default decoder, "nearest" or "bilinear".
+        trajectories: As in `train_encoders`.
+        key: As in `train_encoders`.
+        encoder: As in `train_encoders`.
+        decoder: Network from a vector of features to one state, or a function from a key to one; needed unless states
+            are images of 28 x 28 pixels.
+        features: Width of the latent space with the default encoder, 5 if not given.
+        lag: As in `train_encoders`.
+        trajectory_axis: As in `train_encoders`.
+        num_seeds: As in `train_encoders`.
+        num_epochs: As in `train_encoders`.
+        batch_size: As in `train_encoders`.
+        learning_rate: As in `train_encoders`; see above for larger rates.
+        weight_decay: As in `train_encoders`.
+        orthogonal: If True, the latent map is kept orthogonal.
+        upsampling: "nearest" or "bilinear", of the default decoder.
         init: "pytorch" or "lecun", of the default networks.
-        validation: Other trajectories, whose loss is observed after every epoch.
-        **options: For `dissociation.training.fit`.
-
-    Returns:
-        What `fit` returns.
-
-    Raises:
-        ValueError: If an option is out of range, a trajectory has no pair at this lag, or the encoder or the decoder
-            does not fit the states.
-        TypeError: If either is neither a module nor a function from a key to one.
+        validation: As in `train_encoders`.
+        **options: As in `train_encoders`.
 
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
@@ -236,14 +218,10 @@ def train_autoencoders(
     _check_batches(len(pairs.x), batch_size)
     width = _encoder_width(encoder, features, pairs.x[0], key)
     _check_decoder(decoder, width, pairs.x[0], key)
-    adamw = _adamw(learning_rate, weight_decay, num_seeds)
-    build_key, fit_key = jax.random.split(key)
     settings = {"encoder": encoder, "decoder": decoder, "orthogonal": orthogonal, "upsampling": upsampling}
-    models = _stack(lambda k: Autoencoder(width, **settings, init=init, key=k), build_key, num_seeds)
-
+    build, adamw = partial(Autoencoder, width, **settings, init=init), _adamw(learning_rate, weight_decay, num_seeds)
     observe = _observe("reconstruction", validation, lag, trajectory_axis, pairs.x)
-    loss = _Loss("reconstruction")
-    return _fit(models, loss, pairs, fit_key, num_epochs, batch_size, adamw, observe, options)
+    return _fit(build, "reconstruction", pairs, key, num_epochs, batch_size, adamw, observe, options)
 
 
 @validated(finite=("states",))
@@ -262,48 +240,31 @@ def train_classifiers(
     init: str = "pytorch",
     **options: Any,
 ) -> FitResult:
-    """Trains encoders as classifiers, by cross entropy: the oracle that reads forecast images.
+    """Train encoders as classifiers, by cross entropy.
+
+    Arguments, results and errors are those of `train_encoders`, with states in the place of pairs.
 
     Args:
-        states: Images of 28 x 28 pixels, or states of any shape that `encoder` takes.
-        labels: Classes, 0 to `num_classes` - 1.
-        key: One key.
-        encoder: A network from one state to [num_classes], or a function from a key to one; default: that of images.
+        states: Images of 28 x 28 pixels, or states of any shape that `encoder` takes, [n, ...], finite.
+        labels: Classes, 0 to `num_classes` - 1: [n].
+        key: As in `train_encoders`.
+        encoder: Network from one state to [num_classes], or a function from a key to one. Default: that of images.
         num_classes: Width of the output.
-        num_seeds: Networks.
-        num_epochs: Passes over the states.
-        batch_size: States in a batch.
-        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds]; or a schedule of Optax's, from the step
-            to the rate.
-        weight_decay: AdamW's, likewise.
+        num_seeds: As in `train_encoders`.
+        num_epochs: As in `train_encoders`.
+        batch_size: As in `train_encoders`.
+        learning_rate: As in `train_encoders`.
+        weight_decay: As in `train_encoders`.
         init: "pytorch" or "lecun", of the default encoder.
-        **options: For `dissociation.training.fit`.
-
-    Returns:
-        What `fit` returns.
-
-    Raises:
-        ValueError: If lengths disagree, states are not finite, an option is out of range, or the encoder does not go
-            from one state to [num_classes].
-        TypeError: If `encoder` is neither a module nor a function from a key to one.
+        **options: As in `train_encoders`.
     """
     check_count("num_classes", num_classes, minimum=2)
     check_classes("labels", labels, num_classes)
     _check_batches(len(states), batch_size)
     states, labels = jnp.asarray(states), jnp.asarray(labels)
     width = _encoder_width(encoder, num_classes, states[0], key, name="num_classes")
-    adamw = _adamw(learning_rate, weight_decay, num_seeds)
-    build_key, fit_key = jax.random.split(key)
-
-    def build(draw_key: Array) -> Any:
-        return (
-            Encoder(width, init=init, key=draw_key)
-            if encoder is None
-            else build_network("encoder", encoder, key=draw_key)
-        )
-
-    models = _stack(build, build_key, num_seeds)
-    return _fit(models, _Loss("classes"), (states, labels), fit_key, num_epochs, batch_size, adamw, None, options)
+    build, adamw = partial(build_encoder, encoder, width, init), _adamw(learning_rate, weight_decay, num_seeds)
+    return _fit(build, "classes", (states, labels), key, num_epochs, batch_size, adamw, None, options)
 
 
 @validated
@@ -316,7 +277,7 @@ def validation_loss(
     trajectory_axis: int | None = None,
     batch_size: int | None = None,
 ) -> Float[Array, ""]:
-    """`pair_loss` of trajectories: of all pairs at once, or as the mean over batches.
+    """Return the loss of `train_encoders` on trajectories: of all pairs at once, or as the mean over batches.
 
     The two differ, and the mean over batches looks better for the same network. The contrastive loss leaves out i = j,
     a pair of one class. Of five classes in turn that leaves (12.8 - 1) / 63 = 0.187 equal pairs in a batch of 64, and
@@ -324,19 +285,16 @@ def validation_loss(
     covariances that are noisier in a batch.
 
     Args:
-        kind: One of `ENCODER_LOSSES`.
+        kind: "vamp", "contrastive" or "dpnets".
         model: One feature map.
-        trajectories: One trajectory [time, ...], a list of them, or one array with `trajectory_axis`.
+        trajectories: As in `train_encoders`.
         lag: Steps between the two states of a pair.
-        trajectory_axis: In an array that holds several trajectories, their axis.
+        trajectory_axis: As in `train_encoders`.
         batch_size: Pairs in a batch, in order; the last, smaller one counts as much as the others. None: all at once.
 
-    Returns:
-        The loss.
-
     Raises:
-        ValueError: If `kind` is unknown, `model` is a stack of them, a trajectory has no pair at this lag, or a batch
-            has fewer pairs than the loss needs.
+        ValueError: If `model` is a stack, no trajectory has a pair at this lag, or a batch has fewer pairs than the
+            loss needs.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     _check_one(model)
@@ -350,14 +308,14 @@ def validation_loss(
 
 
 def _check_one(model: Any) -> None:
-    """Refuses stacked models where one is meant."""
+    """Raise if a feature map or an autoencoder is a stack of several."""
     weight = {FeatureMap: lambda m: m.lagged_head.weight, Autoencoder: lambda m: m.dynamics}.get(type(model))
     if weight is not None and np.ndim(weight(model)) > 2:
         fail("model", "be one model", f"{len(weight(model))} stacked ones", "Take one of them: `member(models, 0)`")
 
 
 def _least_pairs(kind: str, width: int) -> int:
-    """What a batch needs for the loss to be one."""
+    """Return the least number of pairs for which the loss is defined."""
     return 2 if kind == "contrastive" else width + 1
 
 
@@ -371,13 +329,8 @@ def _check_batches(number: int, batch_size: int, least: int = 1) -> None:
         fail("batch_size", wanted, f"a batch of {smallest} ({number} pairs by {batch_size})")
 
 
-def _check_states(x: States, y: States) -> None:
-    if np.shape(x) != np.shape(y):
-        fail("y", f"have the shape of `x` {np.shape(x)}", np.shape(y))
-
-
 class _Loss(eqx.Module):
-    """The loss of a batch. Equal for equal kinds, unlike closures, so that training twice compiles once."""
+    """Loss of a batch. It is equal for equal kinds, unlike closures, so that training twice compiles once."""
 
     kind: str = eqx.field(static=True)
 
@@ -390,7 +343,7 @@ class _Loss(eqx.Module):
 
 
 class _Validation(eqx.Module):
-    """An observation: the loss of other pairs."""
+    """Observation of the loss of other pairs."""
 
     kind: str = eqx.field(static=True)
     x: Array
@@ -401,12 +354,10 @@ class _Validation(eqx.Module):
 
 
 def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
-    """`lagged_pairs`, where an array without `trajectory_axis` is one trajectory."""
-    given: Any = trajectories
-    if isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None:
-        given = [trajectories]
+    """Return `lagged_pairs`, of one trajectory if an array has no `trajectory_axis`."""
+    one = isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None
     try:
-        return lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
+        return lagged_pairs([trajectories] if one else trajectories, lag, trajectory_axis=trajectory_axis)
     except WrongValue as error:  # of `lagged_pairs`, which has its own name for them
         raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
 
@@ -414,7 +365,7 @@ def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int
 def _observe(
     kind: str, validation: Trajectories | None, lag: int, trajectory_axis: int | None, states: Array, least: int = 1
 ) -> _Validation | None:
-    """The loss of `validation`, if there is one, whose states must be like those of training."""
+    """Return the observation of `validation`, if given, whose states must have the shape of those of training."""
     if validation is None:
         return None
     pairs = _pairs("validation", validation, lag, trajectory_axis)
@@ -428,7 +379,7 @@ def _observe(
 def _encoder_width(
     encoder: Network | None, features: int | None, state: Array, key: PRNGKey, name: str = "features"
 ) -> int:
-    """The features that an encoder makes of one state; refuses an encoder and states that do not fit."""
+    """Return the number of features of an encoder, or raise if it does not fit the states."""
     if encoder is None:
         if state.shape != (28, 28):
             advice = "Pass `encoder=`, or name the axis of trajectories"
@@ -445,7 +396,7 @@ def _encoder_width(
 
 
 def _check_decoder(decoder: Network | None, width: int, state: Array, key: PRNGKey) -> None:
-    """Refuses a decoder that does not make a state of features."""
+    """Raise if a decoder does not map features to a state."""
     if decoder is None and state.shape != (28, 28):
         fail("decoder", "be given for states other than images of 28 x 28 pixels", f"shape {state.shape}")
     if decoder is not None:
@@ -455,25 +406,20 @@ def _check_decoder(decoder: Network | None, width: int, state: Array, key: PRNGK
 
 
 def _output_shape(name: str, network: Network, example: Array, key: PRNGKey) -> tuple[int, ...]:
-    """The shape of what a network makes of one example, by abstract evaluation."""
+    """Return the shape of a network's output for one example, by abstract evaluation."""
     made = eqx.filter_eval_shape(lambda k: build_network(name, network, key=k), key)
     try:
         out = eqx.filter_eval_shape(lambda model, x: model(x), made, example)
     except Exception as error:  # whatever the caller's network raises, it is about the example's shape or kind
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"`{name}` must take one example of shape {example.shape}, got {reason!r}.") from error
+        got = repr(first_line(error))
+        raise ValueError(f"`{name}` must take one example of shape {example.shape}, got {got}.") from error
     if not isinstance(out, jax.ShapeDtypeStruct):
         fail(name, "make one array of one example", type(out).__name__)
     return out.shape
 
 
-def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:
-    count = check_count("num_seeds", num_seeds, minimum=1)
-    return eqx.filter_vmap(build)(jax.random.split(key, count))
-
-
 class _Rates(NamedTuple):
-    """AdamW's settings, one per seed; traced. A schedule takes the place of the learning rates."""
+    """Settings of AdamW, one per seed; traced. A schedule takes the place of the learning rates."""
 
     learning_rate: Array
     weight_decay: Array
@@ -481,7 +427,7 @@ class _Rates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _AdamW:
-    """The optimiser of one seed's rates. Equal for equal schedules."""
+    """Optimiser of one seed's rates. It is equal for equal schedules."""
 
     schedule: Schedule | None
 
@@ -490,6 +436,7 @@ class _AdamW:
 
 
 def _adamw(learning_rate: Rate | Schedule, weight_decay: Rate, num_seeds: int) -> tuple[_AdamW, _Rates]:
+    num_seeds = check_count("num_seeds", num_seeds, minimum=1)
     schedule, rate = (learning_rate, 1.0) if callable(learning_rate) else (None, learning_rate)
     if schedule is not None:
         _check_schedule(schedule)
@@ -502,7 +449,7 @@ def _adamw(learning_rate: Rate | Schedule, weight_decay: Rate, num_seeds: int) -
 
 
 def _check_schedule(schedule: Schedule) -> None:
-    """Refuses what makes no number of a traced step."""
+    """Raise if a schedule does not map a traced step to a number."""
     wanted = "be a number, one per seed, or make a number of a traced step, as Optax's schedules do"
     try:
         made = jax.eval_shape(schedule, jnp.zeros((), int))
@@ -513,19 +460,22 @@ def _check_schedule(schedule: Schedule) -> None:
 
 
 def _fit(
-    models: Any,
-    loss: _Loss,
+    build: Callable[..., Any],
+    kind: str,
     data: Any,
-    key: Array,
+    key: PRNGKey,
     num_epochs: int,
     batch_size: int,
     adamw: tuple[_AdamW, _Rates],
     observe: _Validation | None,
     options: dict[str, Any],
 ) -> FitResult:
+    """Fit one model per seed, each `build(key=key)`, to `data` by the loss of a kind."""
     for name in options:
         if name not in FIT_OPTIONS:
             fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option")
     optimizer, rates = adamw
-    step, sampler, save = make_step(loss, optimizer), Epochs(data, batch_size), Save(observe)
-    return fit(models, step, sampler, num_epochs=num_epochs, key=key, hyperparams=rates, save=save, **options)
+    build_key, fit_key = jax.random.split(key)
+    models = eqx.filter_vmap(lambda key: build(key=key))(jax.random.split(build_key, len(rates.weight_decay)))
+    step, sampler, save = make_step(_Loss(kind), optimizer), Epochs(data, batch_size), Save(observe)
+    return fit(models, step, sampler, num_epochs=num_epochs, key=fit_key, hyperparams=rates, save=save, **options)

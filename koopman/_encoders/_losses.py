@@ -1,8 +1,7 @@
-"""Losses for learning features of a dynamical system: a batch of pairs in, a scalar out.
+"""Losses for learning features of a dynamical system, to minimise.
 
-`x` are features of the states at some times and `y` those of the same trajectories one lag later, both [n, d]; row i of
-one belongs to row i of the other. Covariances are divided by n: C_x = x^T x / n and C_xy = x^T y / n, after the column
-means are subtracted where `center_covariances` holds. All losses are to be minimised.
+`x` are features of states, and `y` those one lag later, both [n, d], row by row. Covariances are divided by n:
+C_x = x^T x / n and C_xy = x^T y / n, after the column means are subtracted if `center_covariances` is True.
 """
 
 from functools import partial
@@ -19,24 +18,13 @@ from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_offset
 
-__all__ = [
-    "autoencoder_loss",
-    "dpnets_loss",
-    "energy_loss",
-    "orthonormal_fro_reg",
-    "orthonormal_logfro_reg",
-    "spectral_contrastive_loss",
-    "vamp_loss",
-    "vamp_score",
-]
-
 Features = Float[Array | np.ndarray, "n d"]
 Loss = Float[Array, ""]
 
 
 @validated
 def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covariances: bool = True) -> Loss:
-    r"""Minus the VAMP-p score: how much of the next step's features the present ones determine linearly.
+    r"""Return minus the VAMP-p score: how well the present features determine the next ones linearly.
 
         -sum_i s_i^p,     s_i the singular values of C_x^{-1/2} C_xy C_y^{-1/2},     p in {1, 2}
 
@@ -44,30 +32,28 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     it: five one-hot states in a perfect cycle score 5, centred 4, for either p. Linear maps of the features leave the
     score as it is. The score of n independent pairs is not zero: for p = 2 it is d^2 / (n - 1) on average, centred.
 
-    With n <= d + 1 samples (n <= d uncentred) each side's features span all there is, and the score is their rank
-    whatever they are: such batches are refused.
+    With n <= d + 1 samples (n <= d uncentred) the score is the rank of any features.
 
     Directions of a covariance below its relative cut-off are left out and have no part in the gradient, which is finite
-    for any batch (a constant or repeated feature). Covariances square condition numbers, so whitening is done in
-    two steps, the first of which brings the condition number near 1 whatever it was: in float32 features of condition
-    number 1e5 still score to 1e-3, and directions below about 3e-6 of the largest are left out.
+    for any batch (a constant or repeated feature). Covariances square condition numbers, so whitening takes two steps:
+    in float32 features of condition number 1e5 still score to 1e-3, and directions below about 3e-6 of the largest are
+    left out.
 
     Args:
-        x: [n, d].
-        y: [n, d].
+        x: Features of the states, [n, d].
+        y: Features one lag later, [n, d].
         schatten_norm: The power p, 1 or 2.
-        center_covariances: Whether the means are subtracted.
+        center_covariances: If True, the means are subtracted.
 
     Returns:
-        Between -d and 0, whatever the units of the features.
+        Number from -d to 0, whatever the units of the features.
 
     Warns:
         UserWarning: Outside `jit` and not centred, if a feature's variance is below the rounding of its squared mean;
-            as do the other losses that see means.
+            so do the other losses that depend on means.
 
     Raises:
-        ValueError: If shapes disagree, there are too few samples, or `schatten_norm` is not 1 or 2.
-        TypeError: If they are not real numbers.
+        ValueError: If there are too few samples.
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, VAMP-r score.
@@ -79,8 +65,7 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     """
     _check_schatten_norm(schatten_norm)
     _check_enough("x", x, x.shape[1], center_covariances)
-    if not center_covariances:
-        _warn_offsets(x=x, y=y)
+    _warn_offsets(center_covariances, x=x, y=y)
     return _vamp(x, y, schatten_norm, center_covariances)
 
 
@@ -90,9 +75,9 @@ def _vamp(x: Array, y: Array, schatten_norm: int, center: bool) -> Array:
     return -nuclear_norm(cross) if schatten_norm == 1 else -jnp.sum(cross**2)
 
 
-def _warn_offsets(advice: str = "pass center_covariances=True", **features: Array | np.ndarray) -> None:
-    for name, array in features.items():
-        warn_offset(array, name, advice=advice)
+def _warn_offsets(center: bool, **features: Array | np.ndarray) -> None:
+    for name, array in features.items() if not center else ():
+        warn_offset(array, name, advice="pass center_covariances=True")
 
 
 @validated
@@ -106,33 +91,30 @@ def vamp_score(
     center_covariances: bool = True,
     rank: int | None = None,
 ) -> Loss:
-    r"""The cross-validated VAMP-p score: the functions are fitted on `x, y`, their score is taken on test data.
+    r"""Return the cross-validated VAMP-p score of functions fitted on `x, y`, on test data.
 
     With u, v the leading `rank` pairs of singular functions (linear in the features) on the training pairs,
 
         | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs,
 
-    so the score compares the spans of u and of v. Two consequences. On the training data itself with `rank=None` it is
-    minus `vamp_loss`, for p = 1 and for p = 2. And with `rank=None` on other data it still is minus the `vamp_loss` of
-    those data, since all features together span the same whatever was fitted (as long as the training covariances are
-    regular): pass a rank below d to test the fit. Test data are centred by their own means.
+    so the score compares the spans of u and of v. With `rank=None` it is minus `vamp_loss` of the test data, since all
+    features together have one span (if the training covariances are regular): pass a rank below d to test the fit. Test
+    data are centred by their means.
 
     Args:
         x: Training features, [n, d].
-        y: One lag later, [n, d].
-        x_test: [m, d].
-        y_test: One lag later, [m, d].
+        y: Training features one lag later, [n, d].
+        x_test: Test features, [m, d].
+        y_test: Test features one lag later, [m, d].
         schatten_norm: The power p, 1 or 2.
-        center_covariances: Whether the means are subtracted.
-        rank: How many singular functions, between 1 and d; None takes all.
+        center_covariances: If True, the means are subtracted.
+        rank: Number of singular functions, from 1 to d; None takes all.
 
     Returns:
-        Between 0 and the rank. Differentiable in the test features; the fitted functions count as constants.
+        Number from 0 to the rank. Differentiable in the test features; the fitted functions count as constants.
 
     Raises:
-        ValueError: If shapes disagree, there are too few samples (as in `vamp_loss`, on the test data for `rank`
-            features), `schatten_norm` is not 1 or 2, or `rank` is above d.
-        TypeError: If `rank` is no integer.
+        ValueError: If there are too few samples, as in `vamp_loss`, or too few test data for `rank` features.
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, eq. 33 of
@@ -145,8 +127,7 @@ def vamp_score(
         fail("rank", f"be at most the number of features ({size})", rank)
     _check_enough("x", x, size, center_covariances)
     _check_enough("x_test", x_test, rank, center_covariances)
-    if not center_covariances:
-        _warn_offsets(x=x, y=y, x_test=x_test, y_test=y_test)
+    _warn_offsets(center_covariances, x=x, y=y, x_test=x_test, y_test=y_test)
     return _score(x, y, x_test, y_test, schatten_norm, center_covariances, rank)
 
 
@@ -173,29 +154,27 @@ def dpnets_loss(
     metric_deformation: Scalar = 1.0,
     center_covariances: bool = True,
 ) -> Loss:
-    r"""Minus the score of deep projection networks: a VAMP-2 score, and a pull of the covariances towards I.
+    r"""Return minus the score of deep projection networks: a VAMP-2 score, and a pull of the covariances towards I.
 
         -|C_x^{-1/2} C_xy C_y^{-1/2}|_F^2 + metric_deformation / (2 d) (R(C_x) + R(C_y)),
         R(C) = tr(C^2 - C - log C) >= 0,   zero for C = I alone
 
     The relaxed score |C_xy|_F^2 / (|C_x| |C_y|), with operator norms, inverts nothing and is never above the other; the
-    two agree where the covariances are multiples of I. The paper weighs R by a gamma of its own:
-    metric_deformation = 2 d gamma, so that one setting serves all widths (as in the authors' library).
+    two agree if the covariances are multiples of I. The paper weighs R by gamma: metric_deformation = 2 d gamma, so
+    that one setting serves all widths (as in the authors' library).
 
     Args:
-        x: [n, d].
-        y: [n, d].
-        relaxed: Whether the relaxed score is taken.
+        x: Features of the states, [n, d].
+        y: Features one lag later, [n, d].
+        relaxed: If True, the relaxed score is taken.
         metric_deformation: Weight of R, non-negative. May be traced.
-        center_covariances: Whether the means are subtracted.
+        center_covariances: If True, the means are subtracted.
 
     Returns:
         At least -d. Eigenvalues of a covariance below its cut-off count as d times rounding and have no gradient.
 
     Raises:
-        ValueError: If shapes disagree, there are too few samples for the score that is not relaxed (as in `vamp_loss`),
-            or `metric_deformation` is negative.
-        TypeError: If they are not real numbers.
+        ValueError: If there are too few samples for the score that is not relaxed, as in `vamp_loss`.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
@@ -204,8 +183,7 @@ def dpnets_loss(
     check_non_negative("metric_deformation", metric_deformation)
     if not relaxed:
         _check_enough("x", x, x.shape[1], center_covariances)
-    if not center_covariances:
-        _warn_offsets(x=x, y=y)
+    _warn_offsets(center_covariances, x=x, y=y)
     return _dpnets(x, y, metric_deformation, relaxed, center_covariances)
 
 
@@ -225,7 +203,7 @@ def _dpnets(x: Array, y: Array, metric_deformation: Scalar, relaxed: bool, cente
 
 @validated
 def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
-    r"""The spectral contrastive loss: the true pairs are to be aligned, all others orthogonal.
+    r"""Return the spectral contrastive loss, which aligns true pairs and makes all others orthogonal.
 
         1 / (n (n - 1)) sum_{i != j} <x_i, y_j>^2  -  2 / n sum_i <x_i, y_i>
 
@@ -233,36 +211,25 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
     minimised, x and y hold its leading singular functions, and the loss is minus the sum of squared singular values.
     The constant function counts.
 
-    For n <= 2 d the n x n matrix of inner products is formed and its diagonal left out. Longer batches take
-    n^2 tr(C_x C_y) less the diagonal's squares, with matrices d x d only. There the diagonal is at most half of the sum
-    where all true pairs have one inner product, so the subtraction is safe; it is not formed for short batches because
-    the diagonal could be nearly everything. A single pair of enormous inner product loses digits: scale such features.
+    A single pair of enormous inner product loses digits: scale such features.
 
     Args:
-        x: [n, d], n at least 2.
-        y: [n, d].
+        x: Features of the states, [n, d], n at least 2.
+        y: Features one lag later, [n, d].
 
     Returns:
         The loss, not below minus the sum of squared singular values on average.
-
-    Raises:
-        ValueError: If shapes disagree or there are fewer than two pairs.
-        TypeError: If they are not real numbers.
 
     References:
         HaoChen, Wei, Gaidon and Ma (2021), Provable guarantees for self-supervised deep learning with spectral
         contrastive loss, section 3.
         Jeong, Ryu, Yun and Wornell (2025), Efficient parametric SVD of Koopman operator for stochastic dynamical
         systems.
-
-    Example:
-        >>> spectral_contrastive_loss(jnp.eye(5), jnp.eye(5))
-        Array(-2., dtype=float32)
     """
-    n = x.shape[0]
-    if n < 2:
+    if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
-    _warn_offsets("take features about their mean", x=x, y=y)
+    for name, array in (("x", x), ("y", y)):
+        warn_offset(array, name, advice="take features about their mean")
     return _contrastive(x, y)
 
 
@@ -285,12 +252,12 @@ def autoencoder_loss(
     alpha_lin: Scalar = 1.0,
     alpha_pred: Scalar = 1.0,
 ) -> Loss:
-    r"""The loss of an autoencoder whose latent state moves by a linear map K: three mean squares.
+    r"""Return the loss of an autoencoder whose latent state moves by a linear map K: three mean squares.
 
         alpha_rec mean (x - dec(enc(x)))^2  +  alpha_lin mean (enc(y) - K enc(x))^2
             +  alpha_pred mean (y - dec(K enc(x)))^2
 
-    Means are over samples and entries, so states of different sizes weigh alike.
+    Means are over samples and entries.
 
     Args:
         x: States, [n, ...] of any shape.
@@ -302,13 +269,6 @@ def autoencoder_loss(
         alpha_rec: Weight of the reconstruction, non-negative. May be traced, as may the others.
         alpha_lin: Weight of linearity in the latent space.
         alpha_pred: Weight of the prediction.
-
-    Returns:
-        Non-negative.
-
-    Raises:
-        ValueError: If shapes disagree or a weight is negative.
-        TypeError: If they are not real numbers.
 
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
@@ -329,13 +289,9 @@ def autoencoder_loss(
 
 @validated
 def energy_loss(
-    x: Features,
-    jac: Float[Array | np.ndarray, "n d m"],
-    *,
-    grad_weight: Scalar = 1e-3,
-    form: str = "energy",
+    x: Features, jac: Float[Array | np.ndarray, "n d m"], *, grad_weight: Scalar = 1e-3, form: str = "energy"
 ) -> Loss:
-    r"""A loss for the generator L of a reversible diffusion, from features and their gradients: no pairs in time.
+    r"""Return a loss for the generator L of a reversible diffusion, from features and gradients, without pairs in time.
 
     With D = sum_k E[d_k x d_k x^T], so that <f, -L g> = E[grad f . grad g] (overdamped Langevin, unit diffusion):
 
@@ -346,8 +302,7 @@ def energy_loss(
     (f, g) = <f, A g>. Its minimum over all features is -sum_{i < d} (1 + a e_i)^{-2}, with e_i the smallest eigenvalues
     of -L; minimisers span their eigenfunctions and have covariance (1 + a e_i)^{-2} there.
 
-    The pooled form is what kooplearn computes, to its value. It is not the same number, and it does not rank
-    eigenfunctions: features and gradients are added into one scalar kernel, so <d_k x_l, x_j>^2 stands where
+    The pooled form is kooplearn's. It does not rank eigenfunctions, as <d_k x_l, x_j>^2 stands where
     |d_k x_l|^2 |x_j|^2 would. To first order in a it charges only the part of a gradient that lies in the span of the
     features: on an interval with reflecting ends {1, cos 2t} has a lower loss than {1, cos t}.
 
@@ -355,17 +310,13 @@ def energy_loss(
     by order 1 / n.
 
     Args:
-        x: Features, [n, d]. Samples are to follow the invariant distribution.
-        jac: Their derivatives by the m coordinates of the state, [n, d, m].
-        grad_weight: Non-negative; one over the shift of the resolvent, in units of time. May be traced.
+        x: Features of samples of the invariant distribution, [n, d].
+        jac: Derivatives of the features by the m coordinates of the state, [n, d, m].
+        grad_weight: a, non-negative; one over the shift of the resolvent, in units of time. May be traced.
         form: "energy", which learns eigenfunctions, or "pooled", for comparison with that library.
 
     Returns:
         At least -d.
-
-    Raises:
-        ValueError: If shapes disagree, `grad_weight` is negative or `form` is unknown.
-        TypeError: If they are not real numbers.
 
     References:
         Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
@@ -373,10 +324,9 @@ def energy_loss(
         Devergne, Kostic, Parrinello and Pontil (2024), From biased to unbiased dynamics: an infinitesimal generator
         approach.
     """
-    x, jac = jnp.asarray(x), jnp.asarray(jac)
     check_non_negative("grad_weight", grad_weight)
     check_choice("form", form, ("energy", "pooled"))
-    return _energy(x, jac, grad_weight, form)
+    return _energy(jnp.asarray(x), jnp.asarray(jac), grad_weight, form)
 
 
 @partial(jax.jit, static_argnames="form")
@@ -396,15 +346,15 @@ def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
 
 
 @validated
+@jax.jit
 def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
-    r"""An unbiased estimate of how far features are from orthonormal and centred.
+    r"""Return an unbiased estimate of how far features are from orthonormal and centred.
 
         1/d (|C - I|_F^2 + 2 |m|^2)  =  1/d (tr C^2 - 2 tr C + d + 2 |m|^2),     C the covariance, m the mean of x
 
-    The expectation over batches of independent samples is exactly the value for the distribution, whatever that is. The
-    plug-in tr(C^2) of the batch is too large, by about ((tr C)^2 + tr C^2) / n for normal samples: its pairs include a
-    sample with itself, and summed over all pairs a permutation of the batch (as in kooplearn) changes nothing. Here,
-    with K the inner products of the centred samples,
+    The expectation over batches of independent samples is exactly the value for their distribution. The plug-in
+    tr(C^2) of the batch is too large, by about ((tr C)^2 + tr C^2) / n for normal samples: its pairs include a sample
+    with itself, also with a permuted batch (as in kooplearn). Here, with K the inner products of the centred samples,
 
         tr C^2  ~  1 / (n (n - 3)) [sum_{i != j} K_ij^2 + (tr K)^2 / ((n - 1) (n - 2)) - 2 / (n - 2) sum_i K_ii^2],
 
@@ -413,15 +363,11 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     deviation for 64 samples of 5 normal features): for hundreds of features only.
 
     Args:
-        x: [n, d], n at least 4.
-        key: None for the average over all quadruples, exact and without randomness.
+        x: Features, [n, d], n at least 4.
+        key: Key of random quadruples, or None for the average over all.
 
     Returns:
         The estimate. As an unbiased estimate of a non-negative number it may be negative.
-
-    Raises:
-        ValueError: If there are fewer than four samples.
-        TypeError: If they are not real numbers.
 
     References:
         Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
@@ -429,11 +375,6 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     """
     if x.shape[0] < 4:
         fail("x", "hold at least four samples", f"shape {x.shape}")
-    return _fro(jnp.asarray(x), key)
-
-
-@jax.jit
-def _fro(x: Array, key: PRNGKey | None) -> Array:
     n, d = x.shape
     centred = centre(x)
     norms = jnp.sum(centred**2, 1)
@@ -451,45 +392,39 @@ def _fro(x: Array, key: PRNGKey | None) -> Array:
 
 
 @validated
+@jax.jit
 def orthonormal_logfro_reg(x: Features) -> Loss:
-    r"""How far features are from orthonormal and centred, with a barrier against their collapse.
+    r"""Return how far features are from orthonormal and centred, with a barrier against their collapse.
 
         1/d tr(C^2 - C - log C) + 2 |m|^2,     C the covariance, m the mean of x
 
     Args:
-        x: [n, d].
+        x: Features, [n, d].
 
     Returns:
         Non-negative, and zero for covariance I and mean zero. Eigenvalues of C below its cut-off, d times rounding
         times the largest (or 1), count as d times rounding and have no gradient.
 
-    Raises:
-        ValueError: If `x` is no matrix.
-        TypeError: If they are not real numbers.
-
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
         stochastic dynamical systems, metric distortion loss.
     """
-    return _logfro(jnp.asarray(x))
-
-
-@jax.jit
-def _logfro(x: Array) -> Array:
     values = jnp.linalg.eigvalsh(_covariance(centre(x)))
     return _deformation(values) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
 
 
 def _deformation(values: Array) -> Array:
-    """R = sum of l^2 - l - log l over the eigenvalues of a covariance, in rising order."""
+    """Return R = sum of l^2 - l - log l over the eigenvalues of a covariance, in rising order."""
     floor = values.shape[0] * float(jnp.finfo(values.dtype).eps)
     kept = values > floor * jnp.maximum(values[-1], 1.0)
     return jnp.sum(values**2 - values - jnp.log(jnp.where(kept, values, floor)))
 
 
 def _off_diagonal_squares(x: Array, y: Array) -> Array:
-    """The sum of <x_i, y_j>^2 over i != j."""
+    """Return the sum of <x_i, y_j>^2 over i != j."""
     n, d = x.shape
+    # Long batches need no n x n matrix: if all true pairs have one inner product, the diagonal is at most half of the
+    # sum that it is taken off. In short batches it could be nearly everything.
     if n <= 2 * d:
         return jnp.sum(jnp.where(jnp.eye(n, dtype=bool), 0.0, product(x, y.T)) ** 2)
     return jnp.sum(product(x.T, x) * product(y.T, y)) - jnp.sum(jnp.sum(x * y, 1) ** 2)
@@ -500,7 +435,7 @@ def _covariance(x: Array) -> Array:
 
 
 def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
-    """Whitening maps of x and of y [2, d, d], and C_xy between the whitened features [d, d].
+    """Return whitening maps of x and of y [2, d, d], and C_xy between the whitened features [d, d].
 
     In single precision a covariance holds deviations down to a thousandth of the largest. So the features are first
     divided by their deviations, then nearly whitened, and only then whitened with a cut-off. The first two maps count
@@ -533,21 +468,19 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
 
 
 def _root_mean_square(x: Array) -> Array:
-    """Of every column, whatever its size: squares of the data themselves may overflow or vanish."""
+    """Return the root mean square of every column, also if squares of the data overflow or vanish."""
     top = jnp.max(jnp.abs(x), 0)
     return top * jnp.sqrt(jnp.mean((x / jnp.where(top > 0, top, 1.0)[None]) ** 2, 0))
 
 
 def _after(earlier: Array, array: Array) -> Array:
-    """The array, known only once the scalar `earlier` is.
-
-    It puts decompositions in order: independent ones in one program, each batched by `vmap`, can hang on a CPU.
-    """
+    """Return `array`, known only once the scalar `earlier` is."""
+    # Independent decompositions in one program, each batched by `vmap`, can hang on a CPU.
     return array + 0 * lax.stop_gradient(earlier)
 
 
 def _check_enough(name: str, x: Array | np.ndarray, size: int, center: bool) -> None:
-    """Fewer samples than this are correlated perfectly by any features."""
+    """Raise if so few samples are correlated perfectly by any features."""
     least = size + (2 if center else 1)
     if x.shape[0] < least:
         fail(

@@ -1,7 +1,4 @@
-"""Networks to learn from sequences: encoders with a lagged head, and autoencoders with linear dynamics.
-
-Where no network is given, they are the convolutional ones of the ordered digits, for images of 28 x 28 pixels.
-"""
+"""Networks to learn from sequences: encoders with a lagged head, and autoencoders with linear dynamics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,43 +17,53 @@ from dissociation.models._cnn import Decoder, Encoder
 from dissociation.models._layers import Affine
 
 Network = eqx.Module | Callable[..., Any]
-"""A network of one example, or a function that makes one from a key."""
+"""Network of one example, or a function from a key to one."""
 FEATURES = 5
 
 
-@validated
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def build_encoder(encoder: Network | None, features: int, init: str, *, key: PRNGKey) -> Any:
+    """Return the encoder that was given, or else that of images of 28 x 28 pixels."""
+    if encoder is None:
+        return Encoder(features, init=init, key=key)
+    return build_network("encoder", encoder, key=key)
+
+
 def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
-    """A network as it was given, or as its maker makes it."""
+    """Return a network that was given, or the one that a function returns from `key`, with arrays of JAX."""
     wanted = "be an Equinox module that takes one example, or a function from a key to one"
     if isinstance(network, type):
         fail_kind(name, wanted, f"the class {network.__name__}")
     try:
         made = network if isinstance(network, eqx.Module) else network(key)
     except Exception as error:  # whatever it raises, it does not take a key
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TypeError(f"`{name}` must {wanted}, got a function that fails on a key: {reason!r}.") from error
+        got = f"a function that fails on a key: {first_line(error)!r}"
+        raise TypeError(f"`{name}` must {wanted}, got {got}.") from error
     if not isinstance(made, eqx.Module) or not callable(made):
         fail_kind(name, wanted, type(made).__name__ if made is network else f"a function to {type(made).__name__}")
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made)
 
 
 class FeatureMap(eqx.Module):
-    """An encoder, whose output may be brought to a fixed norm, and a linear head for the features one lag later.
+    """Encoder, whose output may be brought to a fixed norm, and a linear head for the features one lag later.
 
     The norm matters to losses that compare scales. Features of norm 1 in d directions have C_x = I / d at best, and
     the spectral contrastive loss then has its minimum at weights W = C_x^{-1} C_xy C_y^{-1} of the lagged head of
     singular values d. PyTorch starts them below 1, and Adam moves a weight by no more than the learning rate in a step,
     so W is too small for anything but a constant feature for thousands of steps: the loss waits on a plateau of -1.
     Features of norm sqrt(d) have C_x = I and W orthogonal at the optimum, and training leaves the plateau in a few
-    epochs (the norm is the temperature of contrastive learning). VAMP does not see it.
+    epochs (the norm is the temperature of contrastive learning). VAMP does not depend on it.
 
-    A fixed norm suits features of classes. Where the size of a state matters, as in a linear system, it takes from the
-    features what the system is about: then `feature_norm` is None.
+    A fixed norm suits features of classes. If the size of a state matters, as in a linear system, pass None.
 
     Attributes:
-        encoder: From a state to features.
+        encoder: Network from a state to features.
         lagged_head: Linear layer without bias, after the normalisation, for the features one lag later.
-        feature_norm: Norm of the features; None leaves the encoder's output as it is.
+        feature_norm: Norm of the features; None leaves the encoder's output unchanged.
     """
 
     encoder: Any
@@ -73,28 +80,26 @@ class FeatureMap(eqx.Module):
         init: str = "pytorch",
         key: PRNGKey,
     ):
-        """A fresh feature map.
+        """Draw a feature map.
 
         Args:
             features: Width of the encoder's output.
-            encoder: A network from one state to [features], or a function from a key to one; default: the encoder of
+            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
                 images of 28 x 28 pixels.
-            feature_norm: Norm of the features, positive; None leaves them as the encoder makes them.
-            init: How the default encoder and the lagged head begin, one of `dissociation.models._initial.INITS`.
-            key: Draws the weights.
+            feature_norm: Norm of the features, positive, or None.
+            init: Initial weights of the default encoder and the lagged head, "pytorch" or "lecun".
+            key: Key of the weights.
         """
         check_count("features", features, minimum=1)
         if feature_norm is not None:
             check_positive("feature_norm", feature_norm)
         first, second = jax.random.split(key)
         self.feature_norm = feature_norm
-        self.encoder = (
-            Encoder(features, init=init, key=first) if encoder is None else build_network("encoder", encoder, key=first)
-        )
+        self.encoder = build_encoder(encoder, features, init, key=first)
         self.lagged_head = Affine(features, features, bias=False, init=init, key=second)
 
     def __call__(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
-        """Features of one state, of norm `feature_norm` if there is one."""
+        """Return the features of one state, of norm `feature_norm` if there is one."""
         features = self.encoder(jnp.asarray(state))
         width = self.lagged_head.weight.shape[-2]
         if jnp.shape(features) != (width,):
@@ -105,7 +110,7 @@ class FeatureMap(eqx.Module):
         return features * (self.feature_norm * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24)))
 
     def lagged(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
-        """The features of a state one lag later, as the present ones are compared with them."""
+        """Return the lagged head's features of a state."""
         return self.lagged_head(self(state))
 
 
@@ -113,12 +118,11 @@ class Autoencoder(eqx.Module):
     """Encoder, linear dynamics of the features, and decoder.
 
     Attributes:
-        encoder: From a state to features.
-        decoder: From features to a state.
-        dynamics: What the linear map is made of: itself, or the skew part of a Cayley transform: [features, features].
-        orthogonal: Whether the map is kept orthogonal, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T, so that features
-            neither decay nor grow. Without the square an angle near 180 degrees needs a large S, which learning
-            rates reach late.
+        encoder: Network from a state to features.
+        decoder: Network from features to a state.
+        dynamics: The linear map K, or A if it is orthogonal: [features, features].
+        orthogonal: If True, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T is orthogonal, so that features neither decay
+            nor grow. Without the square an angle near 180 degrees needs a large S, which learning rates reach late.
     """
 
     encoder: Any
@@ -138,37 +142,32 @@ class Autoencoder(eqx.Module):
         init: str = "pytorch",
         key: PRNGKey,
     ):
-        """A fresh autoencoder.
+        """Draw an autoencoder.
 
         Args:
-            features: Width of the latent space: what the encoder puts out and the decoder takes.
-            encoder: A network from one state to [features], or a function from a key to one; default: the encoder of
+            features: Width of the latent space.
+            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
                 images of 28 x 28 pixels.
-            decoder: A network from [features] to one state, likewise.
-            orthogonal: Whether the latent map is kept orthogonal.
-            upsampling: Of the default decoder, "nearest" or "bilinear".
-            init: How the default networks begin, one of `dissociation.models._initial.INITS`. The latent map always
-                begins as PyTorch's linear layers do, with a spectral radius around 0.6: a direction that no data excite
-                keeps what it begins with, and must not grow.
-            key: Draws the weights.
+            decoder: Network from [features] to one state, or a function from a key to one.
+            orthogonal: If True, the latent map is kept orthogonal.
+            upsampling: "nearest" or "bilinear", of the default decoder.
+            init: Initial weights of the default networks, "pytorch" or "lecun". The latent map always starts as
+                PyTorch's linear layers do, with a spectral radius around 0.6: a direction that no data excite keeps its
+                initial value, and must not grow.
+            key: Key of the weights.
         """
         check_count("features", features, minimum=1)
         keys = jax.random.split(key, 3)
-        self.encoder = (
-            Encoder(features, init=init, key=keys[0])
-            if encoder is None
-            else build_network("encoder", encoder, key=keys[0])
-        )
-        self.decoder = (
-            Decoder(features, upsampling=upsampling, init=init, key=keys[1])
-            if decoder is None
-            else build_network("decoder", decoder, key=keys[1])
-        )
+        self.encoder = build_encoder(encoder, features, init, key=keys[0])
+        if decoder is None:
+            self.decoder = Decoder(features, upsampling=upsampling, init=init, key=keys[1])
+        else:
+            self.decoder = build_network("decoder", decoder, key=keys[1])
         self.dynamics = Affine(features, features, bias=False, key=keys[2]).weight.T
         self.orthogonal = orthogonal
 
     def matrix(self) -> Float[Array, "f f"]:
-        """The map of one lag, features times it."""
+        """Return the map K of one lag: features times it."""
         if not self.orthogonal:
             return self.dynamics
         skew, eye = self.dynamics - self.dynamics.T, jnp.eye(self.dynamics.shape[0])
@@ -176,5 +175,5 @@ class Autoencoder(eqx.Module):
         return half @ half
 
     def __call__(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, "*state"]:
-        """The state, encoded and decoded."""
+        """Return the state, encoded and decoded."""
         return self.decoder(self.encoder(jnp.asarray(state)))

@@ -1,8 +1,4 @@
-"""Warnings about data and options with which an estimator's numbers are not what they seem.
-
-All look at known values alone: of what is traced nothing is said, and nothing computed. They name this module as their
-place, so that one filter, `warnings.filterwarnings("ignore", module="koopman")`, is for all of them.
-"""
+"""Warnings about data and options that spoil an estimator's numbers. Traced values are not looked at."""
 
 import warnings
 from functools import cache
@@ -22,23 +18,23 @@ ROWS = 4000
 """Number of rows that `warn_regression` is given, or four per feature."""
 
 
+def _warn(message: str) -> None:
+    """Warn with this module as the place, so that `warnings.filterwarnings("ignore", module="koopman")` holds."""
+    warnings.warn(message, stacklevel=1)
+
+
 def warn_narrowed(*arrays: Array | np.ndarray) -> None:
-    """Warns, once per process, if NumPy's float64 is to be computed in float32 because JAX's x64 mode is off."""
-    if any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays) and _working(np.float64) != np.float64:
+    """Warn, once per process, if NumPy's float64 is to be computed in float32 because JAX's x64 mode is off."""
+    given = any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays)
+    if given and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         _warn_narrowed()
-
-
-def _working(dtype: Any) -> Any:
-    """The dtype in which JAX computes data of a dtype."""
-    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 @cache
 def _warn_narrowed() -> None:
-    warnings.warn(
+    _warn(
         "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
         "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass x.astype(numpy.float32).",
-        stacklevel=1,
     )
 
 
@@ -61,7 +57,7 @@ def refuse_large_gram(x: Array, matrices: int) -> None:
     """Raise if matrices k(x, x) of all states, as many as a fit without centres holds at once, exceed free memory."""
     try:
         wanted, free = matrices * len(x) ** 2 * x.dtype.itemsize, free_memory([] if is_traced(x) else [x])
-    except WrongValue:  # a system that does not say
+    except WrongValue:  # the free memory is not known
         return
     if wanted > free:
         got = f"{len(x)} states, of which {matrices} matrices k(x, x) need {wanted / 1e9:.3g} GB of {free / 1e9:.3g} GB"
@@ -78,7 +74,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
     """
     if is_traced(x) or not x.size:
         return
-    dtype = _working(x.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     eps = float(jnp.finfo(dtype).eps)
     rows = np.asarray(x).reshape(-1, x.shape[-1])
     some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
@@ -87,10 +83,9 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
         lost = (deviation < eps**0.5 * mean) & (some == some.astype(dtype)).all(0)
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
         worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
-        warnings.warn(
+        _warn(
             f"Column {worst} of `{name}` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
             f"below the rounding ({eps:.1g}) of the squared mean: {advice}.",
-            stacklevel=1,
         )
 
 
@@ -104,30 +99,27 @@ def warn_constant(x: Array, gram: Array) -> None:
     about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
     eps = float(jnp.finfo(gram.dtype).eps)
     if about_mean < 8 * eps * trace and not is_traced(x) and np.ptp(np.asarray(x), 0).any():
-        warnings.warn(
+        _warn(
             f"k(x, x) varies about its mean by {max(about_mean, 0.0) / trace:.1g} of it, below its rounding "
             f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel.",
-            stacklevel=1,
         )
     sizes = np.sqrt(np.diagonal(gram))
     near = np.abs(gram) / np.maximum(sizes[:, None] * sizes, np.finfo(gram.dtype).tiny)
     np.fill_diagonal(near, 0.0)
     if len(near) > 2 and np.median(near.max(0)) < 1e-3:
-        warnings.warn(
+        _warn(
             "k(x, x) is nearly zero between most states and all others, and nothing is learned of one from another: "
             "the length scale of the kernel is too small.",
-            stacklevel=1,
         )
 
 
 def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
-    """Warns if the regularisation outweighs what it is added to."""
+    """Warn if the regularisation outweighs what it is added to."""
     given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
     if given > held and given > 1.01e-6 * total:
-        warnings.warn(
+        _warn(
             f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs on to "
             f"{held / (held + given):.2g} of its size. It is in units of C_x. alpha=None follows the data.",
-            stacklevel=1,
         )
 
 
@@ -142,11 +134,11 @@ def warn_regression(
     alpha: float | None,
     size: int,
 ) -> None:
-    """Warns if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
+    """Warn if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
 
-    `x`: Rows of the states' features, [m, d]: the data in the order of time, or rows with the same products.
+    `x`: Rows of the states' features in the order of time, or rows with the same products, [m, d].
     `y`: Rows of the successors' features, [m, d].
-    `ones`: The column of ones in such rows, [m]; None for data about their means.
+    `ones`: Column of ones in such rows, [m]; None for data about their means.
     """
     width, largest = x.shape[1], np.abs(x).max(0)
     if alpha is None:  # rank cuts on columns of one size
@@ -166,10 +158,9 @@ def warn_regression(
     if freedom >= 1 and suppressed.any():
         ratio = np.mean(np.sum(held[suppressed] ** 2, 1)) / max(np.sum(rest**2) / freedom, floor)
         if ratio > 10:
-            warnings.warn(
+            _warn(
                 f"`alpha` ({alpha:.3g}) suppresses {suppressed.sum()} directions of the features that predict (F = "
                 f"{ratio:.2g}): forecasts and eigenvalues are not those of the data. Lower it, or leave it out.",
-                stacklevel=1,
             )
     if ones is None or freedom < 2:
         return
@@ -186,11 +177,10 @@ def warn_regression(
             square = np.sum((left_over @ rest) ** 2)
             ratio = min(ratio, square / max(np.sum(blocks**2), floor * (left_over @ left_over)))
         if ratio > 25:
-            warnings.warn(
+            _warn(
                 f"A column of ones lowers the squared residual of one step by {100 * gain / np.sum(rest**2):.2g} % "
                 f"(F = {ratio:.2g}), as for data with an offset, which spoils eigenvalues and forecasts. If they have "
                 "one, pass center=True, which carries an intercept. It needs explicit features: no `kernel`.",
-                stacklevel=1,
             )
 
 
@@ -198,26 +188,36 @@ def warn_small_columns(squares: Any, alpha: Any) -> None:
     """Warn of columns so small beside others that the default `alpha`, which is in proportion to all, hides them."""
     hidden = np.flatnonzero((np.asarray(squares) > 0) & (np.asarray(squares) < 3 * float(alpha)))
     if len(hidden):
-        warnings.warn(
+        _warn(
             f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` ({len(hidden)} such): "
             "principal components are taken in the units of the columns. Bring them to one size.",
-            stacklevel=1,
         )
 
 
-def warn_rank(operator: Any) -> None:
-    """Warns if the data hold fewer directions than the rank asked for."""
+def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> None:
+    """Warn of a fit whose directions are missing, chosen by rounding, or not orthonormal.
+
+    `basis`: Solution of the estimator, whose singular values below `cutoff` times the largest are zero.
+    `asked`: Rank of the estimator.
+    """
+    if asked is not None:
+        _warn_rank(operator)
+    _warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
+    _warn_inexact(operator)
+
+
+def _warn_rank(operator: Any) -> None:
+    """Warn if the data hold fewer directions than the rank asked for."""
     rank, held = operator.core.shape[0], int(operator.effective_rank)
     if held < rank:
-        warnings.warn(
+        _warn(
             f"`rank` ({rank}) exceeds the {held} directions that the data hold in {operator.core.dtype}: the other "
             f"{rank - held} latent functions are zero or rounding. Lower it to {held}.",
-            stacklevel=1,
         )
 
 
-def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
-    """Warns if the rank cuts through equal singular values, so that rounding chooses what is kept."""
+def _warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
+    """Warn if the rank cuts through equal singular values, so that rounding chooses what is kept."""
     if not rest.size or values[-1] <= cutoff * values[0]:
         return
     tolerance = np.finfo(values.dtype).eps ** 0.75 * values[-1]
@@ -226,36 +226,32 @@ def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
     rank = len(values)
     above, below = int((rest >= values[-1] - tolerance).sum()), int((values > values[-1] + tolerance).sum())
     ranks = [str(rank + above)] * (above < len(rest)) + [str(below)] * (below > 0)
-    warnings.warn(
+    _warn(
         f"Singular values {rank} and {rank + 1} agree ({values[-1]:.6g}, gap {abs(values[-1] - rest[0]):.1g}): at rank "
         f"{rank} rounding chooses which directions stay, and eigenvalues are lost. Use rank "
         f"{' or '.join(ranks) or f'{rank + above} or more'}.",
-        stacklevel=1,
     )
 
 
-def warn_inexact(operator: Any) -> None:
-    """Warns if latent functions are not as orthonormal as their estimator makes them.
+def _warn_inexact(operator: Any) -> None:
+    """Warn if U^T C_x U + B is not the identity, apart from columns that are not in use.
 
-    U^T C_x U and B add up to the identity, but for columns not in use. What `alpha` has shrunk counts as little as is
-    left of it: the smallest directions of ridge regression are full of rounding, and weigh nothing.
+    Directions count as much as `alpha` leaves of them: the smallest of ridge regression are rounding.
     """
     seen = np.asarray(operator.gram_x)
     gram = seen + np.asarray(operator.penalty)
     weight = np.sqrt(np.abs(np.diagonal(seen)))
     error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
     if not error <= 1e-2:  # nor if it is NaN
-        warnings.warn(
+        _warn(
             f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
             "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",
-            stacklevel=1,
         )
 
 
 def warn_unconverged(residual: Array | None, eps: float) -> None:
-    """Warns if an iterative solver left eigenvalues with less than half of their digits."""
+    """Warn if an iterative solver left eigenvalues with less than half of their digits."""
     if residual is not None and not is_traced(residual) and residual > eps**0.25:
-        warnings.warn(
+        _warn(
             f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.",
-            stacklevel=1,
         )

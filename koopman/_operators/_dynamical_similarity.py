@@ -1,36 +1,9 @@
-"""Do two linear evolution operators move alike, up to a rotation of their coordinates?
+"""Compare two linear evolution operators up to a rotation of their coordinates.
 
-Dynamical similarity analysis compares the matrices of two dynamics x_{t+1} = A x_t and y_{t+1} = B y_t by
-
-    d(A, B) = min over orthogonal C of |A - C B C^T|     (Frobenius norm, both signs of det C),
-
-or by the angle between A and C B C^T at the same C. It is a metric, zero if and only if B is A in other orthonormal
-coordinates. Of trajectories three lines give it: `delay_embed`, `koopman.fit` (the paper's is with
-`PrincipalComponents`), and `transition_matrix`.
-
-For A and B of norm 1 and E(C) = |A - C B C^T|^2 / 2, a step C -> exp(W) C along a skew W has, with M = C B C^T,
-R = A - M and commutators [X, Y] = X Y - Y X,
-
-    E -> E - <skew [R, M^T], W> + <[W, A], [W, M]> / 2 + O(|W|^3).
-
-From every start a trust-region Newton method goes down: a step is found by conjugate gradients, which follow negative
-curvature away from saddles; nothing is factored. E has local minima. Half of the starts match, by rank, eigenvectors
-of a symmetric function of A, a random combination of its symmetric part, A A^T, A^T A and A^2 + A^{2T}, to those of the
-same function of B, with the signs that fit; where B = Q A Q^T is A in other coordinates, they are Q. The other half are
-random. Every start is taken with its mirror image, of the other determinant.
-
-No C gets below the distance of sorted eigenvalues of the symmetric parts together with sorted singular values of the
-skew parts, nor below that of sorted singular values: |A - C B C^T|^2 is the sum over both parts, and each part obeys
-Hoffman and Wielandt. Where the distance found is that bound, it is proved to be the minimum.
-
-The derivative is that at fixed C, which is the derivative of the minimum (envelope theorem) wherever the best C is
-unique up to what does not change C B C^T. At zero a distance has a tip, and rounding chooses the side: take the
-derivative of its square.
-
-References:
-    Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure of computation in
-    neural circuits with dynamical similarity analysis.
-    Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds, algorithms 10 and 11.
+Dynamical similarity analysis compares x_{t+1} = A x_t and y_{t+1} = B y_t by d(A, B) = min over orthogonal C of
+|A - C B C^T| (Frobenius norm, both signs of det C), or by the angle between A and C B C^T at the same C. It is a
+metric, zero if and only if B is A in other orthonormal coordinates. E(C) = |A - C B C^T|^2 / 2 has local minima, so
+that `_rotations` descends from many starts.
 """
 
 from functools import partial
@@ -49,7 +22,6 @@ from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from koopman._operators._operator import Operator
-from koopman._operators._pairs import delay_embed as delay_embed
 from koopman._operators._rotations import Point, descend, norm
 
 FORMS = ("frobenius", "angular")
@@ -63,17 +35,17 @@ _LANES = 8192  # runs at once on an accelerator; a CPU takes pair after pair, wh
 
 
 class DynamicalAlignment(Result):
-    """The best orthogonal change of coordinates between two linear dynamics, and how sure that is.
+    """Best orthogonal change of coordinates between two linear dynamics, and the evidence for it.
 
     Attributes:
         distance: |A - C B C^T|, or the angle between the two in radians.
         rotation: C, orthogonal of either determinant: [r, r].
-        lower_bound: What no C gets below, at most `distance`; equal to it, `distance` is proved.
-        gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero where C is stationary.
-        agreement: How many of the 2 `num_starts` runs ended at this minimum: as low, at norms of 1, to 1e-4 in E.
-        converged: Whether the gradient is zero to rounding, and either three runs or more agree or the bound is met. It
-            is evidence, no proof: of 200 unrelated pairs of up to 12 x 12 all that had converged were right, of those
-            of 20 x 20 one in ten was above the least known, by up to 0.2 % of |A| + |B|; more starts help.
+        lower_bound: Lower bound of the distance for all C. If it equals `distance`, that is the minimum.
+        gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero if C is stationary.
+        agreement: Number of the 2 `num_starts` runs that ended at this minimum: as low, at norms of 1, to 1e-4 in E.
+        converged: True if the gradient is zero to rounding, and either three runs or more agree or the bound is met.
+            Of 200 unrelated pairs of up to 12 x 12 all that had converged were right, of those of 20 x 20 one in ten
+            was above the least known, by up to 0.2 % of |A| + |B|; more starts help.
     """
 
     distance: Float[Array, "*pairs"]
@@ -88,26 +60,27 @@ class DynamicalAlignment(Result):
 def align_dynamics(
     a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
 ) -> DynamicalAlignment:
-    """The orthogonal C that brings C B C^T closest to A, with the distance and what speaks for it.
+    """Return the orthogonal C that brings C B C^T closest to A, with the distance and the evidence for it.
+
+    `delay_embed`, `koopman.fit` (in the paper with `PrincipalComponents`) and `transition_matrix` make A and B of
+    trajectories. The derivative is that at fixed C, which is the derivative of the minimum (envelope theorem) if the
+    best C is unique up to changes that keep C B C^T. At zero a distance has a tip: take the derivative of its square.
 
     Args:
         a: A, transition matrix of one system, [r, r], in orthonormal coordinates.
-        b: B, that of another, of the same size. Pad the smaller with zeros if ranks differ.
-        key: Draws the starts.
-        num_starts: Starts, each taken with its mirror image, 1 or more.
-        num_steps: Most Newton steps from each, 1 or more.
+        b: B, transition matrix of another, [r, r]. Pad the smaller with zeros if ranks differ.
+        key: Key of the starts.
+        num_starts: Number of starts, each taken with its mirror image, 1 or more.
+        num_steps: Most Newton steps from each start, 1 or more.
         form: "frobenius" for the distance in units of the matrices; "angular" for arccos <A, C B C^T> / (|A| |B|), from
             0 to pi, which scales do not change and which is undefined (NaN) for a matrix of zeros. C is the same.
 
     Returns:
         The alignment. Traced matrices that are not finite give NaN, not converged.
 
-    Raises:
-        ValueError: If matrices are not square, of one size and (where known) finite, or a count is below 1.
-        TypeError: If they are no real numbers, or a count is no Python integer.
-
     References:
-        Ostrow et al. (2023).
+        Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure of computation in
+        neural circuits with dynamical similarity analysis.
 
     >>> turn = jnp.array([[0.0, -1.0], [1.0, 0.0]])
     >>> found = align_dynamics(0.9 * turn, 0.5 * turn.T, key=jax.random.key(0))
@@ -122,29 +95,25 @@ def align_dynamics(
 def dynamical_distance(
     a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
 ) -> Float[Array, ""]:
-    """The minimum over orthogonal C of |A - C B C^T|, or the angle there: `align_dynamics`, without what it adds.
+    """Return the minimum over orthogonal C of |A - C B C^T|, or the angle there: the distance of `align_dynamics`.
 
     For symmetric, and for skew, A and B it is the distance of sorted eigenvalues. For normal ones it is never below
     `eigenvalue_distance`, and equal to it where that matching keeps conjugates together, as it says.
 
     Args:
         a: A, [r, r].
-        b: B, of the same size.
-        key: Draws the starts.
+        b: B, [r, r].
+        key: Key of the starts.
         num_starts: As in `align_dynamics`.
-        num_steps: As there.
-        form: As there.
+        num_steps: As in `align_dynamics`.
+        form: As in `align_dynamics`.
 
     Returns:
-        A non-negative number; what is found is never below the true minimum. The derivative in A is
-        (A - C B C^T) / distance ("frobenius").
+        A non-negative number, never below the true minimum. The derivative in A is (A - C B C^T) / distance
+        ("frobenius").
 
     Warns:
-        UserWarning: Where values are known, if it has not `converged`.
-
-    Raises:
-        ValueError: As `align_dynamics`.
-        TypeError: As `align_dynamics`.
+        UserWarning: For known values, if the search has not `converged`.
 
     >>> shear = jnp.array([[1.0, 1.0], [0.0, 1.0]])
     >>> dynamical_distance(shear, shear.T, key=jax.random.key(0)).round(3) + 0.0
@@ -167,25 +136,21 @@ def pairwise_dynamical_distance(
     num_steps: int = 100,
     form: str = "frobenius",
 ) -> Float[Array, "m n"]:
-    """`dynamical_distance` of all pairs in one compiled program; every pair has the same starts.
+    """Return `dynamical_distance` of all pairs by one compiled program; every pair has the same starts.
 
     Args:
         operators: Transition matrices, [m, r, r].
         others: A second set for the pairs across, [n, r, r]; default all pairs within the first, each taken once.
-        key: Draws the starts; of one pair they are those of `dynamical_distance` with this key.
+        key: Key of the starts, for every pair those of `dynamical_distance` with this key.
         num_starts: As in `align_dynamics`.
-        num_steps: As there.
-        form: As there.
+        num_steps: As in `align_dynamics`.
+        form: As in `align_dynamics`.
 
     Returns:
         Distances [m, n]; within one set [m, m], symmetric, of zero diagonal.
 
     Warns:
-        UserWarning: Where values are known, if pairs have not converged; it says how many.
-
-    Raises:
-        ValueError: If matrices are not square, of one size and (where known) finite, or a count is below 1.
-        TypeError: As `align_dynamics`.
+        UserWarning: For known values, if pairs have not converged.
 
     >>> pairwise_dynamical_distance(jnp.array([[[0.5]], [[0.25]]]), key=jax.random.key(0))
     Array([[0.  , 0.25],
@@ -233,7 +198,7 @@ def _warn_unsure(converged: Array) -> None:
 def _align(
     matrices: Array, rows: np.ndarray, columns: np.ndarray, key: PRNGKey, num_starts: int, num_steps: int, form: str
 ) -> DynamicalAlignment:
-    """The alignments of pairs of matrices, whose numbers are given."""
+    """Return the alignments of pairs of matrices, by their indices."""
     check_choice("form", form, FORMS)
     starts, steps = (
         check_count(name, count, minimum=1) for name, count in (("num_starts", num_starts), ("num_steps", num_steps))
@@ -286,12 +251,12 @@ def _solve(
 
 
 def _rounding(matrix: Array) -> float:
-    """A gradient that is zero: what is left of E is its square."""
+    """Return the gradient that counts as zero: the rest of E is its square."""
     return float(jnp.finfo(matrix.dtype).eps) ** (2 / 3)
 
 
 def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> tuple[Array, Array]:
-    """The distance at C, and the bound on that of unit matrices in the same form."""
+    """Return the distance at C, and in the same form the bound on that of unit matrices."""
     unit = scale_of(jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))))
     a, b = a / unit, b / unit
     size_a, size_b = norm(a), norm(b)
@@ -304,7 +269,7 @@ def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> t
 
 
 class _Prepared(NamedTuple):
-    """What all pairs of a matrix share."""
+    """Factors of a matrix for all of its pairs."""
 
     unit: Array  # of norm 1: [r, r]
     bases: Array  # eigenvectors of symmetric functions of it: [k, r, r]
@@ -313,7 +278,11 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, Array]:
-    """All that is factored, of all matrices [m, r, r]; and random orthogonal ones."""
+    """Return the factors of all matrices [m, r, r], and random orthogonal matrices.
+
+    Half of the starts match, by rank, eigenvectors of a symmetric function of A, a random combination of its symmetric
+    part, A A^T, A^T A and A^2 + A^{2T}, to those of the same function of B. If B = Q A Q^T, they are Q.
+    """
     draw_functions, draw_turns = jax.random.split(key)
     count, size = matrices.shape[0], matrices.shape[-1]
     matched = (num_starts + 1) // 2
@@ -338,15 +307,19 @@ def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, A
 
 
 def _chord_bound(a: _Prepared, b: _Prepared) -> Array:
-    """What |A - C B C^T| cannot be below, for unit matrices."""
+    """Return a lower bound of |A - C B C^T| for unit matrices.
+
+    It is the distance of sorted eigenvalues of the symmetric parts together with sorted singular values of the skew
+    parts, or that of sorted singular values: each part obeys Hoffman and Wielandt.
+    """
     parts = jnp.sum((a.singular - b.singular) ** 2, 1)
     return jnp.sqrt(jnp.maximum(parts[1], parts[0] + jnp.sum((a.eigenvalues - b.eigenvalues) ** 2)))
 
 
 def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
-    """C = V_a D V_b^T with the signs D that fit best, greedily, and with one of them the other way: [2, r, r].
+    """Return C = V_a D V_b^T with the signs D that fit best, greedily, and with one of them reversed: [2, r, r].
 
-    <A, C B C^T> = sum_ij d_i d_j W_ij. Signs are set one after the other, the one that those before it know best.
+    <A, C B C^T> = sum_ij d_i d_j W_ij. The next sign is the one that those before it determine best.
     """
     table = product(basis_a.T, product(a, basis_a)) * product(basis_b.T, product(b, basis_b))
     table = (table + table.T) * (1 - jnp.eye(table.shape[0], dtype=table.dtype))
@@ -366,24 +339,20 @@ def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
 def eigenvalue_distance(
     eigenvalues_a: Complex[Array | np.ndarray, " r"], eigenvalues_b: Complex[Array | np.ndarray, " r"]
 ) -> Float[Array, ""]:
-    """sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2): the optimal matching of two spectra.
+    """Return sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2), the optimal matching of two spectra.
 
-    For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`, and equal to it where
-    a best matching takes conjugate pairs to conjugate pairs, or to two real eigenvalues. It need not: eigenvalues
+    For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`, and equal to it if a
+    best matching takes conjugate pairs to conjugate pairs, or to two real eigenvalues. It need not: eigenvalues
     {1 + iy, 1 - iy, 0} and {iy, -iy, 1} with a small y match best with the first pair torn apart, which no real C does.
-    Of matrices that are not normal it says nothing certain: those with equal spectra may be far apart, see
-    `departure_from_normality`, and those that are close may have spectra that are not. Divided by sqrt(r) it is the
-    Wasserstein distance of the two spectra as distributions.
+    Matrices that are not normal may have equal spectra and be far apart, or be close and have different ones. Divided
+    by sqrt(r) it is the Wasserstein distance of the two spectra as distributions.
 
     Args:
-        eigenvalues_a: Complex, [r]; of an operator `koopman.eigenvalues`.
+        eigenvalues_a: Complex eigenvalues, [r], for example `koopman.eigenvalues` of an operator.
         eigenvalues_b: As many others. Pad with zeros if ranks differ.
 
     Returns:
         A non-negative number. Its derivative is that of the matching, and zero at zero.
-
-    Raises:
-        ValueError: If numbers of eigenvalues differ, or known ones are not finite.
 
     References:
         Hoffman and Wielandt (1953), The variation of the spectrum of a normal matrix; Redman et al. (2024), Identifying
@@ -405,11 +374,11 @@ def _eigenvalue_distance(first: Array, second: Array) -> Array:
 
 @validated
 def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
-    """A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of what the operator learnt.
+    """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of an operator's latent functions.
 
     With latent functions u, E[u_{t+1} | u_t] = u_t K (a row) and a Gram matrix N of u, v = N^(-1/2) u has
-    A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix, which `dynamical_distance` does not
-    see, and A has the eigenvalues of `koopman.eigenvalues`.
+    A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix, on which `dynamical_distance` does
+    not depend, and A has the eigenvalues of `koopman.eigenvalues`.
 
     Args:
         operator: A fitted operator.
@@ -422,11 +391,9 @@ def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Arra
     Returns:
         [r, r]; latent functions beyond a traced rank, or that vanish on the data, give rows and columns of zeros.
 
-    Raises:
-        ValueError: If `metric` is none of the two.
-
     References:
-        Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
+        Ostrow et al. (2023), see `align_dynamics`; Schmid (2010), Dynamic mode decomposition of numerical and
+        experimental data.
     """
     check_choice("metric", metric, ("data", "features"))
     return _transition_matrix(operator, metric)

@@ -14,8 +14,8 @@ In the space of a kernel, with K = k(X, X) / n and L = k(Y, Y) / n, U = sum_i c_
 - reduced rank: c = (K + alpha I)^(-1) v with the leading eigenvectors of L T v = sigma^2 v, T = K (K + alpha I)^(-1),
   normalised to v^T T v = 1.
 
-Whatever is computed from U U^T has the derivative that is written out here, by perturbation theory and with no rotation
-among the columns of U, also where singular values coincide in the span. A new estimator is a class in this file.
+Functions of U U^T have the derivative that is written out here, by perturbation theory and with no rotation among the
+columns of U, also where singular values coincide in the span. A new estimator is a class in this file.
 """
 
 from abc import abstractmethod
@@ -25,6 +25,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
@@ -33,6 +34,7 @@ from dissociation._core.checks import check_choice, check_count, check_non_negat
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
+from koopman._operators._diagnostics import warn_unconverged
 from koopman._operators._kernels import plain_number
 from koopman._operators._solvers import SOLVERS, Leading, chosen_solver, find_eigenpairs, find_left_vectors
 from koopman._operators._subspaces import (
@@ -51,16 +53,16 @@ Slopes = tuple[Array, Array]
 
 
 class Estimator(eqx.Module):
-    """What estimators have in common, and what a new one says.
+    """Base of the estimators.
 
     Attributes:
         alpha: Tikhonov regularisation, in units of C_x; None for `koopman._operators._pairs.default_alpha`.
-        size: Latent functions, where their number is known; None for all.
-        masked: Their number where it is traced.
-        solver: What finds them; None for `feature_solver` on features, and "auto" on centres and with a kernel.
-        feature_solver: That.
-        kernel_solvers: The solvers that it knows for kernels.
-        inverts_all: Whether it inverts C_x in every direction, or in those alone that it keeps.
+        size: Number of latent functions if it is known; None for all.
+        masked: Number of latent functions if it is traced.
+        solver: Name of the solver; None for `feature_solver` on features, and "auto" on centres and with a kernel.
+        feature_solver: Default solver on features.
+        kernel_solvers: Solvers with a kernel.
+        inverts_all: If True, C_x is inverted in every direction; if False, in those that are kept.
     """
 
     alpha: Scalar | None
@@ -83,33 +85,35 @@ class Estimator(eqx.Module):
 
     @property
     def rank(self) -> int | Array | None:
-        """The rank asked for; None for all."""
+        """Return the rank asked for; None for all."""
         return self.size if self.masked is None else self.masked
 
     @abstractmethod
     def features(self, problem: FeatureRegression) -> Basis:
-        """U and the singular values, on explicit features: columns beyond those in use may be anything."""
+        """Return U and the singular values on explicit features; columns that are not in use may hold anything."""
 
     @abstractmethod
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
-        """How they move with the problem."""
+        """Return the derivatives of both along `tangent`."""
 
     @abstractmethod
     def kernel(self, problem: KernelRegression) -> Basis:
-        """W and the singular values, with a kernel."""
+        """Return W and the singular values with a kernel."""
 
     @abstractmethod
     def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
-        """How they move with the problem, for K along directions that keep its rank."""
+        """Return the derivatives of both along `tangent`, which keeps the rank of K."""
 
     def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
-        """What "auto" stands for: an iterative solver for a few directions of many samples."""
+        """Return the solver of "auto": an iterative one for a few directions of many samples."""
         return "dense" if gram.shape[0] <= 1000 or size > gram.shape[0] // 16 else "krylov"
 
 
 def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
-    """What the latent functions span. What is computed from U U^T has a derivative in the data and in alpha."""
-    return _compiled_span(eqx.filter(estimator, False), problem)
+    """Return the basis of the latent functions. Functions of U U^T have a derivative in the data and in alpha."""
+    basis = _compiled_span(eqx.filter(estimator, False), problem)
+    warn_unconverged(basis.residual, float(jnp.finfo(problem.x.dtype).eps))
+    return basis
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -134,20 +138,20 @@ _compiled_span = jax.jit(_span, static_argnums=0)
 
 
 class _Principal:
-    """With a kernel, what estimators along principal directions share."""
+    """Kernel part of estimators along principal directions."""
 
     def kernel(self, problem: KernelRegression) -> Basis:
-        """W = V F^(1/2) with V the leading eigenvectors of K, and F = lambda^-1 (lambda + alpha)^-1."""
+        """Return W = V F^(1/2) with V the leading eigenvectors of K, and F = lambda^-1 (lambda + alpha)^-1."""
         if problem.solver == "krylov":
             number, dtype = problem.x.shape[0], problem.x.dtype
-            leading, residual = find_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
+            leading = find_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
         else:
-            leading, residual = leading_of(problem.x, problem.size), None
+            leading = leading_of(problem.x, problem.size)
         scale, _ = problem.scale(leading.values)
-        return _rooted(leading._replace(vectors=leading.vectors * scale[None]), leading.values[-1], residual)
+        return _rooted(leading, leading.vectors * scale[None], leading.values[-1])
 
     def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
-        """F is a matrix function of K and alpha."""
+        """Differentiate F, a matrix function of K and alpha."""
         size, alpha = problem.size, problem.alpha
         squares, vectors = eigenpairs(problem.x)
         scale, kept = problem.scale(squares)
@@ -172,12 +176,7 @@ class Ridge(_Principal, Estimator):
     Attributes:
         alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)), so that it may be
             swept by `jax.vmap` and learned by `jax.grad`; a sweep decomposes the data once. None is rounding, in
-            proportion to tr(C_x) of columns of one size, see `koopman._operators._pairs.default_alpha`; with a kernel,
-            1e-6 times
-            the mean of k(x, x).
-
-    Raises:
-        ValueError: If `alpha` is negative.
+            proportion to tr(C_x) of columns of one size; with a kernel, 1e-6 times the mean of k(x, x).
 
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
@@ -188,13 +187,13 @@ class Ridge(_Principal, Estimator):
         super().__init__(None, alpha, "dense")
 
     def features(self, problem: FeatureRegression) -> Basis:
-        """U = W, of all directions."""
+        """Return U = W, of all directions."""
         whiten, deviations = problem.by_route(FeatureRegression.axes)
         size, variance = problem.size, jnp.sum(deviations**2) / problem.x.shape[1]
         return Basis(whiten[:, :size], deviations[:size], deviations[size:], variance)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
-        """The slope of U is -(C_x + alpha I)^(-1) d(C_x + alpha I) U / 2."""
+        """Return -(C_x + alpha I)^(-1) d(C_x + alpha I) U / 2."""
         slope, _, right, whiten, _ = problem.perturbed(tangent)
         mixed = product(product(right, slope), right.T)
         d_values = halved(jnp.diagonal(mixed)[: problem.size] - tangent.alpha, solution.values)
@@ -219,10 +218,6 @@ class PrincipalComponents(_Principal, Estimator):
             "auto" is "krylov" for a few directions of many (with a kernel, above 1000 samples), otherwise "dense". None
             is "dense" on features, and "auto" on centres and with a kernel.
 
-    Raises:
-        ValueError: If `rank` is below 1, `alpha` negative, or the solver unknown.
-        TypeError: If `rank` is no whole number.
-
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 8; Williams,
         Rowley and Kevrekidis (2015), A kernel-based method for data-driven Koopman spectral analysis.
@@ -233,17 +228,15 @@ class PrincipalComponents(_Principal, Estimator):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:
-        """U = W, of the leading directions."""
-        size = problem.size
+        """Return U = W, of the leading directions."""
         if problem.solver == "dense":
-            whiten, deviations = problem.by_route(FeatureRegression.axes)
-            (vectors, values, rest), residual = (whiten[:, :size], deviations[:size], deviations[size:]), None
-        else:
-            (vectors, values, rest), residual = problem.by_route(FeatureRegression.leading)
+            size, (whiten, deviations) = problem.size, problem.by_route(FeatureRegression.axes)
+            return Basis(whiten[:, :size], deviations[:size], deviations[size:], deviations[:size][-1] ** 2)
+        vectors, values, rest, residual = problem.by_route(FeatureRegression.leading)
         return Basis(vectors, values, rest, values[-1] ** 2, residual)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
-        """U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha I) V."""
+        """Differentiate U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha I) V."""
         size, basis = problem.size, solution.vectors
         slope, squares, right, whiten, scale = problem.perturbed(tangent)
         mixed = product(product(right, slope), right.T)
@@ -270,10 +263,6 @@ class ReducedRank(Estimator):
             "krylov" where `alpha` is known to lie above rounding, 100 times the rounding unit times the mean of
             k(x, x), or the dtype is float64; else "spectral". None is "auto".
 
-    Raises:
-        ValueError: As `PrincipalComponents`.
-        TypeError: As `PrincipalComponents`.
-
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 9 and appendix.
     """
@@ -287,7 +276,7 @@ class ReducedRank(Estimator):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:
-        """U = W Q with the leading left singular vectors Q of W^T C_xy."""
+        """Return U = W Q with the leading left singular vectors Q of W^T C_xy."""
         number, iterated = problem.x.shape[1], ("krylov", "randomized")
         leading = chosen_solver(problem.solver, number, problem.y.shape[1], problem.size) in iterated
         if problem.route == "qr" or not leading:
@@ -299,12 +288,12 @@ class ReducedRank(Estimator):
         whiten, deviations, gain, turned = problem.whitening(crossed=True)
         rows = turned(problem.y)
         number = min(problem.size, *rows.shape)
-        (vectors, values, rest), residual = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
+        vectors, values, rest, residual = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
         variance = deviations[min(problem.size, deviations.shape[0]) - 1] ** 2
         return Basis(product(whiten, vectors), values, rest, variance, residual)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
-        """Through the eigenvectors of W^T C_xy C_yx W."""
+        """Differentiate the eigenvectors of W^T C_xy C_yx W."""
         size, x, y, basis = problem.size, problem.x, problem.y, solution.vectors
         slope, _, _, whiten, _ = problem.perturbed(tangent)
         rows = product(whiten.T, product(x.T, y))
@@ -322,21 +311,20 @@ class ReducedRank(Estimator):
         return d_basis, halved(jnp.diagonal(mixed)[:size], solution.values)
 
     def kernel(self, problem: KernelRegression) -> Basis:
-        """In the eigenbasis P of K: T = P diag(g)^2 P^T, and P^T L P does without `alpha`."""
+        """Solve in the eigenbasis P of K: T = P diag(g)^2 P^T, and P^T L P does not depend on `alpha`."""
         if problem.solver == "krylov":
             return _reduced_krylov(problem)
         vectors, values, scale, gain, turned = problem.in_eigenbasis()
         if problem.solver == "spectral":
-            leading, residual = find_eigenpairs(
+            leading = find_eigenpairs(
                 lambda block: gain * product(turned, gain * block), scale.shape[0], problem.size, dtype=problem.x.dtype
             )
         else:
-            leading, residual = leading_of(gain * turned * gain.T, problem.size), None
-        weights = product(vectors, scale[:, None] * leading.vectors)
-        return _rooted(leading._replace(vectors=weights), values[problem.size - 1], residual)
+            leading = leading_of(gain * turned * gain.T, problem.size)
+        return _rooted(leading, product(vectors, scale[:, None] * leading.vectors), values[problem.size - 1])
 
     def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
-        """K L K w = sigma^2 (K^2 + alpha K) w, a symmetric pencil on the range of K."""
+        """Differentiate K L K w = sigma^2 (K^2 + alpha K) w, a symmetric pencil on the range of K."""
         size, weights, alpha = problem.size, solution.vectors, problem.alpha
         vectors, _, scale, gain, turned = problem.in_eigenbasis()
         squares, turn = jnp.linalg.eigh(gain * turned * gain.T)
@@ -356,7 +344,7 @@ class ReducedRank(Estimator):
         return product(d_own, rotation), halved(jnp.diagonal(mixed), solution.values)
 
     def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
-        """As of all, where rounding allows for a factor of K + alpha I; else from the eigenvectors of K."""
+        """Return "krylov" if rounding allows a factor of K + alpha I, else "spectral"."""
         if super().choose_kernel_solver(gram, alpha, size) == "dense":
             return "dense"
         if is_traced(alpha) or is_traced(gram):  # float64 has room enough below any usual `alpha`
@@ -365,7 +353,7 @@ class ReducedRank(Estimator):
 
 
 def _from_moments(problem: FeatureRegression) -> Basis:
-    """Reduced rank from second moments alone.
+    """Return the basis of reduced rank from second moments.
 
     With the Cholesky factor C_x + alpha I = L L^T it is U = L^(-T) Q, with the leading left singular vectors Q of
     L^(-1) C_xy. Under a `vmap` over `alpha` the eigenvectors of C_x, which all values share, take its place.
@@ -375,15 +363,15 @@ def _from_moments(problem: FeatureRegression) -> Basis:
     def factored(square: Array, cross: Array, alpha: Array) -> Basis:
         factor = jnp.linalg.cholesky(square + alpha * jnp.eye(square.shape[0], dtype=square.dtype))
         rows = jax.scipy.linalg.solve_triangular(factor, cross, lower=True)
-        (vectors, values, rest), residual = find_left_vectors(rows, size, solver=solver)
+        vectors, values, rest, residual = find_left_vectors(rows, size, solver=solver)
         vectors = jax.scipy.linalg.solve_triangular(factor, vectors, lower=True, trans=1)
-        variance = find_left_vectors(square, size, solver="randomized").leading.values[-1]
+        variance = find_left_vectors(square, size, solver="randomized").values[-1]
         return Basis(vectors, values, rest, variance, residual)
 
     def shared(square: Array, cross: Array, alpha: Array) -> Basis:
         squares, vectors = jnp.linalg.eigh(square)
         gain = lax.rsqrt(jnp.maximum(squares, 0.0) + alpha)
-        (found, values, rest), residual = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
+        found, values, rest, residual = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
         return Basis(product(vectors, gain[:, None] * found), values, rest, squares[-size], residual)
 
     @custom_vmap
@@ -399,18 +387,37 @@ def _from_moments(problem: FeatureRegression) -> Basis:
     return solved(product(problem.x.T, problem.x), product(problem.x.T, problem.y), problem.alpha)
 
 
-def _rooted(leading: Leading, variance: Array, residual: Array | None = None) -> Basis:
+def _rooted(leading: Leading, vectors: Array, variance: Array) -> Basis:
+    """Return a basis of `vectors`, with the square roots of the leading values."""
     values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) for part in (leading.values, leading.rest))
-    return Basis(leading.vectors, values, rest, variance, residual)
+    return Basis(vectors, values, rest, variance, leading.residual)
 
 
 def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
-    """The least `alpha` at which what the factor of K + alpha I adds in rounding, eps tr(K) / alpha, is below 1 %."""
+    """Return the least `alpha` at which the rounding of K + alpha I's factor, eps tr(K) / alpha, is below 1 %."""
     return 100 * float(jnp.finfo(gram.dtype).eps) * jnp.trace(gram)
 
 
+def refuse_singular(
+    estimator: Estimator, problem: FeatureRegression | KernelRegression, values: np.ndarray, cutoff: float, *what: str
+) -> None:
+    """Raise if `alpha` is zero and the data do not hold all directions that the estimator inverts.
+
+    `values`: Singular values of the features or eigenvalues of K, [k].
+    `what`: Name of the matrix, and its symbol.
+    """
+    width = problem.x.shape[1]
+    needed, rank = width if estimator.inverts_all else problem.size, int((values > cutoff * values[0]).sum())
+    if rank < needed:
+        raise ValueError(
+            f"`alpha` must be positive where {what[0]} is singular: {type(estimator).__name__} needs rank {needed}, "
+            f"{what[1]} has rank {rank} of {width}. Pass alpha > 0, drop dependent features or samples, or lower the "
+            "rank."
+        )
+
+
 def check_factor(problem: KernelRegression, basis: Basis) -> None:
-    """Raises where the factor of K + alpha I, from which "krylov" finds reduced rank, came out without a number."""
+    """Raise if the factor of K + alpha I, which "krylov" needs for reduced rank, is not finite."""
     if not bool(jnp.isfinite(basis.values[0])):
         raise ValueError(
             f"`alpha` must make K + alpha I positive definite in {problem.x.dtype}, got {float(problem.alpha):.3g}. "
@@ -428,6 +435,5 @@ def _reduced_krylov(problem: KernelRegression) -> Basis:
     def shrink(block: Array) -> Array:
         return block - alpha * solve(block)  # T
 
-    apply, options = partial(product, problem.y), {"dtype": gram_x.dtype, "inner": shrink}
-    leading, residual = find_eigenpairs(apply, number, problem.size, **options)
-    return _rooted(leading._replace(vectors=solve(leading.vectors)), jnp.trace(gram_x) / problem.size, residual)
+    leading = find_eigenpairs(partial(product, problem.y), number, problem.size, dtype=gram_x.dtype, inner=shrink)
+    return _rooted(leading, solve(leading.vectors), jnp.trace(gram_x) / problem.size)

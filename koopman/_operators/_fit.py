@@ -1,7 +1,7 @@
-"""Fitting an evolution operator: an estimator, on explicit features, with a kernel, or on Nystroem features.
+"""Fit an evolution operator: an estimator, on explicit features, with a kernel, or on Nystroem features.
 
-`koopman` says what there is to estimate with. Covariances enter as the QR factor of the data, so float32
-does not square the condition number. One decomposition serves all values of `alpha` under `jax.vmap`.
+Covariances enter as the QR factor of the data, so that float32 does not square the condition number. One decomposition
+serves all values of `alpha` under `jax.vmap`.
 """
 
 import warnings
@@ -21,18 +21,15 @@ from dissociation._core.validation import validated
 from koopman._operators._diagnostics import (
     ROWS,
     hint_columns,
-    warn_inexact,
+    warn_directions,
     warn_large_alpha,
     warn_offset,
-    warn_rank,
     warn_regression,
     warn_small_columns,
-    warn_tied,
-    warn_unconverged,
 )
-from koopman._operators._estimators import Estimator, span
+from koopman._operators._estimators import Estimator, refuse_singular, span
 from koopman._operators._kernel_operators import fit_with_kernel
-from koopman._operators._kernels import Linear
+from koopman._operators._kernels import Linear, kernel_alpha
 from koopman._operators._nystroem import Kernel, nystroem_map
 from koopman._operators._operator import KernelMap, LinearMap, Operator, unshrinking
 from koopman._operators._pairs import (
@@ -46,7 +43,7 @@ from koopman._operators._pairs import (
     mean_of,
 )
 from koopman._operators._solvers import SOLVERS
-from koopman._operators._subspaces import Basis, FeatureRegression, latent, refuse_singular
+from koopman._operators._subspaces import Basis, FeatureRegression, latent
 
 ROUTES = ("auto", "qr", "covariance")
 
@@ -66,12 +63,11 @@ def fit(
     route: str = "auto",
     rtol: float | None = None,
 ) -> Operator:
-    """The operator G = U U^T C_xy that an estimator makes of pairs, U^T (C_x + alpha I) U = I.
+    """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
-    The arrays are features, to which the operator is linear; or, with a kernel, states: then it acts in the kernel's
-    space, on the span of all samples, or with `centres` on the span of these alone, which states and successors share.
-    (Meanti et al. 2023 project successors on centres of their own, and estimate M and D at these alone; here all
-    samples serve.)
+    The arrays are features, in which the operator is linear; or, with a kernel, states: then it acts in the kernel's
+    space, on the span of all samples, or with `centres` on the span of these for states and successors. (Meanti et al.
+    2023 project successors on other centres, and estimate M and D at the centres alone; here all samples serve.)
 
     Gram matrices hold the squares of what feature matrices hold: with a kernel and no centres, eigenvalues of C_x below
     8 times the rounding unit of the largest (1e-6 in float32) count as zero in the dense solvers, and `alpha` has to
@@ -80,26 +76,26 @@ def fit(
     Args:
         estimator: `Ridge`, `PrincipalComponents` or `ReducedRank` of `koopman`, with its regularisation.
         x: Features of the states, or states: [n, d]. Without kernel also `Moments`.
-        y: Features of their successors, one lag later, or these; see `lagged_pairs`. None if `x` are moments.
-        kernel: A module of `koopman`, or any function of two arrays of states to their kernel matrix.
+        y: Features of the successors, one lag later, or successors, [n, d]; see `lagged_pairs`. None if `x` are
+            moments.
+        kernel: Kernel of `koopman`, or any function of two arrays of states to their kernel matrix.
         centres: Z, for instance `x[choose_centres(...)]`. A default `alpha` is 1e-6 times the mean of k(x, x) on their
             span.
-        observable: What forecasts return, at the successors' times: [n, ...]. Default: `y`.
+        observable: Quantity that forecasts return, at the successors' times: [n, ...]. Default: `y`.
         center: If True, features and observable are taken about their means, and the operator carries the intercept,
             so that affine maps are exact and trends are drifts. The constant function, whose eigenvalue is 1, is no
             latent function then: drop a constant feature. Not with a kernel.
-        route: "qr" takes the QR factor of the features; "covariance" C_x itself, faster (0.20 against 0.53 s for 5000
-            digits of 784 pixels, rank 5, float64, on two cores), but C_x squares the condition number: in float32
-            directions of x below 1e-3 of the largest are lost, and an `alpha` below 1e-7 of C_x's largest eigenvalue
-            means nothing. "auto" is "qr" in float32, for fewer than 64 features and for fewer than twice as many pairs
+        route: "qr" takes the QR factor of the features; "covariance" takes C_x, which is faster (0.20 against 0.53 s
+            for 5000 digits of 784 pixels, rank 5, float64, on two cores) and squares the condition number: in float32
+            directions of x below 1e-3 of the largest are lost, as is an `alpha` below 1e-7 of C_x's largest
+            eigenvalue. "auto" is "qr" in float32, for fewer than 64 features and for fewer than twice as many pairs
             as features; else "covariance" if all eigenvalues of C_x exceed 10^6 eps tr(C_x) (2e-10 tr(C_x) in float64),
-            and "qr" if not, which is decided when the program runs (by all members of a `vmap` together). Not for a
-            kernel without centres.
+            and else "qr", at run time (for all members of a `vmap` together). Not for a kernel without centres.
         rtol: Relative size below which a singular value of the features counts as zero; default d times rounding
             ("qr", and "auto" with it), or the root of 8 times that ("covariance"). Not for a kernel without centres.
 
     Returns:
-        The fitted operator. It takes what `x` holds.
+        The fitted operator, a function of features or states as in `x`.
 
     Warns:
         UserWarning: For known values, if an `alpha` that was given suppresses directions of features that predict, or
@@ -110,12 +106,12 @@ def fit(
             if explicit features are more than pairs and no lower rank is asked for.
 
     Raises:
-        ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
-            row), their mean square is out of the dtype's range, the rank is above the number of features or samples,
-            the estimator's solver is none for these data, `alpha` is zero and C_x or K is singular (the error names
-            its rank), K + alpha I is not positive definite in the dtype's precision where it has to be, or the
-            kernel's values are no symmetric [n, n], not finite, negative for a state with itself, or out of range.
-        TypeError: If data are not real numbers, or the kernel does not give an array of them.
+        ValueError: If there are fewer than two pairs, known data are not finite (the error names the row), their mean
+            square is out of the dtype's range, the rank is above the number of features or samples, the estimator's
+            solver is none for these data, `alpha` is zero and C_x or K is singular (the error names its rank),
+            K + alpha I is factored and not positive definite in the dtype's precision, or the kernel's values are no
+            symmetric [n, n], not finite, negative for a state with itself, or out of range.
+        TypeError: If the kernel does not give an array of real numbers.
 
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7 to 9; Meanti et
@@ -156,7 +152,7 @@ def fit(
 
 
 class _Problem(NamedTuple):
-    """Rows whose products are the moments: data, or the factor of their moments."""
+    """Rows with the products of the data: data, or the factor of their moments."""
 
     x: Array  # [m, d], x^T x = m C_x
     y: Array  # [m, d], x^T y = m C_xy
@@ -202,6 +198,7 @@ def _fit(
     few = isinstance(number, int) and number < 2 * width
     if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or few):
         route = "qr"
+    regression = FeatureRegression(problem.x, problem.y, alpha, active, size, solver, route, rtol)
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
         check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
@@ -210,25 +207,17 @@ def _fit(
             got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
             fail("x", "hold features that vary", got)
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
-        needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
         cutoff = rtol if rtol is not None else (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
-        refuse_singular(type(estimator).__name__, values, cutoff, needed, width, what)
-    regression = FeatureRegression(
-        problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, rtol
-    )
+        refuse_singular(estimator, regression, values, cutoff, "the covariance of `x`", "C_x")
     basis = span(estimator, regression)
-    warn_unconverged(basis.residual, rounding)
     operator, cutoff = _assemble(problem, regression, basis, units, shape, given)
-    if known and active is None:
+    if known and not is_traced(estimator.rank):
         if fallback is not None:
             which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
             warn_large_alpha(alpha, basis.variance, trace, which, units[0])
-        if estimator.rank is not None:
-            warn_rank(operator)
         if asked is None and not level:
             warn_small_columns(jnp.sum(problem.x**2, 0), alpha)
-        warn_tied(np.asarray(basis.values), np.asarray(basis.rest), float(cutoff))
-        warn_inexact(operator)
+        warn_directions(operator, basis, float(cutoff), estimator.rank)
     return operator
 
 
@@ -273,9 +262,7 @@ def _fit_on_centres(
     x, y, flat, shape = checked_pairs(x, y, observable)
     features = nystroem_map(kernel, centres)
     features_x, features_y = features(x), features(y)
-    trace = jnp.sum(features_x**2) / x.shape[0]
-    linear = isinstance(kernel, Linear)  # explicit features, as without centres
-    fallback = 8 * jnp.finfo(trace.dtype).eps * trace if linear else default_alpha(trace)
+    fallback = kernel_alpha(kernel, jnp.sum(features_x**2) / x.shape[0])
     with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
         warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
         problem, _ = _from_pairs(features_x, features_y, flat, center=False)
@@ -283,11 +270,12 @@ def _fit_on_centres(
     rows = (x, y) if len(centres) >= x.shape[1] else (features_x, features_y)
     _warn_regression(estimator, fitted, *rows, False, kernel)
 
-    def lifted(linear: LinearMap | KernelMap) -> KernelMap:
-        matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients
-        return KernelMap(features.kernel, features.centres, product(features.whitening, matrix))
-
-    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, (lifted(fitted.encode), lifted(fitted.dual)))
+    lifted = [
+        KernelMap(features.kernel, features.centres, product(features.coefficients, part.matrix))
+        for part in (fitted.encode, fitted.dual)
+        if isinstance(part, LinearMap)
+    ]
+    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, lifted)
 
 
 def _from_pairs(
@@ -333,7 +321,7 @@ def _warn_regression(
     center: bool,
     kernel: Kernel | None = None,
 ) -> None:
-    """Warn of what a regression of known successors on explicit features, as of a linear kernel, would do better."""
+    """Warn if a regression of known successors on explicit features, or by a linear kernel, is improved by others."""
     if is_traced(operator.core) or is_traced(operator.alpha):
         return
     if kernel is not None and not (isinstance(kernel, Linear) and not isinstance(x, Moments) and x.shape[1] < len(x)):
@@ -371,7 +359,7 @@ def _assemble(
     shape: tuple[int, ...],
     given: bool,
 ) -> tuple[Operator, Array]:
-    """The operator, from what is in units of the features, and the relative size at which values count as zero."""
+    """Return the operator, and the relative size below which values count as zero."""
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
     unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)

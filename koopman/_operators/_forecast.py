@@ -25,17 +25,17 @@ Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
 
 @validated
 def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Steps = 1) -> Float[Array, "..."]:
-    """E[o(x_{t + steps}) | x_t] of the observable that the operator was fitted with, by default the features.
+    """Return E[o(x_{t + steps}) | x_t] of the observable that the operator was fitted with, by default the features.
 
-    [1, u(x)] T^(s-1) [mean; D] of `koopman`, by repeated squaring: step 1000 costs ten products of T.
+    It is [1, u(x)] T^(s-1) [mean; D] by repeated squaring: step 1000 costs ten products of T.
 
     Args:
         operator: A fitted operator.
-        x: Features of the present states (states, for a kernel operator).
+        x: Features of the present states (states, for a kernel operator), [n, d].
         steps: Lags ahead, at least 1: a number, or a list [T] for many horizons at once. May be traced.
 
     Returns:
-        Forecasts [n, ...] for a number, [T, n, ...] for a list; NaN where x is.
+        Forecasts [n, ...] for a number, [T, n, ...] for a list; NaN for rows of x with NaN.
 
     Warns:
         UserWarning: For known values and up to 500 latent functions, if modes lose 1 % of the forecast to `alpha`.
@@ -47,26 +47,20 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     References:
         Kostic et al. (2022), section 2.
     """
-    steps = _checked(steps)
+    ahead = _checked(steps)
     warn_narrowed(x)
-    _warn_lost(operator, steps)
+    _warn_lost(operator, ahead)
     latent = jnp.pad(operator.encode(x), ((0, 0), (1, 0)), constant_values=1.0)
     core = jnp.concatenate([operator.drift[None], operator.core])
     step = jnp.pad(core, ((0, 0), (1, 0))).at[0, 0].set(1.0)
-    if isinstance(steps, int) or (not isinstance(steps, np.ndarray) and steps.ndim == 0):
-        exponents = np.asarray([steps - 1]) if isinstance(steps, int) else (steps - 1)[None]
-        return _read(operator, product(latent, matrix_powers(step, exponents)[0]))
-    powers = matrix_powers(step, steps - 1)
-    return _read(operator, product(latent[None], powers))
-
-
-def _read(operator: Operator, latent: Array) -> Array:
+    powers = matrix_powers(step, (ahead - 1).reshape(-1))
+    latent = product(latent[None], powers) if ahead.ndim else product(latent, powers[0])
     flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))
     return flat.reshape(*flat.shape[:-1], *operator.observable_shape)
 
 
-def _warn_lost(operator: Operator, steps: int | np.ndarray | Array) -> None:
-    """Warns if what `alpha` still takes off the modes per step adds up to 1 % of the forecast."""
+def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
+    """Warn if the modes lose 1 % of the forecast to `alpha`."""
     if any(is_traced(leaf) for leaf in (operator.core, operator.alpha, steps)) or operator.core.shape[0] > 500:
         return
     ahead = np.asarray(steps, float).reshape(-1, 1)
@@ -88,23 +82,23 @@ def _warn_lost(operator: Operator, steps: int | np.ndarray | Array) -> None:
 
 @eqx.filter_jit
 def _mode_losses(operator: Operator) -> tuple[Array, Array, Array]:
-    """Moduli of the eigenvalues, their shrinkage and shares."""
+    """Return moduli of the eigenvalues, their shrinkage and shares."""
     found = decompose(operator)
     return jnp.abs(found.eigenvalues), found.shrinkage, modes(operator, spectrum=found).share
 
 
-def _checked(steps: Steps) -> int | np.ndarray | Array:
+def _checked(steps: Steps) -> np.ndarray | Array:
     if is_traced(steps):
         return steps  # pyright: ignore[reportReturnType]
     known = np.asarray(steps)
     if known.min() < 1:
         fail("steps", "be at least 1", steps)
     _check_integers("steps", known)
-    return int(known) if known.ndim == 0 else known
+    return known
 
 
 def _check_integers(name: str, known: np.ndarray) -> None:
-    """Raises where a known number would wrap around."""
+    """Raise if a known number would wrap around."""
     largest = jnp.iinfo(jax.dtypes.canonicalize_dtype(np.int64)).max
     if known.max(initial=0) > largest:
         fail(name, f"be at most {largest}", known.max())
@@ -114,7 +108,7 @@ def _check_integers(name: str, known: np.ndarray) -> None:
 def matrix_powers(
     matrix: Float[Array | np.ndarray, "r r"], exponents: Int[Array | np.ndarray, " t"]
 ) -> Float[Array, "t r r"]:
-    """Powers of one matrix, by one squaring per binary digit that all of them share.
+    """Return powers of one matrix, by one squaring per binary digit for all exponents.
 
     Args:
         matrix: A square matrix.
@@ -124,7 +118,7 @@ def matrix_powers(
         The powers, in the order of the exponents; NaN for a traced exponent below zero.
 
     Raises:
-        ValueError: If the matrix is not square, or a known exponent is negative or beyond JAX's integers.
+        ValueError: If a known exponent is negative or beyond JAX's integers.
     """
     check_non_negative("exponents", exponents)
     if not is_traced(exponents):
@@ -154,18 +148,15 @@ def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
 def risk(
     operator: Operator, x: Float[Array | np.ndarray, "n d"], y: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, ""]:
-    """E |phi(y) - G^* phi(x)|^2 in the space of the features: the mean squared error of forecasting features.
+    """Return E |phi(y) - G^* phi(x)|^2 in the space of the features, the mean squared error of their forecast.
 
     Args:
         operator: A fitted operator.
-        x: Features (states, for a kernel operator).
-        y: Those of the successors.
+        x: Features of the states (states, for a kernel operator), [n, d].
+        y: Features of the successors, [n, d].
 
     Returns:
         A non-negative number in the units of the squared features.
-
-    Raises:
-        ValueError: If lengths disagree or widths are not those fitted.
 
     References:
         Kostic et al. (2022), eq. 4.
@@ -183,7 +174,7 @@ def risk(
 
 @validated
 def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]) -> Array:
-    """1 - sum of squared errors / sum of squared deviations, averaged over the entries of the observable.
+    """Return 1 - sum of squared errors / sum of squared deviations, averaged over the entries of the observable.
 
     Entries that are constant in `target` count as 1 if they are forecast exactly and as 0 if not, as in scikit-learn.
     """
@@ -223,15 +214,14 @@ def score(
         trajectory: Features (states, for a kernel operator) in the order of time. A frame is read as by `lagged_pairs`.
         lag: Samples from x to y in the pairs of the fit.
         steps: Lags ahead.
-        observable: What was forecast, at the same times as `trajectory`; default `trajectory` itself.
-        metric: Of targets and forecasts [n, ...].
+        observable: Observable of the fit, at the same times as `trajectory`; default `trajectory` itself.
+        metric: Function of targets and forecasts, [n, ...] each.
 
     Returns:
         The metric, by default R^2.
 
     Raises:
         ValueError: If the trajectory is not longer than lag * steps, or is not finite.
-        TypeError: If `lag` or `steps` is no Python integer.
     """
     ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
     observable = trajectory if observable is None else observable

@@ -1,7 +1,7 @@
-"""The generator of reversible overdamped Langevin dynamics, from samples of its equilibrium alone.
+"""Generator of reversible overdamped Langevin dynamics, from samples of its equilibrium in any order.
 
 For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint in L2 of the invariant measure, and its
-quadratic form needs gradients only: -<f, L g> = D E[grad f . grad g]. No lag, and no pairs: samples in any order serve.
+quadratic form needs gradients only: -<f, L g> = D E[grad f . grad g].
 """
 
 from functools import partial
@@ -28,8 +28,8 @@ class Generator(NamedTuple):
         eigenvalues: Rates, non-positive and falling from the slowest: [r].
         coefficients: Eigenfunctions are features times these columns, of mean square 1 on the samples; the largest
             coefficient is positive: [d, r].
-        support: How many samples carry each eigenfunction: n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate on a few
-            samples is one that they alone suggest.
+        support: Number of samples that carry each eigenfunction: n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate on
+            a few samples may be theirs alone.
     """
 
     eigenvalues: Float[Array, " r"]
@@ -47,7 +47,7 @@ def fit_generator(
     alpha: Scalar | None = None,
     shift: Scalar | None = None,
 ) -> Generator:
-    r"""Rayleigh and Ritz for the resolvent (shift - L)^{-1} in the energy space, with Tikhonov regularisation.
+    r"""Fit the resolvent (shift - L)^{-1} in the energy space by Rayleigh and Ritz, with Tikhonov regularisation.
 
         C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E = D E[J J^T]
 
@@ -57,13 +57,13 @@ def fit_generator(
     much: without alpha it cancels.
 
     By the variational principle rates of the exact moments lie at or below the true ones, and below those at alpha = 0
-    for any alpha. Samples err to either side. Where a few lie alone in a tail, features that are flat there make a
+    for any alpha. Samples err to either side. If a few lie alone in a tail, features that are flat there make a
     function of them with a rate near 0, which only a larger alpha or wider features remove: see `Generator.support`.
 
     Args:
-        x: Features phi of samples of the invariant measure.
-        jac: Their derivatives with respect to the state's m coordinates.
-        rank: Slowest eigenpairs returned, at most d.
+        x: Features phi of samples of the invariant measure, [n, d].
+        jac: Derivatives of the features with respect to the state's m coordinates, [n, d, m].
+        rank: Number of slowest eigenpairs, at most d.
         diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
             sigma^2 / (2 friction^2) for `datasets.overdamped_langevin`.
         alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `koopman.fit`,
@@ -73,16 +73,16 @@ def fit_generator(
             lose digits.
 
     Returns:
-        The slowest eigenpairs; the constant function, if it is among the features' span, comes first with rate 0, or
+        The slowest eigenpairs; the constant function, if it is in the features' span, comes first with rate 0, or
         -shift alpha |c|^2. Directions that the samples do not hold at all come last, with rate minus infinity.
-        Derivatives are not finite where rates coincide.
+        Derivatives are not finite if rates coincide.
 
     Warns:
-        UserWarning: Where values are known, if `alpha` exceeds tr(C) / d, or a feature's variance is below the rounding
+        UserWarning: For known values, if `alpha` exceeds tr(C) / d, or a feature's variance is below the rounding
             of its squared mean.
 
     Raises:
-        ValueError: If shapes disagree, data are not finite, an option is out of range, or rates are out of the dtype's.
+        ValueError: If data are not finite, or rates are out of the dtype's range.
 
     References:
         Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
@@ -162,7 +162,7 @@ def _generator(
 
 @jax.custom_jvp
 def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]) -> Float[Array, "d d"]:
-    """Eigenvectors v of H v = s^2 A v with v^T A v = 1, s falling; A = H + rows[1]^T rows[1] + ridge I.
+    """Return eigenvectors v of H v = s^2 A v with v^T A v = 1, s falling; A = H + rows[1]^T rows[1] + ridge I.
 
     H = rows[0]^T rows[0]. The cosines of the stacked rows' singular vectors do not square the condition number.
     """

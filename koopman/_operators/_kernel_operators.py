@@ -1,7 +1,6 @@
-"""The operator that an estimator makes of samples and a kernel, by exact Gram matrices.
+"""Fit an operator with a kernel, by exact Gram matrices.
 
-With K = k(X, X) / n an estimator is U = sum_i c_i phi(x_i) / sqrt(n), so that its latent functions are
-u(x) = k(x, X) c / sqrt(n).
+With K = k(X, X) / n an estimator is U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
 """
 
 import jax
@@ -11,21 +10,13 @@ from jaxtyping import Array
 
 from dissociation._core.checks import is_traced
 from dissociation._core.linalg import product, scale_of
-from koopman._operators._diagnostics import (
-    refuse_large_gram,
-    warn_constant,
-    warn_inexact,
-    warn_large_alpha,
-    warn_rank,
-    warn_tied,
-    warn_unconverged,
-)
-from koopman._operators._estimators import Estimator, check_factor, span
-from koopman._operators._kernels import Linear, as_module, gram, own_gram
+from koopman._operators._diagnostics import refuse_large_gram, warn_constant, warn_directions, warn_large_alpha
+from koopman._operators._estimators import Estimator, check_factor, refuse_singular, span
+from koopman._operators._kernels import Linear, as_module, gram, kernel_alpha, own_gram
 from koopman._operators._nystroem import Kernel
 from koopman._operators._operator import KernelMap, Operator, unshrinking
-from koopman._operators._pairs import check_square, checked_pairs, default_alpha
-from koopman._operators._subspaces import Basis, KernelRegression, latent, refuse_singular
+from koopman._operators._pairs import check_square, checked_pairs
+from koopman._operators._subspaces import Basis, KernelRegression, latent
 
 
 def fit_with_kernel(
@@ -35,35 +26,33 @@ def fit_with_kernel(
     kernel: Kernel,
     observable: Array | np.ndarray | None,
 ) -> Operator:
-    """`koopman.fit` with a kernel and no centres."""
+    """Return `koopman.fit` with a kernel and no centres."""
     x, y, flat, shape = checked_pairs(x, y, observable)
     refuse_large_gram(x, 7 if estimator.rank is None else 3)  # measured: eigenvectors of all directions take more
     kernel, number = as_module(kernel), x.shape[0]
-    size, active, solver = latent(
-        estimator.rank, number, "samples", estimator.solver or "auto", estimator.kernel_solvers
-    )
+    solver, solvers = estimator.solver or "auto", estimator.kernel_solvers
+    size, active, solver = latent(estimator.rank, number, "samples", solver, solvers)
     gram_x, gram_y = own_gram(kernel, x) / number, own_gram(kernel, y) / number
     if not is_traced(gram_x):
         check_square("kernel", float(jnp.trace(gram_x)), "a mean of k(x, x)", gram_x.dtype)
         warn_constant(x, gram_x)
     gram_x, gram_y, unit, trace = _in_units(gram_x, gram_y)
-    given, eps = estimator.alpha is not None, float(jnp.finfo(x.dtype).eps)
-    if given:
-        alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit
-    else:  # a linear kernel is explicit features, and no smooth one: its regularisation is rounding, too
-        alpha = 8 * eps * trace if isinstance(kernel, Linear) else default_alpha(trace)
+    given = estimator.alpha is not None
+    alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit if given else kernel_alpha(kernel, trace)
     known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
     if solver == "auto":
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
         if solver == "krylov" and estimator.inverts_all and isinstance(kernel, Linear) and not given:
             solver = "spectral"  # rounding is too little for a factor of K + alpha I
-    problem = KernelRegression(gram_x, gram_y, alpha, jnp.asarray(size if active is None else active), size, solver)
+    problem = KernelRegression(gram_x, gram_y, alpha, active, size, solver)
     basis = span(estimator, problem)
     if known and estimator.inverts_all and solver == "krylov":
         check_factor(problem, basis)
-    warn_unconverged(basis.residual, eps)
-    if known and given and float(alpha) == 0.0 and not (estimator.inverts_all and solver == "krylov"):
-        _check_regular(estimator, problem, basis)
+    elif known and given and float(alpha) == 0.0:
+        # An estimator that inverts what it keeps has the eigenvalues of K.
+        whole = estimator.inverts_all
+        squares = np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
+        refuse_singular(estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K")
     coefficients, dual, moments = _moments(problem, basis, gram(kernel, y, x), flat, unit)
     operator = Operator(
         encode=KernelMap(kernel, x, coefficients),
@@ -73,19 +62,16 @@ def fit_with_kernel(
         given=given,
         **moments,
     )
-    if known and active is None:
+    if known and not is_traced(estimator.rank):
         which = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
         warn_large_alpha(alpha, basis.variance, trace, which, unit)
-        if estimator.rank is not None:
-            warn_rank(operator)
-        warn_tied(np.asarray(basis.values), np.asarray(basis.rest), problem.cutoff**0.5)
-        warn_inexact(operator)
+        warn_directions(operator, basis, problem.cutoff**0.5, estimator.rank)
     return operator
 
 
 @jax.jit
 def _in_units(gram_x: Array, gram_y: Array) -> tuple[Array, Array, Array, Array]:
-    """Both, in a unit of features in which squares of kernel values neither overflow nor vanish; it; the trace of K."""
+    """Return both in a unit of features in which squares neither overflow nor vanish, the unit, and the trace of K."""
     unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
     gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
     return gram_x, gram_y, unit, jnp.trace(gram_x)
@@ -95,7 +81,7 @@ def _in_units(gram_x: Array, gram_y: Array) -> tuple[Array, Array, Array, Array]
 def _moments(
     problem: KernelRegression, basis: Basis, across: Array, flat: Array, unit: Array
 ) -> tuple[Array, Array, dict[str, Array]]:
-    """Coefficients of the latent functions and of their duals, and the rest of the operator."""
+    """Return coefficients of the latent functions and of their duals, and the other fields of the operator."""
     gram_x, gram_y, number = problem.x, problem.y, problem.x.shape[0]
     latent_x = product(gram_x, basis.vectors) * number**0.5
     coefficients = basis.vectors / unit / unit * number**-0.5
@@ -119,11 +105,3 @@ def _moments(
         "effective_rank": jnp.sum(basis.values > problem.cutoff**0.5 * jnp.max(basis.values)),
     }
     return coefficients, weights, moments
-
-
-def _check_regular(estimator: Estimator, problem: KernelRegression, basis: Basis) -> None:
-    """As `operators` at alpha = 0; an estimator that inverts what it keeps has the eigenvalues of K at hand."""
-    whole, number = estimator.inverts_all, problem.x.shape[0]
-    squares = np.linalg.eigvalsh(np.asarray(problem.x))[::-1] if whole else np.asarray(basis.values) ** 2
-    needed, what = number if whole else problem.size, ("the kernel matrix of `x`", "K")
-    refuse_singular(type(estimator).__name__, squares, problem.cutoff, needed, number, what)

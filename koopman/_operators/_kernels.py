@@ -4,6 +4,7 @@ Any function of that shape serves as a kernel; these are the common ones. Their 
 swept by `vmap` and learned by `grad`.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ States = Float[Array | np.ndarray, "n d"]
 
 
 def plain_number(value: Any) -> Any:
-    """One known number of NumPy or JAX as Python's own, which may be static; anything else as it is."""
+    """Return a known number of NumPy or JAX as Python's, which may be static, and anything else as it is."""
     known = isinstance(value, np.generic | np.ndarray | Array) and not is_traced(value) and np.ndim(value) == 0
     return value.item() if known else value
 
@@ -44,51 +45,57 @@ class Linear(eqx.Module):
 
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of kernel values."""
+        """Return the matrix of kernel values."""
         return _products(x, y)
 
 
-class RBF(eqx.Module):
+class _Stationary(eqx.Module):
+    """Kernel of |x - y| / l."""
+
+    length_scale: Scalar
+
+    def __check_init__(self):
+        check_single("length_scale", self.length_scale)
+        check_positive("length_scale", self.length_scale)
+
+    @validated
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """Return the matrix of kernel values."""
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        length = jnp.asarray(self.length_scale, x.dtype)
+        unit = scale_of(length)  # squares overflow or vanish in other units
+        return self.values(x / unit, y / unit, length / unit)
+
+    @abstractmethod
+    def values(self, x: Float[Array, "n d"], y: Float[Array, "m d"], length: Float[Array, ""]) -> Float[Array, "n m"]:
+        """Return the matrix of kernel values, from states and l in the same unit."""
+
+
+class RBF(_Stationary):
     """k(x, y) = exp(-|x - y|^2 / (2 l^2)).
 
     Attributes:
         length_scale: l, in units of the states; `median_distance` is a common choice.
     """
 
-    length_scale: Scalar
-
-    def __check_init__(self):
-        check_single("length_scale", self.length_scale)
-        check_positive("length_scale", self.length_scale)
-
-    @validated
-    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of kernel values."""
-        x, y, length = _in_lengths(x, y, self.length_scale)
+    def values(self, x: Array, y: Array, length: Array) -> Array:
+        """Return the matrix of kernel values."""
         return _gaussian(x, y, length)
 
 
-class Laplacian(eqx.Module):
+class Laplacian(_Stationary):
     """k(x, y) = exp(-|x - y| / l), with the Euclidean norm: the Matern kernel of smoothness 1/2.
 
     Attributes:
         length_scale: l.
     """
 
-    length_scale: Scalar
-
-    def __check_init__(self):
-        check_single("length_scale", self.length_scale)
-        check_positive("length_scale", self.length_scale)
-
-    @validated
-    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of kernel values."""
-        x, y, length = _in_lengths(x, y, self.length_scale)
+    def values(self, x: Array, y: Array, length: Array) -> Array:
+        """Return the matrix of kernel values."""
         return jnp.exp(-_distances(x, y) / length)
 
 
-class Matern(eqx.Module):
+class Matern(_Stationary):
     """The Matern kernel of smoothness 1/2, 3/2 or 5/2.
 
     With s = sqrt(2 nu) |x - y| / l: exp(-s), (1 + s) exp(-s), (1 + s + s^2 / 3) exp(-s) (Rasmussen and Williams 2006,
@@ -99,22 +106,16 @@ class Matern(eqx.Module):
         nu: 0.5, 1.5 or 2.5.
     """
 
-    length_scale: Scalar
     nu: float = eqx.field(static=True, default=1.5, converter=plain_number)
 
     def __check_init__(self):
-        check_single("length_scale", self.length_scale)
-        check_positive("length_scale", self.length_scale)
         check_single("nu", self.nu)
         if self.nu not in (0.5, 1.5, 2.5):
             fail("nu", "be one of 0.5, 1.5, 2.5", self.nu)
 
-    @validated
-    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of kernel values."""
-        x, y, length = _in_lengths(x, y, self.length_scale)
+    def values(self, x: Array, y: Array, length: Array) -> Array:
+        """Return the matrix of kernel values."""
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / length
-        s = jnp.asarray(s)
         factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
         return factor * jnp.exp(-s)
 
@@ -141,31 +142,26 @@ class Polynomial(eqx.Module):
 
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of kernel values."""
+        """Return the matrix of kernel values."""
         return jnp.asarray(self.gamma * _products(x, y) + self.offset) ** self.degree
 
 
 class Function(eqx.Module):
-    """A plain function as a kernel. It is static, so that `jax.jit` takes and returns operators that hold it.
+    """Plain function as a kernel. It is static, so that `jax.jit` takes and returns operators that hold it.
 
-    What is to be swept or learned belongs in the fields of a module of its own: a traced value in a function's closure
-    does not outlive the transformation.
-
-    Attributes:
-        function: Of two arrays of states to their matrix of kernel values.
+    Values to sweep or learn belong in the fields of a module: a traced value in a function's closure does not outlive
+    the transformation.
     """
 
     function: Callable[[Array, Array], Array] = eqx.field(static=True)
 
-    @validated
-    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of kernel values."""
-        return gram(self.function, jnp.asarray(x), jnp.asarray(y))
+    def __call__(self, x: Array, y: Array) -> Array:
+        """Return the matrix of kernel values, which `gram` checks."""
+        return self.function(x, y)
 
 
-@validated
 def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
-    """The kernel itself if it is a PyTree, a plain function as a `Function`."""
+    """Return the kernel itself if it is a PyTree, and a plain function as a `Function`."""
     if isinstance(kernel, type):
         fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
     return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
@@ -186,7 +182,7 @@ def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Flo
 
 
 def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) -> Array:
-    """`gram` of states with themselves, whose known values must be those of a positive kernel."""
+    """Return `gram` of states with themselves, and raise if known values are not those of a positive kernel."""
     values = gram(kernel, x, x)
     if is_traced(values):
         return values
@@ -202,19 +198,24 @@ def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) ->
     return values
 
 
+def kernel_alpha(kernel: Callable[[Array, Array], Array], trace: Float[Array, ""]) -> Float[Array, ""]:
+    """Return the regularisation to use if none is given, 1e-6 times the mean of k(x, x).
+
+    A linear kernel is explicit features, so that its regularisation is rounding.
+    """
+    return 8 * float(jnp.finfo(trace.dtype).eps) * trace if isinstance(kernel, Linear) else 1e-6 * trace
+
+
 @validated(finite=("x",))
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
-    """The median Euclidean distance between two states: the usual length scale of an RBF kernel.
+    """Return the median Euclidean distance between two states, the usual length scale of an RBF kernel.
 
     Args:
-        x: States.
+        x: States, [n, d], two or more and finite.
         max_samples: Number of states that are compared at most, drawn by a fixed permutation.
 
     Returns:
         A length in the units of x.
-
-    Raises:
-        ValueError: If there are fewer than two states, or known ones are not finite.
 
     References:
         Gretton et al. (2012), A kernel two-sample test, section 8.
@@ -229,10 +230,8 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     return jnp.median(jnp.sqrt(squared_distances(some / unit, some / unit)[rows, columns])) * unit
 
 
-@validated
 def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-    """|x_i - y_j|^2 by one product, never below zero; states are taken about the mean of y, against cancellation."""
-    x, y = jnp.asarray(x), jnp.asarray(y)
+    """Return |x_i - y_j|^2 by one product, about the mean of y against cancellation, and never below zero."""
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
     x, y = x - mean, y - mean
     square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y)
@@ -248,9 +247,8 @@ def _gaussian(x: Array, y: Array, length: Array) -> Array:
     return jnp.exp(-0.5 * square / length**2)
 
 
-def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
-    """|x_i - y_j| by differences, a row at a time: the root of a product's rounding would not be small."""
-    y = jnp.asarray(y)
+def _distances(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, "n m"]:
+    """Return |x_i - y_j| by differences, a row at a time: the root of a product's rounding would not be small."""
 
     @jax.checkpoint  # or a gradient would keep all n m d differences
     def from_one(one: Array) -> Array:
@@ -258,15 +256,7 @@ def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
         apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
         return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
 
-    return lax.map(from_one, jnp.asarray(x))
-
-
-def _in_lengths(x: Array | np.ndarray, y: Array | np.ndarray, length: Scalar) -> tuple[Array, Array, Array]:
-    """Divide states and length by a power of two near it: squares overflow or vanish in other units."""
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    length = jnp.asarray(length, x.dtype)
-    unit = scale_of(length)
-    return x / unit, y / unit, length / unit
+    return lax.map(from_one, x)
 
 
 def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:

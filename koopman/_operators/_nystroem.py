@@ -1,12 +1,7 @@
-"""Nystroem features: a kernel on the span of some centres, for many samples.
-
-The features k(x, Z) k(Z, Z)^(-1/2) of centres Z are explicit, so estimators on features apply, and cost falls from n^3
-to n m^2: `koopman.fit` with `centres`.
-"""
+"""Nystroem features k(x, Z) k(Z, Z)^(-1/2) of centres Z: explicit, so that cost falls from n^3 to n m^2."""
 
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,36 +12,16 @@ from dissociation._core.linalg import product, psd_power
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_constant, warn_narrowed
-from koopman._operators._kernels import as_module, gram, own_gram
-from koopman._operators._pairs import default_alpha
+from koopman._operators._kernels import as_module, own_gram
+from koopman._operators._operator import KernelMap
 
 Kernel = Callable[[Array, Array], Array]
 States = Float[Array | np.ndarray, "n d"]
 
 
-class NystroemMap(eqx.Module):
-    """Features k(x, Z) k(Z, Z)^{-1/2}: their products are the kernel's best approximation from the centres.
-
-    Attributes:
-        kernel: The kernel.
-        centres: Z, [m, d].
-        whitening: k(Z, Z)^{-1/2}, [m, m].
-    """
-
-    kernel: Kernel
-    centres: Float[Array, "m d"]
-    whitening: Float[Array, "m m"]
-
-    def __call__(self, x: States) -> Float[Array, "n m"]:
-        """Features of states."""
-        return product(gram(self.kernel, jnp.asarray(x), self.centres), self.whitening)
-
-
 @validated(finite=("centres",))
-def nystroem_map(
-    kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, rtol: float | None = None
-) -> NystroemMap:
-    """Nystroem features of some centres.
+def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, rtol: float | None = None) -> KernelMap:
+    """Return the Nystroem features of some centres, whose products are the kernel's best approximation from these.
 
     Args:
         kernel: The kernel.
@@ -60,9 +35,8 @@ def nystroem_map(
         UserWarning: If k(Z, Z) varies by less than its rounding.
 
     Raises:
-        ValueError: If centres are not finite, or the kernel's values are not those of a kernel, as in
-            `koopman.fit`.
-        TypeError: As `koopman.fit`.
+        ValueError: If centres are not finite, or the kernel's values are not those of a kernel.
+        TypeError: If the kernel does not give an array of real numbers.
 
     References:
         Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
@@ -73,7 +47,7 @@ def nystroem_map(
     values = own_gram(kernel, centres)
     if not is_traced(values):
         warn_constant(centres, values)
-    return NystroemMap(kernel, centres, psd_power(values, -0.5, rtol=rtol))
+    return KernelMap(kernel, centres, psd_power(values, -0.5, rtol=rtol))
 
 
 @validated(finite=("x",))
@@ -86,23 +60,19 @@ def choose_centres(
     kernel: Kernel | None = None,
     alpha: Scalar | None = None,
 ) -> Int[Array, " m"]:
-    """Which samples serve as centres, without repetition.
+    """Choose samples that serve as centres, without repetition.
 
     Args:
-        x: States.
+        x: States, [n, d].
         num_centres: m, from 1 to n.
-        key: Draws them.
+        key: Key of the draw.
         method: "uniform", or "leverage": with probabilities that follow the ridge leverage scores of the samples,
             [K (K + alpha I)^{-1}]_ii, themselves estimated from m uniform centres.
-        kernel: For "leverage".
-        alpha: For "leverage"; None is 1e-6 times the mean of k(x, x) on the span of the centres.
+        kernel: Kernel of "leverage".
+        alpha: Regularisation of "leverage"; None is 1e-6 times the mean of k(x, x) on the span of the centres.
 
     Returns:
-        Indices into x.
-
-    Raises:
-        ValueError: If `num_centres` is out of range, known states are not finite, the method is unknown, or "leverage"
-            has no kernel.
+        Indices into x, [m].
 
     References:
         Rudi, Calandriello, Carratino and Rosasco (2018), On fast leverage score sampling and optimal learning.
@@ -119,8 +89,7 @@ def choose_centres(
         fail("kernel", "be given for leverage scores", "None")
     warn_narrowed(x)
     features = nystroem_map(kernel, jnp.asarray(x)[uniform])(x) * number**-0.5
-    if alpha is None:
-        alpha = default_alpha(jnp.sum(features**2))
+    alpha = 1e-6 * jnp.sum(features**2) if alpha is None else alpha
     check_non_negative("alpha", alpha)
     return _by_leverage(features, alpha, second)
 

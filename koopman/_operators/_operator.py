@@ -1,4 +1,4 @@
-"""A fitted evolution operator: functions u of the state, and how their expectations move.
+"""Fitted evolution operators: functions u of the state, and the map of their expectations.
 
 Every estimator here spans latent functions u(x) = U^T phi(x) with U^T (C_x + alpha I) U = I (Kostic et al. 2022),
 whether features are explicit or a kernel's. As fitted, M = U^T C_xy U loses the share b = alpha / (c + alpha) per step
@@ -7,14 +7,13 @@ of a function with mean square c. Four steps of iterated Tikhonov regularisation
     B = alpha U^T U,   F = I + B + B^2 + B^3,   K = F M,   D = F E[u(x_t) o(x_{t+1})^T],
     E[o(x_{t+s}) | x_t]  =  [1, u(x_t)] T^(s-1) [mean of o; D],   T = [[1, m], [0, K]],  m = (mean of y - mean of x) U.
 
-Without centring m and the mean are zero. `spectrum` and `forecast` both read this one operator.
+Without centring m and the mean are zero.
 
 References:
     Engl, Hanke and Neubauer (1996), Regularization of inverse problems, section 5.1 (iterated Tikhonov regularisation).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -24,59 +23,44 @@ from jaxtyping import Array, Float, Int
 from dissociation._core.checks import fail, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.validation import validated
-
-
-def _listed(values: Any) -> Any:
-    """Lists as an array; what stands for an array in a transformation is left alone."""
-    return jnp.asarray(values, float) if isinstance(values, list | tuple) else values
+from koopman._operators._kernels import gram
 
 
 class LinearMap(eqx.Module):
-    """x -> (x - offset) matrix, for explicit features.
+    """x -> (x - offset) matrix, for explicit features. `offset` is their mean if they are centred, else zero."""
 
-    Attributes:
-        offset: Mean of the features where they are centred, else zero: [d].
-        matrix: [d, r].
-    """
-
-    offset: Float[Array, " d"] = eqx.field(converter=_listed)
-    matrix: Float[Array, "d r"] = eqx.field(converter=_listed)
+    offset: Float[Array, " d"]
+    matrix: Float[Array, "d r"]
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
-        """Values at features x."""
+        """Return the values at features x."""
         if x.shape[1] != self.matrix.shape[0]:
             fail("x", f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted", np.shape(x))
         return product(jnp.asarray(x) - self.offset[None], self.matrix)
 
 
 class KernelMap(eqx.Module):
-    """x -> k(x, centres) coefficients, for the features of a kernel.
-
-    Attributes:
-        kernel: Function of two arrays of states to their matrix of kernel values.
-        centres: [m, d].
-        coefficients: [m, r].
-    """
+    """x -> k(x, centres) coefficients, for the features of a kernel."""
 
     kernel: Callable[[Array, Array], Array]
-    centres: Float[Array, "m d"] = eqx.field(converter=_listed)
-    coefficients: Float[Array, "m r"] = eqx.field(converter=_listed)
+    centres: Float[Array, "m d"]
+    coefficients: Float[Array, "m r"]
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
-        """Values at states x."""
+        """Return the values at states x."""
         if x.shape[1] != self.centres.shape[1]:
             fail("x", f"have shape [n, {self.centres.shape[1]}], as the operator was fitted", np.shape(x))
-        return product(self.kernel(jnp.asarray(x), self.centres), self.coefficients)
+        return product(gram(self.kernel, jnp.asarray(x), self.centres), self.coefficients)
 
 
 class Operator(eqx.Module):
-    """A fitted evolution operator of rank r.
+    """Fitted evolution operator of rank r.
 
     Attributes:
         encode: u, from features (or states, for a kernel) [n, d] to [n, r].
-        dual: phi -> <C_yx U F, phi>, from features to [n, r]: what left eigenfunctions are made of.
+        dual: phi -> <C_yx U F, phi>, from features to [n, r]; left eigenfunctions are combinations of it.
         core: K = F M: [r, r].
         drift: m, zero unless centred: [r].
         readout: D: [r, o], for the observable's entries in one row.
@@ -88,9 +72,9 @@ class Operator(eqx.Module):
         dual_gram: F U^T C_xy C_yx U F: [r, r].
         basis_gram: U^T U: [r, r].
         penalty: B = alpha U^T U, the share of alpha in the latent functions: [r, r].
-        singular_values: Of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square roots of C_x's eigenvalues for
-            principal components and ridge: [r]. A full-rank fit with a default `alpha`, or with zero, divides columns
-            by powers of two near their sizes first.
+        singular_values: Singular values of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square roots of C_x's
+            eigenvalues for principal components and ridge: [r]. A full-rank fit with a default `alpha`, or with zero,
+            divides columns by powers of two near their sizes first.
         alpha: Tikhonov regularisation, a default one as its share of tr(C_x).
         effective_rank: Number of singular values above rounding; the other latent functions are zero or rounding.
         observable_shape: Shape of one observable.
@@ -117,7 +101,7 @@ class Operator(eqx.Module):
     given: bool = eqx.field(static=True, default=True)
 
     def __repr__(self) -> str:
-        """One line: the rank, the regularisation and if it was given, and how many directions the data do not hold."""
+        """Return one line: the rank, the regularisation, and the number of directions that the data do not hold."""
         if is_traced(self.alpha) or jnp.ndim(self.alpha):
             return eqx.tree_pformat(self)
         rank, held = self.core.shape[0], int(self.effective_rank)

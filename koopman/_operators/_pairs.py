@@ -1,8 +1,6 @@
-"""From trajectories to what the estimators read: pairs (x_t, x_{t+lag}), and second moments that merge.
+"""Pairs (x_t, x_{t+lag}) of trajectories, and second moments that merge, for data larger than memory.
 
-`lagged_pairs` never makes a pair across the boundary of two trajectories. `Moments` hold everything that a linear
-estimator needs from data larger than memory; covariances are kept as their QR factors, which do not square the
-condition number.
+Covariances are kept as their QR factors, which do not square the condition number.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Real
 
-from dissociation._core.checks import check_count, check_finite, fail, is_traced, warn
+from dissociation._core.checks import check_count, check_finite, fail, fail_kind, is_traced, warn
 from dissociation._core.conversion import common_dtype
 from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
@@ -33,8 +31,8 @@ class Pairs(NamedTuple):
     """States and their successors.
 
     Attributes:
-        x: What the state was: [n, ...].
-        y: What it became, one lag later: [n, ...].
+        x: States, [n, ...].
+        y: Their successors, one lag later: [n, ...].
     """
 
     x: Array
@@ -49,20 +47,20 @@ def lagged_pairs(
     max_lag: int | None = None,
     trajectory_axis: int | None = None,
 ) -> Pairs:
-    """Pairs (x_t, x_{t+lag}) of one or of many trajectories.
+    """Return pairs (x_t, x_{t+lag}) of one or of many trajectories.
 
     Args:
         trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
-            one state shape; or with `trajectory_axis` many of equal length in one array. An array of more axes does not
-            say which of them is time and is refused: for one trajectory of images pass `[images]`. Lists of numbers,
-            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several. A frame
-            is one trajectory if its index has even steps, and one for each run if its index is (run, time).
+            one state shape; or with `trajectory_axis` many of equal length in one array. For one trajectory of images
+            pass `[images]`. Lists of numbers, [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of
+            lists of such rows is several. A frame is one trajectory if its index has even steps, and one for each run
+            if its index is (run, time).
         lag: Steps between the two members of a pair, at least 1.
-        max_lag: With it `lag` may be traced, up to this number, so that lags can be swept by `jax.vmap`: every
-            trajectory gives the pairs of its first time - max_lag states, whatever the lag. States must be floating
-            point then, and successors at a traced lag that is out of range are NaN.
-        trajectory_axis: The axis of the array that counts trajectories; the first of the others is time. It is 0 for
-            what `koopman.datasets` returns with `num_trajectories`.
+        max_lag: Largest lag. With it `lag` may be traced, so that lags can be swept by `jax.vmap`: every trajectory
+            gives the pairs of its first time - max_lag states, whatever the lag. States must be floating point then,
+            and successors at a traced lag that is out of range are NaN.
+        trajectory_axis: Axis of the array that counts trajectories, 0 for those of `koopman.datasets`; the first of the
+            other axes is time.
 
     Returns:
         All pairs, trajectory after trajectory, each in the order of time; none crosses from one to the next.
@@ -72,9 +70,7 @@ def lagged_pairs(
 
     Raises:
         ValueError: If an array has three axes or more and no `trajectory_axis`, no trajectory has a pair at this lag,
-            `lag` is known and out of range, state shapes differ, or known data are not finite.
-        TypeError: If `lag` is no Python integer and there is no `max_lag`, a trajectory is no array, or states are not
-            floating point and `lag` is traced.
+            or known data are not finite.
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, section 2.
@@ -101,7 +97,7 @@ def lagged_pairs(
     x, y = _cut_all(stacks, steps, longest)
     if is_traced(steps):
         if not jnp.issubdtype(y.dtype, jnp.floating):
-            raise TypeError(f"`trajectories` must be floating point where `lag` is traced, got {y.dtype}.")
+            fail_kind("trajectories", "be floating point where `lag` is traced", y.dtype)
         y = jnp.where((steps >= 1) & (steps <= longest), y, jnp.nan)
     return Pairs(x, y)
 
@@ -134,8 +130,7 @@ def delay_embed(
         UserWarning: If trajectories of a list are too short for one row, and are skipped.
 
     Raises:
-        ValueError: If a count is below 1, or every trajectory is too short for one row.
-        TypeError: If a count is no Python integer.
+        ValueError: If every trajectory is too short for one row.
 
     References:
         Takens (1981), Detecting strange attractors in turbulence; Brunton et al. (2017), Chaos as an intermittently
@@ -156,25 +151,22 @@ def delay_embed(
 
 
 def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = "") -> list[Any]:
-    """Checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype.
+    """Return checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype.
 
-    They are NumPy's where all are known and on the host: slices of JAX's arrays compile a program per place and length.
+    They are NumPy's if all are known and on the host: slices of JAX's arrays compile a program per place and length.
     """
     several = not isinstance(trajectories, Array | np.ndarray)
     arrays = list(trajectories) if several else [trajectories]
     if several and axis is not None:
         fail("trajectory_axis", "be None for a list of trajectories", axis)
-    for index, array in enumerate(arrays):
-        check_finite(f"{name}[{index}]" if several else name, array)
+    names = [f"{name}[{index}]" for index in range(len(arrays))]
+    for which, array in zip(names if several else [name], arrays, strict=True):
+        check_finite(which, array)
     warn_narrowed(*arrays)
-    dtype = common_dtype([f"{name}[{index}]" for index in range(len(arrays))], arrays)
-    if all(_on_host(array) for array in arrays):
-        arrays = [np.asarray(array, dtype) for array in arrays]
-    else:
-        arrays = [jnp.asarray(array, dtype) for array in arrays]
+    dtype, known = common_dtype(names, arrays), all(map(_on_host, arrays))
+    arrays = [(np if known else jnp).asarray(array, dtype) for array in arrays]
     stacks = [array[None] for array in arrays] if several else [_one_stack(name, arrays[0], axis)]
-    for index, stack in enumerate(stacks):
-        which = f"{name}[{index}]" if len(stacks) > 1 else name
+    for which, stack in zip(names if len(stacks) > 1 else [name], stacks, strict=True):
         if stack.ndim < 2:
             fail(which, "have a time axis", f"shape {stack.shape[1:]}")
         if stack.shape[2:] != stacks[0].shape[2:]:
@@ -190,10 +182,11 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
 
 
 def _on_host(array: Array | np.ndarray) -> bool:
-    """Whether an array can be read by NumPy, and the result placed by default, without a change of device."""
-    if is_traced(array) or isinstance(array, np.ndarray):
-        return not is_traced(array)
-    return not array.committed and all(device.platform == "cpu" for device in array.devices())
+    """Return True if NumPy can read an array, and the result be placed by default, without a change of device."""
+    if is_traced(array):
+        return False
+    known = isinstance(array, np.ndarray)
+    return known or (not array.committed and all(device.platform == "cpu" for device in array.devices()))
 
 
 def _placed(array: Array | np.ndarray) -> Array:
@@ -216,32 +209,13 @@ def _joined(stack: Any) -> Any:
     return stack.reshape(-1, *stack.shape[2:])
 
 
-class Observed(NamedTuple):
-    """Pairs and an observable of the successors, checked.
-
-    Attributes:
-        x: [n, d].
-        y: [n, d].
-        observable: Its entries in one row, [n, o].
-        shape: The shape of one observable.
-    """
-
-    x: Array
-    y: Array
-    observable: Array
-    shape: tuple[int, ...]
-
-
 def checked_pairs(
     x: Array | np.ndarray,
     y: Array | np.ndarray,
     observable: Array | np.ndarray | None,
     place: Callable[[Any], Any] = jnp.asarray,
-) -> Observed:
-    """What every estimator asks of its data.
-
-    `observable`: What is to be predicted, [n, ...]; default `y`.
-    """
+) -> tuple[Any, Any, Any, tuple[int, ...]]:
+    """Return checked x [n, d], y [n, d], the observable, by default y, as [n, o], and the shape of one observable."""
     for name, array in (("x", x), ("y", y), ("observable", observable)):
         if array is not None:
             check_finite(name, array)
@@ -250,11 +224,11 @@ def checked_pairs(
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
     warn_narrowed(x, y, observable)
     flat = place(observable).reshape(x.shape[0], -1)
-    return Observed(place(x), place(y), flat, tuple(observable.shape[1:]))
+    return place(x), place(y), flat, tuple(observable.shape[1:])
 
 
 def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
-    """Return an array of the host as NumPy's, in JAX's dtype, of which nothing that is computed is compiled."""
+    """Return an array of the host as NumPy's, in JAX's dtype, so that nothing is compiled."""
     return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else jnp.asarray(array)
 
 
@@ -274,19 +248,17 @@ def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
     return tuple(_placed(some.astype(part.dtype)) for some, part in zip(columns, parts, strict=True))
 
 
-def default_alpha(trace: Float[Array, ""], rank: Array | int | None = None) -> Float[Array, ""]:
-    """Return the regularisation to use if none is given, in proportion to the data.
+def default_alpha(trace: Float[Array, ""], rank: Array | int) -> Float[Array, ""]:
+    """Return the regularisation of explicit features to use if none is given, in proportion to the trace of C_x.
 
-    Explicit features: max((k eps)^2, k 2^-52) times the trace, k = `rank`, which is k eps in float64. (k eps)^2 would
-    let forecasts blow up there if few pairs have nearly dependent features; k eps in float32 hides what predicts.
+    max((k eps)^2, k 2^-52) with k = `rank` is k eps in float64. (k eps)^2 would let forecasts blow up there if few
+    pairs have nearly dependent features; k eps in float32 hides directions that predict.
     """
-    if rank is None:
-        return 1e-6 * trace
     return jnp.maximum((rank * jnp.finfo(trace.dtype).eps) ** 2, rank * 2.0**-52) * trace
 
 
 def check_square(name: str, square: float, what: str, dtype: Any) -> None:
-    """Raises unless a known size of second moments leaves room to both sides of it in the dtype.
+    """Raise unless a known size of second moments leaves room to both sides of it in the dtype.
 
     Operators hold inverses of second moments.
     """
@@ -305,13 +277,13 @@ class Moments(eqx.Module):
     would stop at its rounding.
 
     Attributes:
-        count: Pairs seen.
-        mean_x: [d]. The means are kept either way.
-        mean_y: [dy].
-        mean_observable: [o].
-        rest: What rounding left out of the count and of the means, joined: [1 + d + dy + o].
+        count: Number of pairs.
+        mean_x: Mean of the states, [d], with or without `center`.
+        mean_y: Mean of the successors, [dy].
+        mean_observable: Mean of the observable, [o].
+        rest: Rounding errors of the count and of the means, joined: [1 + d + dy + o].
         root: R with R^T R = sum_i z_i z_i^T for z = (x, y, o) joined, upper triangular: [d + dy + o, d + dy + o].
-        center: Whether moments are about the means.
+        center: If True, moments are about the means.
     """
 
     count: Float[Array, ""]
@@ -341,25 +313,32 @@ def moments(
     observable: Float[Array | np.ndarray, "n o"] | None = None,
     center: bool = False,
 ) -> Moments:
-    """Moments of pairs that are in memory.
+    """Return the moments of pairs in memory.
 
     Args:
-        x: Features of the states.
-        y: Features of their successors.
-        observable: What is to be predicted, at the successors' times; default `y`.
-        center: Whether moments are about the means.
+        x: Features of the states, [n, d].
+        y: Features of the successors, [n, dy].
+        observable: Quantities to predict, at the successors' times, [n, o]; default `y`.
+        center: If True, moments are about the means.
 
     Returns:
         The moments. `merge_moments` adds those of more pairs, `scan_moments` goes through batches.
 
     Raises:
-        ValueError: If lengths disagree, there is no pair, or known data are not finite (the error names the row).
+        ValueError: If known data are not finite (the error names the row).
     """
+    return _moments(*_parts(x, y, observable, center), center)
+
+
+def _parts(
+    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
+) -> tuple[Array, Array, Array]:
+    """Return x, y and the observable, by default y, as JAX's, after warnings of rounding."""
     observable = y if observable is None else observable
     warn_narrowed(x, y, observable)
     if not center:
         warn_offset(x)
-    return _moments(jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable), center)
+    return jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
 
 
 def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
@@ -367,13 +346,9 @@ def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
     mean, rest = mean_of(joint)
     if center:
         joint = (joint - mean[None]) - rest[None]
-    return _of_total(
-        jnp.concatenate([jnp.asarray([x.shape[0]], x.dtype), mean]),
-        jnp.concatenate([jnp.zeros(1, x.dtype), rest]),
-        gram_root(joint),
-        (x.shape[1], y.shape[1]),
-        center,
-    )
+    total = jnp.concatenate([jnp.asarray([x.shape[0]], x.dtype), mean])
+    rest = jnp.concatenate([jnp.zeros(1, x.dtype), rest])
+    return _of_total(total, rest, gram_root(joint), (x.shape[1], y.shape[1]), center)
 
 
 def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], center: bool) -> Moments:
@@ -384,7 +359,7 @@ def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], c
 def mean_of(
     x: Float[Array | np.ndarray, "n d"],
 ) -> tuple[Float[Array | np.ndarray, " d"], Float[Array | np.ndarray, " d"]]:
-    """The mean of every column, and what rounding left out of it.
+    """Return the mean of every column, and its rounding error.
 
     The first mean carries the rounding of a large offset; the mean of what it leaves has none.
     """
@@ -398,7 +373,7 @@ def mean_of(
 
 
 def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
-    """A sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
+    """Return a sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
@@ -406,19 +381,13 @@ def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
 
 @validated
 def merge_moments(first: Moments, second: Moments) -> Moments:
-    """The moments of two sets of pairs together.
+    """Return the moments of two sets of pairs together.
 
     About means, R of both is the factor of [R_1; R_2; sqrt(n_1 n_2 / n) (mean_1 - mean_2)] (Chan et al. 1983).
 
     Args:
         first: Moments of some pairs.
-        second: Moments of others, of the same widths.
-
-    Returns:
-        Moments of all.
-
-    Raises:
-        ValueError: If only one of the two is centred, or widths differ.
+        second: Moments of others, of the same widths, both or neither centred.
 
     References:
         Chan, Golub and LeVeque (1983), Algorithms for computing the sample variance, eq. 2.1.
@@ -447,26 +416,22 @@ def scan_moments(
     observable: Float[Array | np.ndarray, "batches n o"] | None = None,
     center: bool = False,
 ) -> Moments:
-    """Moments of stacked batches, one batch at a time in a compiled loop.
+    """Return the moments of stacked batches, one batch at a time in a compiled loop.
 
     Args:
-        x: Features of the states.
-        y: Features of their successors.
-        observable: What is to be predicted; default `y`.
-        center: Whether moments are about the means.
+        x: Features of the states, [batches, n, d].
+        y: Features of the successors, [batches, n, dy].
+        observable: Quantities to predict, [batches, n, o]; default `y`.
+        center: If True, moments are about the means.
 
     Returns:
-        The same as `moments` of all rows, up to rounding. Beside the stacked rows themselves it takes the memory of one
-        batch; for data that do not fit in memory, merge `moments` of what is read with `merge_moments`.
+        The same as `moments` of all rows, up to rounding. Beside the stacked rows it takes the memory of one batch; for
+        data that do not fit in memory, merge `moments` of parts with `merge_moments`.
 
     Raises:
         ValueError: As `moments`; the error names the batch and the row.
     """
-    observable = y if observable is None else observable
-    warn_narrowed(x, y, observable)
-    if not center:
-        warn_offset(x)
-    return _scan_moments((jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)), center)
+    return _scan_moments(_parts(x, y, observable, center), center)
 
 
 @partial(jax.jit, static_argnames="center")
@@ -482,10 +447,9 @@ def _scan_moments(data: tuple[Array, Array, Array], center: bool) -> Moments:
 
 @jax.custom_jvp
 def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
-    """The upper triangular R with R^T R = x^T x, by QR.
+    """Return the upper triangular R with R^T R = x^T x, by QR.
 
-    Only R^T R has a meaning, so the tangent dR is any with R^T dR + dR^T R = d(x^T x); the one taken here stays finite
-    where the rank of x falls short.
+    The tangent dR has R^T dR + dR^T R = d(x^T x), and stays finite if the rank of x falls short.
     """
     missing = max(0, x.shape[1] - x.shape[0])
     return jnp.linalg.qr(jnp.pad(x, ((0, missing), (0, 0))), mode="r")

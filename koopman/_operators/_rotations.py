@@ -1,7 +1,4 @@
-"""Newton's method over rotations: the orthogonal C nearest to making C B C^T equal to A, from a start downhill.
-
-Of two matrices of norm 1; `dynamical_similarity` chooses the starts and judges the ends.
-"""
+"""Newton's method over rotations, for two matrices of norm 1; `_dynamical_similarity` chooses the starts."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,12 +16,12 @@ RADIUS = 1.4
 
 
 def norm(x: Array) -> Array:
-    """Frobenius norms of matrices; flat at zero."""
+    """Return Frobenius norms of matrices; flat at zero."""
     return root(jnp.sum(x**2, (-2, -1)))
 
 
 class Point(NamedTuple):
-    """Where a descent is."""
+    """State of a descent."""
 
     rotation: Array  # C
     moved: Array  # C B C^T
@@ -35,7 +32,14 @@ class Point(NamedTuple):
 
 
 def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, tolerance: float, inner: int) -> Point:
-    """Trust-region Newton steps until the gradient is below a tolerance, or none is left."""
+    """Take trust-region Newton steps until the gradient is below a tolerance, or `num_steps` are taken.
+
+    With M = C B C^T, R = A - M and commutators [X, Y] = X Y - Y X, a step C -> exp(W) C along a skew W has
+
+        E -> E - <skew [R, M^T], W> + <[W, A], [W, M]> / 2 + O(|W|^3).
+
+    Source: Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds, algorithms 10 and 11.
+    """
     rounding = 10 * float(jnp.finfo(a.dtype).eps)
 
     def at(rotation: Array, radius: Array, step: Array) -> Point:
@@ -69,12 +73,12 @@ def _commutator(x: Array, y: Array) -> Array:
 
 
 def skew(x: Array) -> Array:
-    """The skew part of a matrix."""
+    """Return the skew part of a matrix."""
     return 0.5 * (x - x.T)
 
 
 def _turned(turn: Array, rotation: Array) -> Array:
-    """An orthogonal matrix that is exp(W) C to second order.
+    """Return an orthogonal matrix that is exp(W) C to second order.
 
     M = I + W + W^2 / 2 + W^3 / 8 has M^T M = I - W^6 / 64, and Newton-Schulz steps to the polar factor do the rest.
     """
@@ -86,7 +90,7 @@ def _turned(turn: Array, rotation: Array) -> Array:
 
 
 class _Step(NamedTuple):
-    """Where conjugate gradients are."""
+    """State of conjugate gradients."""
 
     turn: Array  # W
     bent: Array  # H W
@@ -100,7 +104,10 @@ class _Step(NamedTuple):
 def newton_step(
     slope: Array, curvature: Callable[[Array], Array], radius: Array, inner: int
 ) -> tuple[Array, Array, Array]:
-    """W that makes -<slope, W> + <W, H W> / 2 small within a radius, by Steihaug's truncated conjugate gradients."""
+    """Return W, H W and if W is at the edge, by Steihaug's truncated conjugate gradients.
+
+    W makes -<slope, W> + <W, H W> / 2 small within a radius. Negative curvature is followed away from saddles.
+    """
     size = norm(slope)
     target = size * jnp.minimum(size, 0.1)  # of a quadratic method
 

@@ -22,38 +22,28 @@ _OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
 
 
 class Leading(NamedTuple):
-    """The leading part of a spectrum.
+    """Leading part of a spectrum.
 
     Attributes:
         vectors: Eigenvectors or left singular vectors, [size, number].
         values: Their values, falling: [number].
         rest: Values that follow, all of them from a dense solver, or a few and from below from an iterative one.
+        residual: Residual over the largest eigenvalue (of the operator, or of M M^T), or None without iterations.
     """
 
     vectors: Array
     values: Array
     rest: Array
-
-
-class Found(NamedTuple):
-    """What a solver found in a compiled program, which cannot warn.
-
-    Attributes:
-        leading: The leading part.
-        residual: Relative to the largest eigenvalue (of the operator, or of M M^T); None where nothing is iterated.
-    """
-
-    leading: Leading
-    residual: Array | None
+    residual: Array | None = None
 
 
 def find_eigenpairs(
-    apply: Callable, size: int, number: int, dtype: Any, inner: Any = None, tol: Any = None, max_restarts: int = 50
-) -> Found:
+    apply: Callable, size: int, number: int, dtype: Any, inner: Any = None, max_restarts: int = 50
+) -> Leading:
     """Find leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
 
     A space [Q, A Q, A^2 Q, ...] is orthonormalised, the operator is diagonalised in it (Rayleigh and Ritz), and its
-    best vectors start the next space, until all residuals are below `tol` times the largest eigenvalue or stop falling.
+    best vectors start the next space, until all residuals are below 30 times rounding or stop falling.
     The first block is drawn from a fixed key, so the result is a pure function of the operator. If the first such
     space would be the whole space, it is replaced by the whole space.
 
@@ -67,7 +57,7 @@ def find_eigenpairs(
     width = number + extra
     if size <= blocks * width:  # one block alone would never grow, and the start of two is as good as all
         width, blocks = size, 1
-    limit = 30 * jnp.finfo(dtype).eps if tol is None else tol
+    limit = 30 * jnp.finfo(dtype).eps
     tiny = jnp.finfo(dtype).tiny
     image_of = apply if inner is None else lambda block: apply(inner(block))
 
@@ -101,7 +91,7 @@ def find_eigenpairs(
     start = jnp.linalg.qr(image_of(jax.random.normal(named_key("first vectors"), (size, width), dtype)))[0]
     first = space(start)
     vectors, values, off, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
-    return Found(Leading(vectors[:, :number], values[:number], values[number:]), off)
+    return Leading(vectors[:, :number], values[:number], values[number:], off)
 
 
 def find_left_vectors(
@@ -110,7 +100,7 @@ def find_left_vectors(
     *,
     scale: Float[Array | np.ndarray, " k"] | None = None,
     solver: str = "auto",
-) -> Found:
+) -> Leading:
     """Find leading left singular vectors and singular values of a matrix, or of diag(scale) times it.
 
     Source: Halko, Martinsson and Tropp (2011), Finding structure with randomness.
@@ -127,21 +117,23 @@ def find_left_vectors(
         def squared(block: Array) -> Array:
             return factors * product(matrix, product(matrix.T, factors * block))
 
-        (vectors, *squares), residual = find_eigenpairs(squared, rows, number, dtype=matrix.dtype)
+        vectors, *squares, residual = find_eigenpairs(squared, rows, number, dtype=matrix.dtype)
         values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) * unit * grade + undefined for part in squares)
-        return Found(Leading(vectors + undefined, values, rest), residual)
+        return Leading(vectors + undefined, values, rest, residual)
     matrix = factors * matrix
-    if solver == "dense":
+    if solver == "randomized":
+        width = min(number + 2 * _OVERSAMPLING, rows, columns)
+        start = jax.random.normal(named_key("first vectors"), (columns, width), matrix.dtype)
+        block = jnp.linalg.qr(product(matrix, start))[0]
+        for _ in range(4):
+            block = jnp.linalg.qr(product(matrix, jnp.linalg.qr(product(matrix.T, block))[0]))[0]
+        left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)
+        vectors = product(block, left) + undefined
+    else:
         left, values, _ = jnp.linalg.svd(matrix, full_matrices=False)
-        return _exact(left + undefined, values + undefined, number)
-    width = min(number + 2 * _OVERSAMPLING, rows, columns)
-    block = jnp.linalg.qr(
-        product(matrix, jax.random.normal(named_key("first vectors"), (columns, width), matrix.dtype))
-    )[0]
-    for _ in range(4):
-        block = jnp.linalg.qr(product(matrix, jnp.linalg.qr(product(matrix.T, block))[0]))[0]
-    left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)
-    return _exact(product(block, left) + undefined, values + undefined, number)
+        vectors = left + undefined
+    values = values + undefined
+    return Leading(vectors[:, :number], values[:number], values[number:])
 
 
 def chosen_solver(solver: str, rows: int, columns: int, number: int) -> str:
@@ -149,10 +141,6 @@ def chosen_solver(solver: str, rows: int, columns: int, number: int) -> str:
     if solver != "auto":
         return solver
     return "krylov" if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16 else "dense"
-
-
-def _exact(vectors: Array, values: Array, number: int) -> Found:
-    return Found(Leading(vectors[:, :number], values[:number], values[number:]), None)
 
 
 def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[Array, Array]:

@@ -6,13 +6,9 @@ With the un-shrunk operator K of `koopman`, K w_i = lambda_i w_i and l_i^T K = l
     left eigenfunction    xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i,
 
 with <xi_j, psi_i> = delta_ij in the space of the features. The constant of psi_i is there for centred operators alone,
-and not at lambda_i = 1, which is a drift. Every function here takes the r x r decomposition through one routine, on the
-host where a backend has none of its own.
-
-Eigenvalues, eigenfunctions and what is made of them have the derivatives of first-order perturbation theory, in the
-normalisation that `decompose` states; where eigenvalues coincide there are none, and they are not finite. `right` and
-`left` themselves are in coordinates of the latent functions, whose own derivatives leave out a common rotation: they
-are right as functions of the operator's moments, not of the data.
+and not at lambda_i = 1, which is a drift. Derivatives are those of first-order perturbation theory, in the
+normalisation of `decompose`, and not finite if eigenvalues coincide. Those of `right` and `left` leave out a common
+rotation of the latent functions: they hold as functions of the operator's moments, not of the data.
 """
 
 from typing import NamedTuple
@@ -36,19 +32,18 @@ class Spectrum(NamedTuple):
     """Eigenpairs of an operator, by falling modulus; of a conjugate pair the one with positive imaginary part first.
 
     Attributes:
-        eigenvalues: [r], complex.
+        eigenvalues: Complex eigenvalues per lag, [r].
         right: w_i in columns, scaled so that psi_i has mean square 1 on the training states and the largest of its
             mode's amplitudes is real and positive, or of w_i's entries if the observable holds nothing of it: [r, r].
         left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
-        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs: [r]. With an
-            intercept, each side is about its own mean: the drift is no residual. For a
-            deterministic system lambda_i is in the pseudospectrum of that size (if the operator is normal, no farther
-            from the spectrum), and a large one unmasks a spurious pair; for a noisy one it contains the noise,
-            sqrt(1 - |lambda_i|^2) for an exact eigenpair. With as many latent functions as samples it vanishes for all
-            pairs, and says nothing.
+        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs, with an intercept
+            about the means: [r]. For a deterministic system lambda_i is in the pseudospectrum of that size (if the
+            operator is normal, no farther from the spectrum), and a large one unmasks a spurious pair; for a noisy one
+            it contains the noise, sqrt(1 - |lambda_i|^2) for an exact eigenpair. With as many latent functions as
+            samples it vanishes for all pairs.
         condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a normal K: [r].
-        shrinkage: Factor that `alpha` still has in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in
-            psi_i's regularised norm: [r]. Far below 1, the pair says little about the data.
+        shrinkage: Factor of `alpha` in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in psi_i's
+            regularised norm: [r]. A pair far below 1 depends little on the data.
     """
 
     eigenvalues: Complex[Array, " r"]
@@ -68,8 +63,7 @@ def eigenvalues(operator: Operator) -> Complex[Array, " r"]:
         operator: A fitted operator.
 
     Returns:
-        Complex eigenvalues per lag. Latent functions beyond a traced rank count as zeros, last. Derivatives are not
-        finite where they coincide.
+        Complex eigenvalues per lag. Latent functions beyond a traced rank count as zeros, last.
     """
     return eigenpairs(operator.core)[0]
 
@@ -81,9 +75,6 @@ def decompose(operator: Operator) -> Spectrum:
 
     Args:
         operator: A fitted operator.
-
-    Returns:
-        The spectrum.
 
     References:
         Colbrook, Ayton and Szoke (2023), Residual dynamic mode decomposition, eq. 3.1.
@@ -130,7 +121,7 @@ def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
 
 
 def _root(squares: Array) -> Array:
-    """Square roots of what rounding may have made negative; zero, and flat, there."""
+    """Return square roots of numbers that rounding may have made negative; zero, and flat, there."""
     known = squares > 0
     return jnp.where(known, jnp.sqrt(jnp.where(known, squares, 1.0)), 0.0)
 
@@ -139,18 +130,15 @@ def _root(squares: Array) -> Array:
 def right_eigenfunctions(
     operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
 ) -> Complex[Array, "n r"]:
-    """psi_i at features x (states x, for a kernel operator).
+    """Return psi_i at features x (states x, for a kernel operator).
 
     Args:
         operator: A fitted operator.
-        x: Where to evaluate, as the operator was fitted.
-        spectrum: Of `decompose`, if it is known already.
+        x: Features or states, [n, d], of the width that the operator was fitted on.
+        spectrum: Result of `decompose`, if it is known already.
 
     Returns:
         Values with mean square 1 on the training states, or with variance 1 if the operator is centred.
-
-    Raises:
-        ValueError: If x has another width than the operator was fitted on.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
     latent = operator.encode(x)
@@ -162,18 +150,15 @@ def right_eigenfunctions(
 def left_eigenfunctions(
     operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
 ) -> Complex[Array, "n r"]:
-    """xi_i at features x (states x, for a kernel operator); zero for an eigenvalue of zero.
+    """Return xi_i at features x (states x, for a kernel operator); zero for an eigenvalue of zero.
 
     Args:
         operator: A fitted operator.
-        x: Where to evaluate.
-        spectrum: Of `decompose`, if it is known already.
+        x: Features or states, [n, d], of the width that the operator was fitted on.
+        spectrum: Result of `decompose`, if it is known already.
 
     Returns:
         Values, bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in feature space.
-
-    Raises:
-        ValueError: If x has another width than the operator was fitted on.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
     known = spectrum.eigenvalues != 0
@@ -183,22 +168,21 @@ def left_eigenfunctions(
 
 
 class Modes(NamedTuple):
-    """An observable's part in every eigenfunction.
+    """Part of an observable in every eigenfunction.
 
     Attributes:
         amplitudes: l_i^T D: [r, ...]; the mode at state x is psi_i(x) times it. Modes and `constant` sum to the
             forecast of one lag, and times lambda_i^(s-1) to that of s lags (at lambda_i = 1 without the drift).
         frequency: |arg lambda| / 2 pi, in cycles per unit of `time_step`: [r].
-        half_life: Time after which the mode has fallen to a half; infinite where it does not decay: [r].
-        implied_time_scale: -1 / growth of a mode that decays; infinite for one that does not, of which log(2) / growth
-            is the doubling time if it grows: [r].
+        half_life: Time after which the mode has fallen to a half; infinite if it does not decay: [r].
+        implied_time_scale: -1 / growth of a mode that decays; infinite for one that does not: [r].
         growth: log |lambda| / time_step, negative for a mode that decays, minus infinity at lambda = 0: [r].
         share: Part of the mode in the variance of the forecast of one lag on the training states,
             Re E[conj(p_i) . p] / E|p|^2 of the modes p_i and their sum p about their means: [r]. Shares sum to 1, those
             of a conjugate pair belong together, and a negative one is of a mode that cancels others. The order by
-            modulus says nothing about it: true products of modes may come first with a share of 1e-4.
-        constant: Mode of the constant function, eigenvalue 1, of a centred operator: the observable at the fixed point;
-            else zero: [...].
+            modulus is not that of shares: true products of modes may come first with a share of 1e-4.
+        constant: Mode of the constant function of a centred operator, which is the observable at the fixed point; else
+            zero: [...].
     """
 
     amplitudes: Complex[Array, "r *o"]
@@ -216,14 +200,11 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
 
     Args:
         operator: A fitted operator.
-        time_step: Time from x to y in the pairs: lag times sampling interval.
-        spectrum: Of `decompose`, if it is known already.
+        time_step: Time from x to y in the pairs, positive: lag times sampling interval.
+        spectrum: Result of `decompose`, if it is known already.
 
     Returns:
         Amplitudes and times, in the order of the spectrum.
-
-    Raises:
-        ValueError: If `time_step` is not positive.
 
     References:
         Kostic et al. (2022), eq. 5.
@@ -256,7 +237,7 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
 @validated
 @eqx.filter_jit
 def singular_values(operator: Operator) -> Float[Array, " r"]:
-    """Singular values of G as an operator on the space of the features, in falling order.
+    """Return the singular values of G as an operator on the space of the features, in falling order.
 
     G G^* = U (U^T C_xy C_yx U) U^T, so they are the square roots of the eigenvalues of (U^T U)(U^T C_xy C_yx U).
 
@@ -264,7 +245,7 @@ def singular_values(operator: Operator) -> Float[Array, " r"]:
         operator: A fitted operator.
 
     Returns:
-        Non-negative values; derivatives are not finite where they coincide.
+        Non-negative values; derivatives are not finite if they coincide.
     """
     half = psd_power(operator.basis_gram, 0.5)
     return _root(_symmetric_eigenvalues(product(half, product(operator.dual_gram, half))))
@@ -284,16 +265,13 @@ def _symmetric_eigenvalues_jvp(primals: tuple[Array], tangents: tuple[Array]) ->
 
 @jax.custom_jvp
 def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Complex[Array, "r r"]]:
-    """Eigenvalues by falling modulus, and unit eigenvectors in columns whose largest entry is real and positive.
+    """Return eigenvalues by falling modulus, and unit eigenvectors in columns whose largest entry is real and positive.
 
-    Derivatives, dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i) plus what keeps the
-    normalisation, are not finite where eigenvalues coincide up to rounding times their condition number.
+    Derivatives, dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i) plus a multiple of
+    w_j that keeps the normalisation, are not finite if eigenvalues coincide up to rounding times a condition number.
 
     Args:
         matrix: A square matrix.
-
-    Returns:
-        Eigenvalues and eigenvectors.
 
     References:
         Magnus (1985), On differentiating eigenvalues and eigenvectors, section 4.
@@ -328,7 +306,7 @@ def _eigenpairs_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tupl
 
 
 def _unresolved(values: Array, condition: Array, matrix: Array) -> Array:
-    """Which pairs of eigenvalues are closer than what rounding of the matrix does to either."""
+    """Return True for pairs of eigenvalues that are closer than the matrix's rounding moves either."""
     noise = 64 * jnp.finfo(matrix.dtype).eps * jnp.linalg.norm(matrix) * condition
     near = jnp.abs(values[None] - values[:, None]) <= jnp.maximum(noise[None], noise[:, None])
     return near & ~jnp.eye(values.shape[0], dtype=bool)

@@ -1,8 +1,7 @@
-"""What an estimator is asked for, on explicit features or with a kernel, and what the answers of estimators share.
+"""Regression problems of estimators, on explicit features or with a kernel, and the bases that solve them.
 
-Every estimator is known by what its latent functions span. On features these are columns U with
-U^T (C_x + alpha I) U = I; with a kernel weights W = sqrt(n) c as in `kernel_operators`, W^T (K^2 + alpha K) W = I for
-K = k(X, X) / n.
+On features latent functions are columns U with U^T (C_x + alpha I) U = I; with a kernel weights W = sqrt(n) c as in
+`_kernel_operators`, W^T (K^2 + alpha K) W = I for K = k(X, X) / n.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from dissociation._core.checks import check_choice, check_count, fail, is_traced
 from dissociation._core.linalg import product
 from koopman._operators._pairs import gram_root
 from koopman._operators._perturbation import refused
-from koopman._operators._solvers import Found, Leading, find_left_vectors
+from koopman._operators._solvers import Leading, find_left_vectors
 
 Rank = int | Int[Array | np.ndarray, ""]
 
@@ -29,58 +28,34 @@ NUM_CHECKED = 64
 """Leading eigenvalues that are checked by quotients; beyond so many directions zeros are small."""
 
 
-class Latent(NamedTuple):
-    """How many latent functions there are.
-
-    Attributes:
-        size: Their static number.
-        active: The traced number of those in use, the others are zero; None for all.
-        solver: What finds them.
-    """
-
-    size: int
-    active: Array | None
-    solver: str
-
-
-def latent(rank: Rank | None, width: int, columns: str, solver: str, solvers: tuple[str, ...]) -> Latent:
-    """The number of latent functions, and the solver that finds as many."""
+def latent(
+    rank: Rank | None, width: int, columns: str, solver: str, solvers: tuple[str, ...]
+) -> tuple[int, Array, str]:
+    """Return the static number of latent functions, the number of those in use, and the solver."""
     check_choice("solver", solver, solvers)
     if rank is None:
-        return Latent(width, None, solver)
+        return width, jnp.asarray(width), solver
     if is_traced(rank):
         if solver not in ("auto", "dense"):
             fail("solver", "be 'dense' for a traced `rank`", repr(solver))
-        return Latent(width, jnp.asarray(rank), "dense")
+        return width, jnp.asarray(rank), "dense"
     size = check_count("rank", rank.item() if isinstance(rank, jax.Array) else rank, minimum=1)
     if size > width:
         fail("rank", f"be at most the number of {columns} ({width})", rank)
-    return Latent(size, None, solver)
-
-
-def refuse_singular(
-    estimator: str, values: np.ndarray, cutoff: float, needed: int, width: int, what: tuple[str, str]
-) -> None:
-    """Raises where no regularisation is asked for and the data do not hold what the estimator inverts."""
-    rank = int((values > cutoff * values[0]).sum())
-    if rank < needed:
-        raise ValueError(
-            f"`alpha` must be positive where {what[0]} is singular: {estimator} needs rank {needed}, {what[1]} has "
-            f"rank {rank} of {width}. Pass alpha > 0, drop dependent features or samples, or lower the rank."
-        )
+    return size, jnp.asarray(size), solver
 
 
 class Basis(NamedTuple):
-    """What latent functions span.
+    """Basis of the latent functions.
 
     Attributes:
         vectors: U, [d, size], or W, [n, size].
         values: The estimator's singular values, falling: [size].
-        rest: Those that follow, as far as the solver knows them. Without derivative, as `variance`.
-        variance: What `alpha` is to be compared with: eigenvalue number `size` of C_x or K (an upper bound of it,
-            tr(K) / size, where an iterative solver does not know it, or a lower one of a few power iterations); for
-            ridge regression the mean of those of C_x, or the trace of K.
-        residual: See `_solvers.Found`.
+        rest: Values that follow, as far as the solver returns them. Without derivative, as `variance`.
+        variance: Number to compare `alpha` with: eigenvalue number `size` of C_x or K (an upper bound, tr(K) / size,
+            from an iterative solver, or a lower one of a few power iterations); for ridge regression the mean
+            eigenvalue of C_x, or the trace of K.
+        residual: As in `_solvers.Leading`.
     """
 
     vectors: Array
@@ -88,22 +63,6 @@ class Basis(NamedTuple):
     rest: Array
     variance: Array
     residual: Array | None = None
-
-
-class Whitening(NamedTuple):
-    """W with W^T (C_x + alpha I) W = I on the range of C_x, and what it makes of C_xy.
-
-    Attributes:
-        vectors: W, [d, k].
-        deviations: Square roots of C_x's eigenvalues, falling: [k].
-        gain: g, [k], which alone of the two depends on `alpha`, so that all values of a sweep share f(y).
-        turned: f, W^T x^T y = g f(y).
-    """
-
-    vectors: Array
-    deviations: Array
-    gain: Array
-    turned: Callable[[Array], Array]
 
 
 class FeatureRegression(eqx.Module):
@@ -164,11 +123,10 @@ class FeatureRegression(eqx.Module):
         """A function of this with its route decided."""
         if self.route != "auto":
             return function(self)
-        ways = [lambda given, route=route: function(given.via(route)) for route in ("covariance", "qr")]
-        return self.either(*ways)
+        return self.either(lambda given: function(given.via("covariance")), lambda given: function(given.via("qr")))
 
     def via(self, route: str) -> "FeatureRegression":
-        """The same by another route."""
+        """Return the same problem with another route."""
         return dataclasses.replace(self, route=route)
 
     def scaled(self, values: Float[Array, " k"], right: Float[Array, "k d"]) -> tuple[Array, Array]:
@@ -177,31 +135,32 @@ class FeatureRegression(eqx.Module):
         scale = jnp.where(kept, lax.rsqrt(jnp.where(kept, values**2 + self.alpha, 1.0)), 0.0)
         return right.T * scale[None], scale
 
-    def leading(self) -> Found:
-        """The first `size` columns of W, and their deviations, without the others."""
+    def leading(self) -> Leading:
+        """Return the first `size` columns of W, and their deviations, without the others."""
         if self.route == "covariance":
-            (vectors, *squares), residual = find_left_vectors(product(self.x.T, self.x), self.size, solver=self.solver)
-            values, rest = (jnp.sqrt(part) for part in squares)
+            found = find_left_vectors(product(self.x.T, self.x), self.size, solver=self.solver)
+            found = found._replace(values=jnp.sqrt(found.values), rest=jnp.sqrt(found.rest))
         else:
             root = gram_root(self.x) if self.x.shape[0] > self.x.shape[1] else self.x
-            (vectors, values, rest), residual = find_left_vectors(
-                root.T, min(self.size, *root.shape), solver=self.solver
-            )
-        return Found(Leading(self.scaled(values, vectors.T)[0], values, rest), residual)
+            found = find_left_vectors(root.T, min(self.size, *root.shape), solver=self.solver)
+        return found._replace(vectors=self.scaled(found.values, found.vectors.T)[0])
 
     def axes(self) -> tuple[Array, Array]:
-        """W and the square roots of C_x's eigenvalues."""
-        whitening = self.whitening(crossed=False)
-        return whitening.vectors, whitening.deviations
+        """Return W and the square roots of C_x's eigenvalues."""
+        return self.whitening(crossed=False)[:2]
 
-    def whitening(self, *, crossed: bool) -> Whitening:
-        """W and what it makes of C_xy; without `crossed`, for W alone."""
+    def whitening(self, *, crossed: bool) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
+        """Return W, the deviations, and g [k] and f with W^T x^T y = g f(y). Without `crossed`, f is not used.
+
+        W^T (C_x + alpha I) W = I on the range of C_x, W [d, k]. Deviations are square roots of C_x's eigenvalues,
+        falling: [k]. f does not depend on `alpha`, so that all values of a sweep share f(y).
+        """
         x = self.x
         if self.route == "covariance":
             squares, vectors = jnp.linalg.eigh(product(x.T, x))
             values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
             whiten, scale = self.scaled(values, right)
-            return Whitening(whiten, values, scale, lambda y: product(right, product(x.T, y)))
+            return whiten, values, scale, lambda y: product(right, product(x.T, y))
         tall = x.shape[0] > x.shape[1]
         if tall and not crossed:  # which does without Q
             orthogonal, root = None, gram_root(x)
@@ -214,7 +173,7 @@ class FeatureRegression(eqx.Module):
             # Through Q: W^T (x^T y) would multiply the rounding of x^T y by W.
             return product(left.T, y if orthogonal is None else product(orthogonal.T, y))
 
-        return Whitening(whiten, values, values * scale, turned)
+        return whiten, values, values * scale, turned
 
     def perturbed(self, tangent: "FeatureRegression") -> tuple[Array, ...]:
         """The slope of C_x + alpha I; eigenvalues of C_x, falling, and its eigenvectors in rows; W and its scale."""
@@ -238,16 +197,6 @@ def _all_members(true: Array) -> Array:
 @_all_members.def_vmap
 def _(_: int, batched: list[bool], true: Array) -> tuple[Array, bool]:
     return _all_members(jnp.all(true, 0) if batched[0] else true), False
-
-
-class Turned(NamedTuple):
-    """K = P diag(values) P^T, falling; (values (values + alpha))^(-1/2); g L' g with L' = P^T L P and P g^2 P^T = T."""
-
-    vectors: Array
-    values: Array
-    scale: Array
-    gain: Array
-    turned: Array
 
 
 class KernelRegression(eqx.Module):
@@ -284,15 +233,15 @@ class KernelRegression(eqx.Module):
         safe = jnp.where(kept, values, 1.0)
         return jnp.where(kept, lax.rsqrt(safe) * lax.rsqrt(safe + self.alpha), 0.0), kept
 
-    def in_eigenbasis(self) -> Turned:
-        """Both matrices in the eigenbasis of K."""
+    def in_eigenbasis(self) -> tuple[Array, Array, Array, Array, Array]:
+        """Return P, l, s, g and P^T L P for K = P diag(l) P^T, l falling, s = (l (l + alpha))^(-1/2), T = P g^2 P^T."""
         values, vectors = eigenpairs(self.x)
         scale, _ = self.scale(values)
-        return Turned(vectors, values, scale, (scale * values)[:, None], product(vectors.T, product(self.y, vectors)))
+        return vectors, values, scale, (scale * values)[:, None], product(vectors.T, product(self.y, vectors))
 
 
 def leading_of(matrix: Float[Array, "n n"], size: int) -> Leading:
-    """Leading eigenpairs of a positive matrix, by its whole decomposition."""
+    """Return leading eigenpairs of a positive matrix, by its whole decomposition."""
     values, vectors = eigenpairs(matrix)
     return Leading(vectors[:, :size], values[:size], values[size:])
 

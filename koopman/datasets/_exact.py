@@ -1,4 +1,4 @@
-"""What is known exactly of an evolution operator, computed on the host in NumPy's float64."""
+"""Exact spectra of evolution operators, computed in NumPy's float64."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,22 +9,20 @@ from jaxtyping import Array, Float, Inexact, Int
 from dissociation._core.checks import fail
 from dissociation._core.validation import validated
 
-__all__ = ["ExactSpectrum", "conjugate_order"]
-
 
 class ExactSpectrum(NamedTuple):
     """Leading part of the spectrum of (E f)(x) = E[f(x') | x], where x' follows x.
 
     In the Hilbert space with <f, g> = integral of conj(f) g times the invariant density, E is the sum over i of
-    eigenvalues[i] <left_i, .> right_i (plus what was not asked for). A reversible system has left = right.
+    eigenvalues[i] <left_i, .> right_i, plus further components. A reversible system has left = right.
 
     Attributes:
-        eigenvalues: [components], modulus descending, the one with positive imaginary part first in each conjugate
-            pair; real where the system is reversible.
-        right: From states [n, d] to the right eigenfunctions [n, components], E right_i = eigenvalues[i] right_i.
-        left: From states to the left eigenfunctions, [n, components], with <left_i, right_j> = 1 if i = j, else 0.
-            None where it is not given.
-        density: From states to the invariant density, [n]. None where there is none.
+        eigenvalues: Eigenvalues, modulus descending, the one with positive imaginary part first in each conjugate pair;
+            real if the system is reversible: [components].
+        right: Function of states [n, d] to right eigenfunctions [n, components], E right_i = eigenvalues[i] right_i.
+        left: Function of states to left eigenfunctions, [n, components], <left_i, right_j> = 1 if i = j, else 0; or
+            None.
+        density: Function of states to the invariant density, [n], or None.
     """
 
     eigenvalues: Inexact[np.ndarray, " components"]
@@ -34,10 +32,8 @@ class ExactSpectrum(NamedTuple):
 
 
 def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """The order that sorts eigenvalues of a real operator: modulus descending, conjugate pairs kept together.
-
-    Sorting by modulus alone tears pairs apart that rounding made unequal.
-    """
+    """Return the order of eigenvalues of a real operator by falling modulus, with conjugate pairs kept together."""
+    # Sorting by modulus alone would tear pairs apart that rounding made unequal.
     values = np.asarray(eigenvalues, np.complex128)
     height = np.where(np.abs(np.imag(values)) <= 1e-13 * np.abs(values), 0, np.imag(values))
     lower = [int(i) for i in np.flatnonzero(height < 0)]
@@ -52,26 +48,13 @@ def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, "
 
 @validated(finite=("states",))
 def column(states: Float[Array | np.ndarray, "n 1"]) -> Float[np.ndarray, " n"]:
-    """States on a line as a vector of float64."""
+    """Return states on a line as a vector of float64."""
     return np.asarray(states, np.float64)[:, 0]
 
 
 @validated(finite=("states",))
 def rows(states: Float[Array | np.ndarray, "n d"], width: int) -> Float[np.ndarray, "n d"]:
-    """States of so many coordinates in float64."""
+    """Return states of `width` coordinates in float64."""
     if states.shape[1] != width:
         fail("states", f"have shape [n, {width}]", f"shape {states.shape}")
     return np.asarray(states, np.float64)
-
-
-def unit_phase(coefficients: Inexact[np.ndarray, "rows n"]) -> Inexact[np.ndarray, "rows n"]:
-    """Columns turned so that the entry of largest modulus is real and positive."""
-    columns = np.arange(coefficients.shape[1])
-    leading = coefficients[np.argmax(np.abs(coefficients), axis=0), columns]
-    return coefficients * (np.abs(leading) / leading)[None, :]
-
-
-def gauss_legendre(num_points: int) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Nodes and weights of the Gauss-Legendre rule on [0, 1]."""
-    nodes, weights = np.polynomial.legendre.leggauss(num_points)
-    return (nodes + 1) / 2, weights / 2

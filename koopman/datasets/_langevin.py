@@ -14,9 +14,7 @@ from dissociation._core.checks import check_count, check_non_negative, check_pos
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, column
-from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
-
-__all__ = ["langevin_spectrum", "overdamped_langevin", "prinz_langevin", "prinz_potential", "prinz_spectrum"]
+from koopman.datasets._trajectories import run_trajectories, walk
 
 Points = Float[Array | np.ndarray, "n 1"]
 SQRT_2 = math.sqrt(2.0)
@@ -36,14 +34,14 @@ def overdamped_langevin(
     time_step: Scalar = 1e-3,
     substeps: int = 1,
 ) -> Float[Array, "*trajectories time d"]:
-    """Trajectories of dX = -grad V(X) / friction dt + sigma / friction dW by Euler and Maruyama's scheme.
+    """Simulate trajectories of dX = -grad V(X) / friction dt + sigma / friction dW by Euler and Maruyama's scheme.
 
     The invariant density is proportional to exp(-V / kT) with kT = sigma^2 / (2 friction), up to an error linear in
     `time_step / substeps`.
 
     Args:
         potential: V, from one state [d] to its energy, differentiable by JAX.
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         initial: State [d], or [num_trajectories, d].
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
@@ -52,32 +50,16 @@ def overdamped_langevin(
         time_step: Time between recorded states, positive.
         substeps: Steps of the scheme for each recorded one, 1 or more.
 
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
-
     Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range, `initial` has the wrong shape, or the potential gives more than one
-            number.
+        ValueError: If a number is out of range, or the potential gives more than one.
 
     References:
         Maruyama (1955), Continuous Markov processes and stochastic equations.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     _check_potential(potential, initial)
-    advance = partial(_euler_steps, potential, **_scheme(friction, sigma, time_step, substeps))
-
-    def one(key: Array, initial: Array) -> Array:
-        return scan_trajectory(advance, initial, step_keys(key, num_steps))
-
-    return run_trajectories(
-        one,
-        lambda key: key,  # not called: `initial` is given
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=np.shape(initial)[-1],
-    )
+    one = partial(walk, _scheme(potential, friction, sigma, time_step, substeps), num_steps)
+    # States are not drawn, as they are given.
+    return run_trajectories(one, lambda key: key, key, num_trajectories, initial, np.shape(initial)[-1])
 
 
 def _check_potential(potential: Callable[[Array], Array], states: Array | np.ndarray) -> None:
@@ -87,25 +69,27 @@ def _check_potential(potential: Callable[[Array], Array], states: Array | np.nda
         fail("potential", f"give one real energy of a state {list(one.shape)}", f"{energy}")
 
 
-def _scheme(friction: Scalar, sigma: Scalar, time_step: Scalar, substeps: int) -> dict[str, Any]:
+def _scheme(
+    potential: Callable[[Array], Array], friction: Scalar, sigma: Scalar, time_step: Scalar, substeps: int
+) -> Callable[[Array, Array], Array]:
+    """Return the function of a state [d] and a key to the state after all substeps."""
     check_positive("friction", friction)
     check_non_negative("sigma", sigma)
     check_positive("time_step", time_step)
     substeps = check_count("substeps", substeps, minimum=1)
     step = time_step / substeps
-    return {"mobility": step / friction, "deviation": sigma / friction * step**0.5, "substeps": substeps}
-
-
-def _euler_steps(
-    potential: Callable[[Array], Array], state: Array, key: Array, mobility: Scalar, deviation: Scalar, substeps: int
-) -> Array:
-    mobility, deviation = jnp.asarray(mobility, state.dtype), jnp.asarray(deviation, state.dtype)
     gradient = jax.grad(lambda x: jnp.sum(potential(x)))
 
-    def step(state: Array, draw: Array) -> tuple[Array, None]:
-        return state - mobility * gradient(state) + deviation * draw, None
+    def advance(state: Array, key: Array) -> Array:
+        mobility = jnp.asarray(step / friction, state.dtype)
+        deviation = jnp.asarray(sigma / friction * step**0.5, state.dtype)
 
-    return jax.lax.scan(step, state, jax.random.normal(key, (substeps, *state.shape), state.dtype))[0]
+        def substep(state: Array, draw: Array) -> tuple[Array, None]:
+            return state - mobility * gradient(state) + deviation * draw, None
+
+        return jax.lax.scan(substep, state, jax.random.normal(key, (substeps, *state.shape), state.dtype))[0]
+
+    return advance
 
 
 @validated
@@ -119,7 +103,7 @@ def langevin_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """Spectrum of the evolution over `time_step` of overdamped Langevin dynamics on a line, on the host.
+    """Return the spectrum of the evolution over `time_step` of overdamped Langevin dynamics on a line, on the host.
 
     The generator L f = D exp(V / kT) (exp(-V / kT) f')', with D = sigma^2 / (2 friction^2) and kT = sigma^2 /
     (2 friction), becomes a chain that jumps between neighbouring cells with rates D / h^2 exp((V_cell - V_edge) / kT):
@@ -176,7 +160,7 @@ def langevin_spectrum(
 
 
 def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, float]) -> tuple[float, float]:
-    """The part of the domain from the first to the last point that is not out of reach."""
+    """Return the part of the domain from the first to the last point below the cut-off."""
     if not (len(domain) == 2 and np.all(np.isfinite(domain)) and domain[0] < domain[1]):
         fail("domain", "be two ends in ascending order", domain)
     grid = np.linspace(*domain, 4001)
@@ -192,7 +176,7 @@ def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, floa
 
 
 class _Chain(NamedTuple):
-    """A reversible chain on cells: their centres, rates of decay for D = 1, functions [cells, k], log of Z."""
+    """Reversible chain on cells: their centres, rates of decay for D = 1, functions [cells, k], log of Z."""
 
     centres: np.ndarray
     rates: np.ndarray
@@ -201,7 +185,7 @@ class _Chain(NamedTuple):
 
 
 def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cells: int, components: int) -> _Chain:
-    """Finite volumes for L with D = 1, `energy` in units of kT."""
+    """Discretise L with D = 1 by finite volumes, `energy` in units of kT."""
     edges, h = np.linspace(a, b, cells + 1, retstep=True)
     centres = (edges[1:] + edges[:-1]) / 2
     cell, edge = energy(centres), energy(edges[1:-1])
@@ -222,7 +206,7 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
 
 
 def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
-    """The functions at x by cubics through four neighbouring cells, constant beyond the outermost centres."""
+    """Interpolate the functions at x by cubics through four cells, constant beyond the outermost centres."""
     h = chain.centres[1] - chain.centres[0]
     place = np.clip((x - chain.centres[0]) / h, 0, len(chain.centres) - 1)
     first = np.clip(np.floor(place).astype(int) - 1, 0, len(chain.centres) - 4)
@@ -236,9 +220,8 @@ def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
     return np.sum([w[:, None] * chain.functions[first + i] for i, w in enumerate(weights)], axis=0)
 
 
-@validated
 def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
-    """Four wells on a line, entry by entry.
+    """Return the energy of four wells on a line, entry by entry.
 
     V(x) = 4 (x^8 + 0.8 exp(-80 x^2) + 0.2 exp(-80 (x - 0.5)^2) + 0.5 exp(-40 (x + 0.5)^2))
 
@@ -262,14 +245,14 @@ def prinz_langevin(
     substeps: int = 10,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Trajectories of `overdamped_langevin` in `prinz_potential`, from equilibrium.
+    """Simulate trajectories of `overdamped_langevin` in `prinz_potential`, from equilibrium.
 
     With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells are metastable.
     One substep of 1e-4 at friction 0.1 is too coarse for the spectrum: the slowest rate is 4.3 % too fast, with ten
     substeps 0.3 %.
 
     Args:
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         friction: Positive.
@@ -277,17 +260,9 @@ def prinz_langevin(
         time_step: Time between recorded states, positive.
         substeps: Steps of the scheme for each recorded one, 1 or more.
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant density.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range or `initial` has the wrong shape.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     check_positive("sigma", sigma)
-    advance = partial(_euler_steps, prinz_potential, **_scheme(friction, sigma, time_step, substeps))
+    one = partial(walk, _scheme(prinz_potential, friction, sigma, time_step, substeps), num_steps)
 
     def draw_initial(key: Array) -> Array:
         temperature = sigma**2 / (2 * jnp.asarray(friction))
@@ -298,14 +273,7 @@ def prinz_langevin(
         cumulative = jnp.concatenate([jnp.zeros(1), cumulative]) / cumulative[-1]
         return jnp.interp(jax.random.uniform(key, (1,)), cumulative, grid)
 
-    return run_trajectories(
-        lambda key, initial: scan_trajectory(advance, initial, step_keys(key, num_steps)),
-        draw_initial,
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=1,
-    )
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 1)
 
 
 @validated
@@ -317,7 +285,7 @@ def prinz_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """`langevin_spectrum` of `prinz_potential`; the eigenvalues are good to about 1e-8.
+    """Return the spectrum of `prinz_langevin`, by `langevin_spectrum`; the eigenvalues are good to about 1e-8.
 
     Args:
         friction: Positive.
@@ -329,19 +297,12 @@ def prinz_spectrum(
     check_positive("friction", friction)
     check_positive("sigma", sigma)
     edge = float(_prinz_edge(_temperature(friction, sigma)))
-    return langevin_spectrum(
-        prinz_potential,
-        (-edge, edge),
-        friction=friction,
-        sigma=sigma,
-        time_step=time_step,
-        num_components=num_components,
-        num_cells=num_cells,
-    )
+    options = {"time_step": time_step, "num_components": num_components, "num_cells": num_cells}
+    return langevin_spectrum(prinz_potential, (-edge, edge), friction=friction, sigma=sigma, **options)
 
 
 def _prinz_edge(temperature: Any) -> Any:
-    """Where 4 x^8 is at the cut-off, or where the bumps are past: whichever is further out."""
+    """Return the place where 4 x^8 is at the cut-off and the bumps are past."""
     return (CUT_OFF * temperature / 4 + 1) ** 0.125
 
 

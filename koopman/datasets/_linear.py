@@ -15,15 +15,6 @@ from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
 from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
 
-__all__ = [
-    "RegimeTrajectory",
-    "linear_spectrum",
-    "linear_system",
-    "regime_switching_spectrum",
-    "regime_switching_var",
-    "stationary_covariance",
-]
-
 Matrix = Float[Array | np.ndarray, "d d"]
 Matrices = Float[Array | np.ndarray, "regimes d d"]
 Transition = Float[Array | np.ndarray, "regimes regimes"]
@@ -42,24 +33,16 @@ def linear_system(
     noise: Noise = 0.0,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time d"]:
-    """Trajectories of x' = A x + B z with z standard normal, afresh at every step.
+    """Simulate trajectories of x' = A x + B z with z standard normal, afresh at every step.
 
     Args:
         matrix: A, [d, d].
-        num_steps: Number of steps, 1 or more.
+        num_steps: Number of steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         noise: B, [d, sources], or a standard deviation for B = noise I.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a shape does not fit, a count is below 1, the deviation is negative or a number is not finite.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     matrix = jnp.asarray(matrix)
     d = matrix.shape[0]
     sources = _noise_matrix(noise, d, matrix.dtype)
@@ -67,26 +50,20 @@ def linear_system(
     def one(key: Array, initial: Array) -> Array:
         draw = jax.vmap(lambda k: jax.random.normal(k, (sources.shape[1],), matrix.dtype))
         kicks = jnp.matmul(draw(step_keys(key, num_steps)), sources.T, precision="highest")
-        return scan_trajectory(
-            lambda x, kick: jnp.matmul(matrix, x, precision="highest") + kick, initial.astype(matrix.dtype), kicks
-        )
 
-    return run_trajectories(
-        one,
-        lambda key: jax.random.normal(key, (d,), matrix.dtype),
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=d,
-    )
+        def advance(state: Array, kick: Array) -> Array:
+            return jnp.matmul(matrix, state, precision="highest") + kick
+
+        return scan_trajectory(advance, initial.astype(matrix.dtype), kicks)
+
+    def draw_initial(key: Array) -> Array:
+        return jax.random.normal(key, (d,), matrix.dtype)
+
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, d)
 
 
-@validated(finite=("matrix",))
 def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.ndarray, "d d"]:
-    """The covariance C of the stationary distribution of `linear_system`, C = A C A^T + B B^T, on the host.
-
-    `matrix`: A, [d, d], all eigenvalues inside the unit circle.
-    `noise`: B, [d, sources], or a standard deviation.
+    """Return the stationary covariance C of `linear_system`, C = A C A^T + B B^T, by NumPy.
 
     Source: Smith (1968), Matrix equation XA + BX = C, SIAM J. Appl. Math. 16 (doubling).
     """
@@ -103,7 +80,7 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
 
 @validated(finite=("matrix",))
 def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
-    """Spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
+    """Return the spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
     With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i, repetition allowed,
     whatever the noise. Without noise the eigenfunctions are the products of the w_i . x. With it they are the
@@ -172,7 +149,7 @@ def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
 
 
 class RegimeTrajectory(NamedTuple):
-    """Trajectories of `regime_switching_var`.
+    """Simulate trajectories of `regime_switching_var`.
 
     Attributes:
         states: [time, d], or [trajectories, time, d].
@@ -195,7 +172,7 @@ def regime_switching_var(
     initial: Float[Array | np.ndarray, "..."] | None = None,
     initial_regime: Count = 0,
 ) -> RegimeTrajectory:
-    """Trajectories of a vector autoregression whose matrix follows a Markov chain.
+    """Simulate trajectories of a vector autoregression whose matrix follows a Markov chain.
 
     x' = A_s x + noise z with z standard normal; then s' = j with probability P[s, j].
 
@@ -211,12 +188,7 @@ def regime_switching_var(
 
     Returns:
         States and regimes, the initial ones first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a shape does not fit, a count is below 1, `noise` is negative or `transition` is not stochastic.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     check_non_negative("noise", noise)
     _check_stochastic(transition)
     matrices, transition = jnp.asarray(matrices), jnp.asarray(transition)
@@ -235,26 +207,18 @@ def regime_switching_var(
 
         start = (initial.astype(matrices.dtype), jnp.asarray(initial_regime, int))
         _, path = jax.lax.scan(step, start, step_keys(key, num_steps))
-        return RegimeTrajectory(
-            *(jnp.concatenate([first[None], rest]) for first, rest in zip(start, path, strict=True))
-        )
+        states, modes = (jnp.concatenate([first[None], rest]) for first, rest in zip(start, path, strict=True))
+        return RegimeTrajectory(states, modes)
 
-    return run_trajectories(
-        one,
-        lambda key: jax.random.normal(key, (d,), matrices.dtype),
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=d,
-    )
+    def draw_initial(key: Array) -> Array:
+        return jax.random.normal(key, (d,), matrices.dtype)
+
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, d)
 
 
 @validated(finite=("matrices",))
-def regime_switching_spectrum(
-    matrices: Matrices,
-    transition: Transition,
-) -> ExactSpectrum:
-    """Spectrum of `regime_switching_var` on functions of state and regime that are affine in the state, on the host.
+def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> ExactSpectrum:
+    """Return the spectrum of `regime_switching_var` on functions that are affine in the state, on the host.
 
     f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, whatever the noise: the
     eigenvalues are those of P and of the matrix of blocks P_sj A_s^T.

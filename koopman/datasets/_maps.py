@@ -1,19 +1,18 @@
 """The noisy logistic map, a chain on the circle whose evolution operator has finite rank and is known exactly."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, fail
+from dissociation._core.checks import check_count
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from koopman.datasets._exact import ExactSpectrum, column, conjugate_order, gauss_legendre, unit_phase
-from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
-
-__all__ = ["logistic_features", "logistic_map", "logistic_noise", "logistic_spectrum"]
+from koopman.datasets._exact import ExactSpectrum, column, conjugate_order
+from koopman.datasets._trajectories import run_trajectories, walk
 
 Points = Float[Array | np.ndarray, "n 1"]
 
@@ -27,7 +26,7 @@ def logistic_map(
     order: int = 20,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Trajectories of the logistic map with trigonometric noise on the circle [0, 1).
+    """Simulate trajectories of the logistic map with trigonometric noise on the circle [0, 1).
 
     x' = (4 x (1 - x) + xi) mod 1, where xi has a density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2].
 
@@ -42,10 +41,6 @@ def logistic_map(
     Returns:
         States in [0, 1), the initial one first: time has length num_steps + 1.
 
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a count is below 1 or `initial` has the wrong shape.
-
     References:
         Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
         perturbation, section IV.
@@ -54,7 +49,6 @@ def logistic_map(
         >>> logistic_map(100, key=jax.random.key(0), num_trajectories=3).shape
         (3, 101, 1)
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     order = check_count("order", order, minimum=1)
 
     def advance(state: Array, key: Array) -> Array:
@@ -62,34 +56,20 @@ def logistic_map(
         following = jnp.mod(4 * state * (1 - state) + noise, 1)
         return jnp.where(following < 1, following, 0)  # the remainder of a tiny negative number rounds to 1
 
-    def walk(key: Array, initial: Array, steps: int) -> Array:
-        return scan_trajectory(advance, initial, step_keys(key, steps))
-
     def draw_initial(key: Array) -> Array:
         key_uniform, key_walk = jax.random.split(key)
-        return walk(key_walk, jax.random.uniform(key_uniform, (1,)), 100)[-1]
+        return walk(advance, 100, key_walk, jax.random.uniform(key_uniform, (1,)))[-1]
 
-    return run_trajectories(
-        lambda key, initial: walk(key, initial, num_steps),
-        draw_initial,
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=1,
-    )
+    return run_trajectories(partial(walk, advance, num_steps), draw_initial, key, num_trajectories, initial, 1)
 
 
-@validated(empty=("shape",))
-def logistic_noise(key: PRNGKey, shape: tuple[int, ...] = (), *, order: int = 20) -> Float[Array, "..."]:
-    """Draws with density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2], exactly.
+def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float[Array, "..."]:
+    """Draw from the density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2], exactly.
 
-    That is the angle, over pi, whose tangent is z_0 / |(z_1, ..., z_nu)| with normal z and nu = 2 order + 1: up to
-    sqrt(nu) this is Student's t, whose density (1 + t^2 / nu)^(-(nu + 1) / 2) turns into cos(angle)^(nu - 1). The
-    squares of two normals make an exponential draw: no rejection, which would take seconds to compile.
+    The angle whose tangent is z_0 / |(z_1, ..., z_nu)|, with normal z and nu = 2 order + 1, has this density times pi:
+    up to sqrt(nu) the tangent is Student's t, whose density (1 + t^2 / nu)^(-(nu + 1) / 2) turns into
+    cos(angle)^(nu - 1). Exponential draws replace pairs of squares. Rejection would take seconds to compile.
     """
-    order = check_count("order", order, minimum=1)
-    if any(size < 0 for size in shape):
-        fail("shape", "hold no negative number", shape)
     key_normal, key_pairs = jax.random.split(key)
     z = jax.random.normal(key_normal, (*shape, 2))
     pairs = jnp.sum(jax.random.exponential(key_pairs, (*shape, order)), axis=-1)
@@ -121,7 +101,7 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
 
 @validated
 def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> ExactSpectrum:
-    """Spectrum of the evolution operator of `logistic_map`, on the host.
+    """Return the spectrum of the evolution operator of `logistic_map`, on the host.
 
     With b_n the Fourier basis of [0, 1], S(x) = 4 x (1 - x) and g_n = C(2 M, M + n) / C(2 M, M) the Fourier
     coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S): a matrix of size 2 M + 1. Its sine rows
@@ -142,7 +122,8 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     """
     order = check_count("order", order, minimum=1)
     kept = order + 1 if num_components is None else min(order + 1, check_count("num_components", num_components))
-    nodes, weights = gauss_legendre(100 + 20 * order)
+    nodes, weights = np.polynomial.legendre.leggauss(100 + 20 * order)
+    nodes, weights = (nodes + 1) / 2, weights / 2  # on [0, 1]
     before, after = _fourier(nodes, order), _fourier(_parabola(nodes), order)
     overlaps = (weights[:, None] * before[:, : order + 1]).T @ after  # [cosines, all]
     central = math.comb(2 * order, order)
@@ -153,7 +134,9 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     values, vectors = np.linalg.eig(root[:, None] * overlaps[:, : order + 1] * root[None, :])
     chosen = conjugate_order(values)[:kept]
     values = values[chosen]
-    right = unit_phase(root[:, None] * vectors[:, chosen])
+    right = root[:, None] * vectors[:, chosen]
+    largest = right[np.argmax(np.abs(right), axis=0), np.arange(kept)]
+    right = right * (np.abs(largest) / largest)[None, :]
     left_cosines = np.linalg.inv(vectors).T[:, chosen] * root[:, None]
     left_sines = noise[1:, None] * (overlaps[:, order + 1 :].T @ left_cosines) / values[None, :]
     left = np.concatenate([left_cosines, left_sines])

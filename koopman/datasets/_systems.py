@@ -6,16 +6,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_non_negative, check_positive, fail
+from dissociation._core.checks import check_count, check_non_negative, check_positive
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, column
 from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
-
-__all__ = ["duffing", "lorenz63", "ornstein_uhlenbeck", "ornstein_uhlenbeck_spectrum", "rk4_trajectory"]
 
 SQRT_2 = math.sqrt(2.0)
 
@@ -31,12 +28,12 @@ def ornstein_uhlenbeck(
     time_step: Scalar = 0.1,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Trajectories of dX = -theta X dt + sigma dW, drawn from the exact transition density.
+    """Simulate trajectories of dX = -theta X dt + sigma dW, drawn from the exact transition density.
 
     x' = a x + sigma sqrt((1 - a^2) / (2 theta)) z with a = exp(-theta time_step) and z standard normal.
 
     Args:
-        num_steps: Number of steps, 1 or more.
+        num_steps: Number of steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         theta: Rate of return, positive.
@@ -44,17 +41,9 @@ def ornstein_uhlenbeck(
         time_step: Time between states, positive.
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant N(0, sigma^2 / (2 theta)).
 
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range or `initial` has the wrong shape.
-
     References:
         Gillespie (1996), Exact numerical simulation of the Ornstein-Uhlenbeck process and its integral, eq. 1.9.
     """
-    num_steps = check_count("num_steps", num_steps, minimum=1)
     check_positive("theta", theta)
     check_non_negative("sigma", sigma)
     check_positive("time_step", time_step)
@@ -65,25 +54,20 @@ def ornstein_uhlenbeck(
         elapsed = rate * jnp.asarray(time_step, dtype)
         deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
         draw = jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))
-        return scan_trajectory(
-            lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, deviation * draw(step_keys(key, num_steps))
-        )
+        kicks = deviation * draw(step_keys(key, num_steps))
+        return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
 
-    return run_trajectories(
-        one,
-        lambda key: jnp.asarray(sigma) / jnp.sqrt(2 * jnp.asarray(theta)) * jax.random.normal(key, (1,)),
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=1,
-    )
+    def draw_initial(key: Array) -> Array:
+        return jnp.asarray(sigma) / jnp.sqrt(2 * jnp.asarray(theta)) * jax.random.normal(key, (1,))
+
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 1)
 
 
 @validated
 def ornstein_uhlenbeck_spectrum(
     *, theta: Scalar = 1.0, sigma: Scalar = SQRT_2, time_step: Scalar = 0.1, num_components: int = 4
 ) -> ExactSpectrum:
-    """Spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
+    """Return the spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
 
     The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the probabilists' polynomials;
     these are orthonormal in L2 of the invariant density N(0, s^2). The process is reversible.
@@ -120,27 +104,17 @@ def ornstein_uhlenbeck_spectrum(
     return ExactSpectrum(np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density)
 
 
-@validated(finite=("initial",))
 def rk4_trajectory(
-    field: Callable[[Array, Array], Array],
-    initial: Float[Array | np.ndarray, "..."],
-    num_steps: int,
-    *,
-    time_step: Scalar,
-    substeps: int = 1,
+    field: Callable[[Array, Array], Array], initial: Array, num_steps: int, time_step: Scalar, substeps: int
 ) -> Float[Array, "time ..."]:
-    """The solution of dx/dt = field(t, x) from t = 0 by the classical Runge-Kutta scheme of order four.
+    """Return the solution of dx/dt = field(t, x) from t = 0 by the classical Runge-Kutta scheme of order four.
 
     Source: Hairer, Norsett and Wanner (1993), Solving ordinary differential equations I, table 1.2.
     """
     num_steps = check_count("num_steps", num_steps, minimum=1)
     substeps = check_count("substeps", substeps, minimum=1)
     check_positive("time_step", time_step)
-    start = jnp.asarray(initial)
-    slope = jax.eval_shape(field, jax.ShapeDtypeStruct((), start.dtype), start)
-    if getattr(slope, "shape", None) != start.shape:
-        fail("field", f"give one derivative of the state's shape {start.shape}", f"{slope}")
-    h = jnp.asarray(time_step, start.dtype) / substeps
+    h = jnp.asarray(time_step, initial.dtype) / substeps
 
     def substep(state: Array, index: Array) -> tuple[Array, None]:
         t = h * index
@@ -153,7 +127,7 @@ def rk4_trajectory(
     def advance(state: Array, step: Array) -> Array:
         return jax.lax.scan(substep, state, step * substeps + jnp.arange(substeps))[0]
 
-    return scan_trajectory(advance, start, jnp.arange(num_steps))
+    return scan_trajectory(advance, initial, jnp.arange(num_steps))
 
 
 @validated(finite=("alpha", "beta", "gamma", "delta", "omega"))
@@ -171,7 +145,7 @@ def duffing(
     delta: Scalar = 2.5,
     omega: Scalar = 2.0,
 ) -> Float[Array, "*trajectories time 2"]:
-    """Trajectories (position, velocity) of the driven Duffing oscillator.
+    """Simulate trajectories (position, velocity) of the driven Duffing oscillator.
 
     x'' + delta x' + alpha x + beta x^3 = gamma cos(omega t)
 
@@ -179,7 +153,7 @@ def duffing(
     recorded once per period 2 pi / omega do.
 
     Args:
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key for initial states; not needed where `initial` is given.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         initial: State [2], or [num_trajectories, 2]. None draws it from N(0, I).
@@ -190,13 +164,6 @@ def duffing(
         gamma: Amplitude of the drive.
         delta: Damping.
         omega: Angular frequency of the drive.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range, `initial` has the wrong shape, or neither it nor `key` is given.
     """
 
     def field(t: Array, state: Array) -> Array:
@@ -204,17 +171,10 @@ def duffing(
         force = gamma * jnp.cos(omega * t) - alpha * x - beta * x**3
         return jnp.stack([velocity, force - delta * velocity]).astype(state.dtype)
 
-    return _flow(
-        field,
-        lambda key: jax.random.normal(key, (2,)),
-        num_steps,
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=2,
-        time_step=time_step,
-        substeps=substeps,
-    )
+    def one(_: Array, initial: Array) -> Array:
+        return rk4_trajectory(field, initial, num_steps, time_step, substeps)
+
+    return run_trajectories(one, lambda key: jax.random.normal(key, (2,)), key, num_trajectories, initial, 2)
 
 
 @validated(finite=("sigma", "mu", "beta"))
@@ -230,12 +190,12 @@ def lorenz63(
     mu: Scalar = 28.0,
     beta: Scalar = 8.0 / 3.0,
 ) -> Float[Array, "*trajectories time 3"]:
-    """Trajectories (x, y, z) of Lorenz's convection model.
+    """Simulate trajectories (x, y, z) of Lorenz's convection model.
 
     x' = sigma (y - x),  y' = x (mu - z) - y,  z' = x y - beta z
 
     Args:
-        num_steps: Number of recorded steps, 1 or more.
+        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
         key: A PRNG key for initial states; not needed where `initial` is given.
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near the attractor;
@@ -245,13 +205,6 @@ def lorenz63(
         sigma: Prandtl number.
         mu: Rayleigh number over its critical value.
         beta: Geometric factor.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range, `initial` has the wrong shape, or neither it nor `key` is given.
 
     References:
         Lorenz (1963), Deterministic nonperiodic flow, eqs. 25-27.
@@ -265,35 +218,7 @@ def lorenz63(
     def draw_initial(key: Array) -> Array:
         return 5 * jax.random.normal(key, (3,)) + jnp.zeros(3).at[2].set(mu - 1)
 
-    return _flow(
-        field,
-        draw_initial,
-        num_steps,
-        key=key,
-        num_trajectories=num_trajectories,
-        initial=initial,
-        dimension=3,
-        time_step=time_step,
-        substeps=substeps,
-    )
+    def one(_: Array, initial: Array) -> Array:
+        return rk4_trajectory(field, initial, num_steps, time_step, substeps)
 
-
-def _flow(
-    field: Callable[[Array, Array], Array],
-    draw_initial: Callable[[Array], Array],
-    num_steps: int,
-    *,
-    key: PRNGKey | None,
-    num_trajectories: int | None,
-    initial: ArrayLike | None,
-    dimension: int,
-    time_step: Scalar,
-    substeps: int,
-) -> Array:
-    def one(key: Array, initial: Array) -> Array:
-        del key
-        return rk4_trajectory(field, initial, num_steps, time_step=time_step, substeps=substeps)
-
-    return run_trajectories(
-        one, draw_initial, key=key, num_trajectories=num_trajectories, initial=initial, dimension=dimension
-    )
+    return run_trajectories(one, draw_initial, key, num_trajectories, initial, 3)

@@ -1,4 +1,4 @@
-"""What all trajectories share: one or a batch of them, their initial states, a key per step."""
+"""Run one trajectory or a batch of them, from initial states, with a key per step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +11,24 @@ from jaxtyping import Array
 
 from dissociation._core.checks import check_count, check_finite, fail
 from dissociation._core.keys import named_key
-from dissociation._core.types import PRNGKey, Scalar
-
-__all__ = ["PRNGKey", "Scalar", "run_trajectories", "scan_trajectory", "step_keys"]
+from dissociation._core.types import PRNGKey
 
 
 def run_trajectories(
     one: Callable[[Array, Array], Any],
     draw_initial: Callable[[Array], Array],
-    *,
     key: PRNGKey | None,
     num_trajectories: int | None,
     initial: ArrayLike | None,
     dimension: int,
 ) -> Any:
-    """Runs `one(key, initial)` once, or for `num_trajectories` keys at once.
+    """Run `one(key, initial)` once, or for `num_trajectories` keys at once.
 
-    `one`: From a key and an initial state [d] to one trajectory, a PyTree of arrays.
-    `draw_initial`: From a key to an initial state [d].
-    `key`: A PRNG key. Trajectory i of a batch has key `split(key, num_trajectories)[i]`. None is for deterministic
-    systems whose `initial` is given.
-    `initial`: [d], or [num_trajectories, d] for a state per trajectory. None draws it.
+    `one`: Function of a key and an initial state [d] to one trajectory, a PyTree of arrays.
+    `draw_initial`: Function of a key to an initial state [d].
+    `key`: Key; trajectory i of a batch has `split(key, num_trajectories)[i]`. None if `initial` is given to a
+    deterministic system.
+    `initial`: [d], or [num_trajectories, d]. If None, it is drawn.
     """
     if key is None:
         if initial is None:
@@ -56,12 +53,13 @@ def run_trajectories(
 
 
 def step_keys(key: PRNGKey, num_steps: int) -> Array:
-    """A key per step, `fold_in(key, step)`: a longer run begins with the shorter one."""
-    return jax.vmap(lambda step: jax.random.fold_in(key, step))(jnp.arange(num_steps))
+    """Return `fold_in(key, step)` for each step, so that a longer run begins with the shorter one."""
+    steps = jnp.arange(check_count("num_steps", num_steps, minimum=1))
+    return jax.vmap(lambda step: jax.random.fold_in(key, step))(steps)
 
 
 def scan_trajectory(advance: Callable[[Array, Any], Array], initial: Array, inputs: Any) -> Array:
-    """The states [time, ...] from `initial` on, each `advance(state, input)` of the one before."""
+    """Return the states [time, ...] from `initial` on, each `advance(state, input)` of the one before."""
 
     def step(state: Array, step_input: Any) -> tuple[Array, Array]:
         following = advance(state, step_input)
@@ -69,3 +67,8 @@ def scan_trajectory(advance: Callable[[Array, Any], Array], initial: Array, inpu
 
     _, states = jax.lax.scan(step, initial, inputs)
     return jnp.concatenate([initial[None], states])
+
+
+def walk(advance: Callable[[Array, Any], Array], num_steps: int, key: PRNGKey, initial: Array) -> Array:
+    """Return `scan_trajectory` of steps `advance(state, key)`."""
+    return scan_trajectory(advance, initial, step_keys(key, num_steps))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from koopman import RBF, PrincipalComponents, ReducedRank, Ridge, fit, risk
-from koopman._operators import _fit as operators
-from koopman._operators import _kernel_operators as kernel_operators
+from koopman._operators import _estimators as estimators
 from koopman._operators._estimators import Estimator
 from koopman._operators._subspaces import Basis
 
@@ -108,8 +107,7 @@ def test_bad_estimators_are_refused(call, error, words):
 def test_an_iterative_solver_is_heard_where_numbers_are_known(kernel, rank, monkeypatch):
     """What it warns of is its residual, which a compiled program hands out."""
     residuals = []
-    for module in (operators, kernel_operators):
-        monkeypatch.setattr(module, "warn_unconverged", lambda residual, eps: residuals.append(residual))
+    monkeypatch.setattr(estimators, "warn_unconverged", lambda residual, eps: residuals.append(residual))
     x = np.random.default_rng(0).normal(size=(120, 60)).astype(np.float32)
     spectral = kernel is not None and rank is ReducedRank
     fit(rank(2, 1e-3, solver="spectral" if spectral else "krylov"), x[:-1], x[1:], kernel=kernel)

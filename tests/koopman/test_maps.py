@@ -76,7 +76,6 @@ def test_noise_has_its_distribution(order, key):
     assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, order + 0.5).cdf).pvalue > 1e-3
     assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, 1.2 * order + 0.5).cdf).pvalue < 1e-3  # the test can tell
     assert abs(np.mean(draws > 0) - 0.5) < 4 * 0.5 / np.sqrt(len(draws))
-    np.testing.assert_array_equal(logistic_noise(key, (20,)), logistic_noise(key, (20,), order=20))
 
 
 def test_trajectories_follow_the_density_and_the_operator(key):
