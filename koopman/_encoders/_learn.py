@@ -356,8 +356,9 @@ class _Validation(eqx.Module):
 def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
     """Return `lagged_pairs`, of one trajectory if an array has no `trajectory_axis`."""
     one = isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None
+    given: Any = [trajectories] if one else trajectories
     try:
-        return lagged_pairs([trajectories] if one else trajectories, lag, trajectory_axis=trajectory_axis)
+        return lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
     except WrongValue as error:  # of `lagged_pairs`, which has its own name for them
         raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
 

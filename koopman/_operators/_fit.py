@@ -259,7 +259,7 @@ def _fit_on_centres(
     route: str,
     rtol: float | None,
 ) -> Operator:
-    x, y, flat, shape = checked_pairs(x, y, observable)
+    x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
     features = nystroem_map(kernel, centres)
     features_x, features_y = features(x), features(y)
     fallback = kernel_alpha(kernel, jnp.sum(features_x**2) / x.shape[0])

@@ -27,7 +27,7 @@ def fit_with_kernel(
     observable: Array | np.ndarray | None,
 ) -> Operator:
     """Return `koopman.fit` with a kernel and no centres."""
-    x, y, flat, shape = checked_pairs(x, y, observable)
+    x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
     refuse_large_gram(x, 7 if estimator.rank is None else 3)  # measured: eigenvectors of all directions take more
     kernel, number = as_module(kernel), x.shape[0]
     solver, solvers = estimator.solver or "auto", estimator.kernel_solvers

@@ -5,7 +5,7 @@ Covariances are kept as their QR factors, which do not square the condition numb
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,6 +22,7 @@ from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_narrowed, warn_offset
 
 Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
+Placed = TypeVar("Placed")
 
 
 _QUICK_QR = 2**27  # rows times columns squared: about 0.1 s
@@ -213,8 +214,8 @@ def checked_pairs(
     x: Array | np.ndarray,
     y: Array | np.ndarray,
     observable: Array | np.ndarray | None,
-    place: Callable[[Any], Any] = jnp.asarray,
-) -> tuple[Any, Any, Any, tuple[int, ...]]:
+    place: Callable[[Any], Placed],
+) -> tuple[Placed, Placed, Placed, tuple[int, ...]]:
     """Return checked x [n, d], y [n, d], the observable, by default y, as [n, o], and the shape of one observable."""
     for name, array in (("x", x), ("y", y), ("observable", observable)):
         if array is not None:
@@ -223,8 +224,8 @@ def checked_pairs(
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
     warn_narrowed(x, y, observable)
-    flat = place(observable).reshape(x.shape[0], -1)
-    return place(x), place(y), flat, tuple(observable.shape[1:])
+    flat = observable.reshape(x.shape[0], -1)
+    return place(x), place(y), place(flat), tuple(observable.shape[1:])
 
 
 def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
