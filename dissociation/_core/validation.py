@@ -349,7 +349,7 @@ def _sequence_sorted_in(member: Any) -> tuple[str, Any] | None:
         return "sequence", first
     slot, item = _sorted_in(next(_members(first)))
     if slot == "arrays" and (rest == [...] or not rest):
-        return "listed", item
+        return "listed", item._replace(on_device=False)  # each function converts them together
     return None
 
 

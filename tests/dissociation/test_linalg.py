@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from dissociation._core.linalg import centre, nuclear_norm, psd_power
+from dissociation._core.linalg import centre, nuclear_norm, positive_inverse, psd_power
 
 
 def symmetric(values, seed=0):
