@@ -21,7 +21,7 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.rewrites._freedom import ENDS, scale_activity
 from dissociation.rewrites._groups import NeuronGroup
-from dissociation.rewrites._rewrites import Scale
+from dissociation.rewrites._rewrites import Rewrite
 from dissociation.similarity._base import in_common_dtype
 from dissociation.similarity._measures import MEASURES
 from dissociation.training._loop import train
@@ -54,7 +54,7 @@ class Bounds(NamedTuple):
 
     __repr__ = printed
 
-    def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Scale:
+    def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Rewrite:
         """Return the rewrite of a network that gives an end, "low" or "high": see `rewrites.scale`.
 
         Args:

@@ -30,7 +30,7 @@ from dissociation._core.results import printed
 from dissociation._core.validation import validated
 from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup
-from dissociation.rewrites._rewrites import Rotate, Scale, rotate, scale
+from dissociation.rewrites._rewrites import Rewrite, rotate, scale
 
 ENDS = ("low", "high")
 SMALLEST = 1e-4
@@ -62,7 +62,7 @@ class Freedom(NamedTuple):
 
     __repr__ = printed
 
-    def rewrite(self, group: NeuronGroup, *, end: str) -> Scale:
+    def rewrite(self, group: NeuronGroup, *, end: str) -> Rewrite:
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.scale`.
 
         Raises:
@@ -77,7 +77,7 @@ class Freedom(NamedTuple):
         return scale_activity(group, np.where(self.constant, 1.0, factors), free)
 
 
-def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Scale:
+def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Rewrite:
     """The rewrite that multiplies what neurons show by these factors, [neurons].
 
     Where the factors are `free`, powers of two are taken, on the host, which round nothing.
@@ -153,7 +153,7 @@ class LinearFreedom(NamedTuple):
 
     __repr__ = printed
 
-    def rewrite(self, group: NeuronGroup, *, end: str) -> Rotate:
+    def rewrite(self, group: NeuronGroup, *, end: str) -> Rewrite:
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.rotate`.
 
         Raises:
