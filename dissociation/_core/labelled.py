@@ -198,18 +198,15 @@ class Labelled:
         if target.suffix == ".npz":
             save_npz(target, self, {})
         elif target.suffix == ".nc":
-            write_bytes(target, self._netcdf())
+            _extra("h5netcdf")
+            kinds = {name: array.dtype.str for name, array in {**self.arrays, **self.coords}.items()}
+            rest = json.dumps({"dtypes": kinds, "attrs": self.attrs})
+            drawn = io.BytesIO()
+            self.to_xarray().assign_attrs({_REST: rest}).to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True)
+            write_bytes(target, drawn.getvalue())
         else:
             fail("path", "end in .npz or .nc", target.name)
         return target
-
-    def _netcdf(self) -> bytes:
-        _extra("h5netcdf")
-        kinds = {name: array.dtype.str for name, array in {**self.arrays, **self.coords}.items()}
-        rest = json.dumps({"dtypes": kinds, "attrs": self.attrs})
-        drawn = io.BytesIO()
-        self.to_xarray().assign_attrs({_REST: rest}).to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True)
-        return drawn.getvalue()
 
 
 def label(

@@ -46,20 +46,10 @@ def train_mnist(
 ) -> eqx.nn.MLP:
     """Train stacked networks; see `fit_mnist`, which returns the history too.
 
-    Args:
-        num_epochs: Passes over the training images; 0 returns the fresh networks.
-        num_seeds: Number of networks.
-        key: Split once, into one key per network and one for the order of batches; None means
-            `jax.random.PRNGKey(37)`.
-        dataset: "mnist", "glyphs", or a loaded `Dataset`.
-        width: Units in each of the two hidden layers.
-        progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
+    Arguments and errors are those of `fit_mnist`.
 
     Returns:
         An `eqx.nn.MLP` without biases whose `layers[i].weight` carries the seeds first.
-
-    Raises:
-        ValueError: If a count is negative or the dataset is unknown.
     """
     return fit_mnist(
         num_epochs=num_epochs, num_seeds=num_seeds, key=key, dataset=dataset, width=width, progress=progress

@@ -379,7 +379,9 @@ class Atoms:
                 own = size_of(parts[0])
                 if own > size or size % own:
                     if own % size:
-                        return self._ungrouped(axis, sizes)
+                        reason = "its indices are grouped in two ways"
+                        self.freeze(axis, reason)
+                        return [self.new(length, reason) for length in sizes]
                     parts[:1] = self._halved(parts[0], size, own // size)
                     continue
                 factor.append(parts.pop(0))
@@ -403,11 +405,6 @@ class Atoms:
             self.unite(rows[0], row)
             self.tied.append((rows[0], row))
         return [self.new(outer, "parts that were put end to end"), rows[0]]
-
-    def _ungrouped(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:
-        reason = "its indices are grouped in two ways"
-        self.freeze(axis, reason)
-        return [self.new(size, reason) for size in sizes]
 
     def occurrences(self, axis: Axis | None) -> list[Placed]:
         """The `leaves` of an axis, each with the places of its indices: [size of its atom, times it is repeated]."""

@@ -107,18 +107,18 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
 def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
     """Raises unless the program is the same, and has the neurons as a group at the places that they were given."""
     check_same_program(before, after, group)
-    wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for place, own in owners.items():
-        pairs = (zip(owner.tolist(), range(len(owner)), strict=True) for owner in own.values())
-        wanted[place] = {pair for some in pairs for pair in some if pair[0] >= 0}
+    wanted = {
+        (*place, neuron, at)
+        for place, own in owners.items()
+        for owner in own.values()
+        for at, neuron in enumerate(owner.tolist())
+        if neuron >= 0
+    }
     for other in neuron_groups(after, group.example, call=group.call).values():
-        if other.size == size and {(slot.leaf, slot.axis) for slot in other.slots} == set(wanted):
-            found: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in wanted}
-            for slot in other.slots:
-                rows = enumerate(slot.positions.tolist())
-                found[slot.leaf, slot.axis] |= {(neuron, place) for neuron, row in rows for place in row}
-            if found == wanted:
-                return
+        rows = [(slot, neuron, row) for slot in other.slots for neuron, row in enumerate(slot.positions.tolist())]
+        found = {(slot.leaf, slot.axis, neuron, at) for slot, neuron, row in rows for at in row}
+        if other.size == size and found == wanted:
+            return
     fail("group", "be one whose neurons the program does not count", group.name)
 
 

@@ -91,16 +91,14 @@ def match_weights(
     _check_groups(a, groups)
     first, second = (known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b)))
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))}
-    weights = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
-    groups = _in_order({name: dataclasses.replace(group, slots=weights[name]) for name, group in groups.items()})
+    own = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
+    groups = _in_order({name: dataclasses.replace(group, slots=own[name]) for name, group in groups.items()})
     still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
     starts = [still]
     if num_starts > 1:
         starts.append(_by_signatures(first, second, groups))
-    if num_starts > 2:
-        drawing: Any = key
-        seed = np.asarray(jax.random.bits(drawing, (4,), jnp.uint32))
-        rng = np.random.default_rng(seed)
+    if num_starts > 2 and key is not None:
+        rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32)))
         starts += [{name: rng.permuted(each, axis=1) for name, each in still.items()} for _ in range(num_starts - 2)]
     return max((_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value)
 
