@@ -208,9 +208,6 @@ def draw_glyphs(
         variation: How much images vary; None is `Variation()`.
         border: Rows and columns on each side that are exactly zero.
         batch_size: Images drawn at once, at least 1.
-
-    Raises:
-        ValueError: If an argument is out of range; the message names it.
     """
     check_count("batch_size", batch_size, minimum=1)
     check_classes("labels", labels, NUM_CLASSES)
@@ -307,10 +304,6 @@ def glyph_data(
     Returns:
         `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1]
         and one-hot labels [n, 10].
-
-    Raises:
-        TypeError: If a number of images is no Python integer.
-        ValueError: If it is below 1.
     """
     check_count("num_train", num_train, minimum=1)
     check_count("num_test", num_test, minimum=1)

@@ -157,9 +157,6 @@ def initial_models(
         init_scale: One positive factor for all, or one per member.
         network: "mlp" or "cnn".
         options: Options of `models.MLP` or `models.CNN`.
-
-    Raises:
-        ValueError: If a factor is not positive, or their number is neither one nor that of the keys.
     """
     check_choice("network", network, ("mlp", "cnn"))
     scales = np.atleast_1d(np.asarray(init_scale, float))

@@ -46,7 +46,7 @@ def train_mnist(
 ) -> eqx.nn.MLP:
     """Train stacked networks; see `fit_mnist`, which returns the history too.
 
-    Arguments and errors are those of `fit_mnist`.
+    Arguments are those of `fit_mnist`.
 
     Returns:
         An `eqx.nn.MLP` without biases whose `layers[i].weight` carries the seeds first.
@@ -95,9 +95,6 @@ def fit_mnist(
     Returns:
         A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each, or what
         `observe` gave.
-
-    Raises:
-        ValueError: If a count is negative or the dataset is unknown.
     """
     key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
     data = load(dataset) if isinstance(dataset, str) else dataset
@@ -134,9 +131,6 @@ def fresh_networks(
         num_inputs: Inputs of each.
         num_classes: Outputs of each.
         width: Units in each hidden layer.
-
-    Returns:
-        A stacked `eqx.nn.MLP`.
     """
     count = check_count("num_seeds", num_seeds, minimum=1)
     for name, value in (("num_inputs", num_inputs), ("num_classes", num_classes), ("width", width)):

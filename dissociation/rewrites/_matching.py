@@ -315,9 +315,6 @@ def interpolate(a: Any, b: Any, share: Scalar) -> Any:
     Returns:
         The network between them; 0.5 merges the two. Statistics of batch normalisation want to be taken anew
         (`renormalised`).
-
-    Raises:
-        ValueError: If structures or shapes differ.
     """
     _check_alike(a, b)
     arrays, rest = eqx.partition(a, eqx.is_inexact_array)
@@ -356,10 +353,6 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
         a: A network.
         b: Another of the same structure.
         num_points: On the line, ends included; at least 3.
-
-    Raises:
-        TypeError: If the loss is no single real number.
-        ValueError: If there are fewer than 3 points, or structures differ.
 
     References:
         Frankle, Dziugaite, Roy and Carbin (2020), Linear mode connectivity and the lottery ticket hypothesis.

@@ -69,8 +69,5 @@ def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
         model: See `parameter_noise`.
         scale: Standard deviation of the noise, non-negative. May be traced.
         key: A PRNG key of either kind, split over the parameters as `parameter_noise` says.
-
-    Raises:
-        ValueError: If `scale` is negative.
     """
     return perturb_parameters(model, parameter_noise(model, key=key), scale)

@@ -55,11 +55,7 @@ class Made(Rewrite):
 
 @validated
 def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
-    """Return one rewrite for any number, the first one first. Groups that an earlier one enlarged are found again.
-
-    Raises:
-        TypeError: If one is no rewrite.
-    """
+    """Return one rewrite for several, the first one first. Groups that an earlier one enlarged are found again."""
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
             fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
@@ -340,9 +336,6 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
         space: From `null_space`.
         std: Standard deviation of the noise along each direction, not negative. May be traced.
         key: A PRNG key of either kind.
-
-    Raises:
-        ValueError: If `std` is negative.
     """
     check_non_negative("std", std)
     rank = len(space.axes) + 1 if space.shape is None else len(space.shape)

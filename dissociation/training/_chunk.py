@@ -110,30 +110,22 @@ def chosen_layout(
 def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
     """Trace state, sampler arrays, plan, place in the block and key of one member to (state, info)."""
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
+    devices = 0 if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else mesh.shape[sharding.DATA_AXIS]
+
+    def over_data(leaf: Array) -> Array:
+        axes = (sharding.DATA_AXIS,) if leaf.ndim and leaf.shape[0] % devices == 0 else ()
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
 
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
         batch = eqx.combine(arrays, static).batch(plan, within, size)
-        return step(state, _over_data(batch, mesh), key)
+        return step(state, jax.tree.map(over_data, batch) if devices else batch, key)
 
-    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
+    if mesh is None or not devices:
         return trace(function, *example)
     # As it is inside `map_members`, where the axis of members is no matter of the compiler's any more.
     inside = mesh.abstract_mesh.update_axis_types({sharding.MEMBER_AXIS: AxisType.Manual})
     with jax.sharding.use_abstract_mesh(inside):
         return trace(function, *example)
-
-
-def _over_data(batch: Any, mesh: Mesh | None) -> Any:
-    """Lay a batch over the mesh's data axis, if it has one that divides the samples."""
-    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
-        return batch
-    devices = mesh.shape[sharding.DATA_AXIS]
-
-    def place(leaf: Array) -> Array:
-        axes = (sharding.DATA_AXIS,) if leaf.ndim and leaf.shape[0] % devices == 0 else ()
-        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
-
-    return jax.tree.map(place, batch)
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:

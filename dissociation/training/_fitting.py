@@ -140,9 +140,6 @@ def fit(
         same_program: True to take the checkpoint's program for the same though its operations differ, as after an
             update of JAX.
 
-    Returns:
-        A `FitResult`.
-
     Raises:
         ValueError: If arguments contradict each other or the data, what is recorded has a name that no file of results
             can hold, or the checkpoint is of another run.

@@ -181,9 +181,6 @@ def fit_grid(
         progress: A meter of the programs that planning compiles, then one of all groups' steps, with the plan before
             its bar and the time that remains behind it.
 
-    Returns:
-        A `GridResult`.
-
     Raises:
         ValueError: If `init` does not take a quantity of text, no member fits, or arguments contradict each other.
         RefusedFile: If the folder holds another sweep.

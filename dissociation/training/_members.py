@@ -30,9 +30,6 @@ def member(models: Any, index: int) -> Any:
         models: A PyTree whose array leaves carry members first; other leaves belong to all.
         index: Place of the member; counted from the end if negative.
 
-    Returns:
-        The PyTree with every array at `index`.
-
     Raises:
         TypeError: If `models` is the whole result of a training.
         ValueError: If no member has this index, or the arrays do not agree in their number of members.
@@ -117,9 +114,6 @@ def map_members(
 
     Returns:
         The results, every leaf with members first.
-
-    Raises:
-        ValueError: If `member_map` is unknown.
 
     Example:
         >>> map_members(lambda scale, x: scale * x, 2.0, jnp.arange(3.0), member_map="scan")

@@ -159,9 +159,6 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
         total: Number of steps of the whole work.
         description: A word or two in front of the bar.
 
-    Raises:
-        ValueError: If `progress` is another string.
-
     Example:
         >>> meter = open_meter(None, 10, "training")
         >>> meter.advance(5, "loss 0.1")

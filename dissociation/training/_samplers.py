@@ -82,10 +82,6 @@ class FullBatch(Sampler):
     Args:
         data: A PyTree of finite arrays, samples first; with `stacked`, members and then samples.
         stacked: True if every member has data of its own.
-
-    Raises:
-        TypeError: If a leaf is not an array of numbers.
-        ValueError: If arrays disagree in their number of samples, hold none, or are not finite.
     """
 
     data: PyTree

@@ -27,9 +27,6 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
 
     Returns:
         A mesh with automatic axes, as `training.Layout` takes it.
-
-    Raises:
-        ValueError: If `data` does not divide the number of devices.
     """
     chosen = jax.local_devices() if devices is None else list(devices)
     checks.check_count("data", data, minimum=1)
