@@ -1,11 +1,8 @@
 """Digits drawn by code: a built-in stand-in for MNIST that needs no file and no download.
 
-The digits of matplotlib's bundled fonts become signed distance fields once, on the host. An image is one such
-field, read through a random smooth map of the plane and turned into ink: with `x` a pixel and `u` the map,
-
-    image(x) = clip(ink * step((field(u(x)) + weight) / blur) + noise * N(0, 1), 0, 1) * (x is off the border)
-
-so that stroke weight is an offset of the field and blur the width of its edge.
+The digits of matplotlib's bundled fonts become signed distance fields once, on the host. An image is one such field,
+read through a random smooth map of the plane and turned into ink, see `draw_glyph`: stroke weight is an offset of the
+field, and blur the width of its edge.
 """
 
 from functools import lru_cache, partial

@@ -1,8 +1,4 @@
-"""How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients.
-
-Homogeneous neurons may be scaled by positive factors. Projected gradients on the logarithms of the factors, from
-several starts, find networks with a low and a high value; the truth may lie further out, never further in.
-"""
+"""How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -63,8 +59,7 @@ class Bounds(NamedTuple):
             side: "x" or "y", of which the network is; both have to be rewritten where both were free.
 
         Raises:
-            ValueError: If `end` or `side` is another word, or the group is not homogeneous of a positive degree in one
-                way.
+            ValueError: If the group is not homogeneous of a positive degree in one way.
         """
         check_choice("end", end, ENDS)
         check_choice("side", side, SIDES)

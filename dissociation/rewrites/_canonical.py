@@ -1,8 +1,6 @@
 """One network for all that differ by rewrites: dead neurons dropped, copies merged, lengths one, in a stable order.
 
-On the host, in float64. Two networks that compute the same function for every input because one was rewritten into the
-other (permuted, scaled, duplicated, neurons without effect added, alone or in sets that cancel) have one canonical form
-up to rounding. Pairs of neurons that are affine together, relu(z) - relu(-z) = z, are not looked for.
+On the host, in float64. Networks of one function that were rewritten into each other have one form up to rounding.
 """
 
 import dataclasses

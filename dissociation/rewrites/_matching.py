@@ -1,8 +1,6 @@
 """Matching the neurons of two networks: the permutations of all groups that bring one closest to another.
 
-Weight matching ascends <a, P(b)> over all groups P in turn, each a linear assignment; activation matching correlates
-neurons on data. Assignments are exact, by SciPy on the host. Where groups meet in one array (residual streams), the
-problem is no single assignment, and the ascent starts from several places.
+Assignments are exact, by SciPy on the host.
 """
 
 import dataclasses

@@ -76,15 +76,8 @@ def bmap(
         >>> bmap(lambda x, power: x**power, in_axes=(0, None), batch_size=2)(jnp.arange(5.0), 2)
         Array([ 0.,  1.,  4.,  9., 16.], dtype=float32)
     """
-    options: dict[str, Any] = {
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-        "axis_name": axis_name,
-        "axis_size": axis_size,
-        "batch_size": batch_size,
-        "memory_budget": memory_budget,
-        "loop": loop,
-    }
+    options: dict[str, Any] = {"in_axes": in_axes, "out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size}
+    options |= {"batch_size": batch_size, "memory_budget": memory_budget, "loop": loop}
     if fun is None:
         return partial(bmap, **options)
     if not callable(fun):

@@ -283,7 +283,8 @@ class _Steps(Callback):
 
     def __init__(self, progress: str | MeterFactory | None, num_groups: int, text: str):
         self.progress, self.num_groups, self.text = progress, num_groups, text
-        self.meter, self.before, self.done = None, 0, 0
+        self.meter: Any = None
+        self.before, self.done = 0, 0
 
     def begin(self, step: int, num_steps: int, past: Any) -> None:
         self.before = self.done
@@ -292,8 +293,7 @@ class _Steps(Callback):
 
     def advance(self, step: int, loss: np.ndarray) -> None:
         self.done = self.before + step
-        if self.meter is not None:
-            self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
+        self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
 
     def end(self) -> None:
         """Close the meter."""
