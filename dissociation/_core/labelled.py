@@ -178,8 +178,7 @@ class Labelled:
             if axis in places:
                 columns.setdefault(name, values[places[axis]])
         for name in names:
-            order = [self.dims[name].index(axis) for axis in axes]
-            columns[name] = self.arrays[name].transpose(order).reshape(-1)
+            columns[name] = self.arrays[name].transpose([self.dims[name].index(axis) for axis in axes]).reshape(-1)
         return columns
 
     def save(self, path: str | os.PathLike[str]) -> Path:

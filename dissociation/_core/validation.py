@@ -212,8 +212,7 @@ class _Rule:
         array = as_array(name, value, words, bare=True)
         if array.ndim:
             fail(name, f"be {words}", f"shape {array.shape}")
-        single = any(kind.fits(0) for kind in self.arrays)
-        if single and (float in kinds or complex in kinds or is_traced(array)):
+        if any(kind.fits(0) for kind in self.arrays) and (float in kinds or complex in kinds or is_traced(array)):
             return _placed(name, as_numbers(name, array, self.arrays[0].numbers), self.arrays[0])
         if is_traced(array):
             fail_kind(name, f"be {words} that is known when the program is traced", "a traced value")

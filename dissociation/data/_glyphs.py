@@ -173,8 +173,7 @@ def draw_glyph(
     # In low precision the product can round up to the number of fonts.
     font = jnp.minimum((font * num_fonts).astype(int), num_fonts - 1)
     column, row = (source.T / SIDE + 0.5) * (samples - 1)
-    field = templates[font, label]
-    distance = jax.scipy.ndimage.map_coordinates(field, [row, column], order=1, mode="nearest")
+    distance = jax.scipy.ndimage.map_coordinates(templates[font, label], [row, column], order=1, mode="nearest")
 
     weight = variation.weight * (1.25 * weight - 0.25)
     coverage = jnp.clip((distance + weight) / (1 + variation.blur * blur) + 0.5, 0, 1)
@@ -305,7 +304,6 @@ def glyph_data(
     check_count("num_train", num_train, minimum=1)
     check_count("num_test", num_test, minimum=1)
     variation = Variation() if variation is None else variation
-    splits = _draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation)
-    images, labels = jax.device_get(splits)
+    images, labels = jax.device_get(_draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation))
     parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
     return tuple(part.copy() for part in parts)  # writable, as MNIST's are

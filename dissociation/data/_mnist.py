@@ -72,12 +72,11 @@ def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | 
         ValueError: If a file is corrupt, truncated, or not the original.
         ConnectionError: If no file is found and no mirror answers in time.
     """
-    files = {name: _read(_find(name, folder), name) for name in CHECKSUMS}
     train_images, train_labels, test_images, test_labels = (
         array.reshape(len(array), -1).astype(np.float32) / np.float32(255)
         if array.ndim == 3
         else np.eye(NUM_CLASSES, dtype=np.float32)[array]
-        for array in files.values()
+        for array in [_read(_find(name, folder), name) for name in CHECKSUMS]
     )
     if permute_train:
         order = np.random.default_rng(PERMUTATION_SEED).permutation(len(train_images))

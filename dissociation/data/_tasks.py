@@ -75,8 +75,7 @@ def rotated_quarters(
     turned = jnp.concatenate([jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)])
     turns = np.repeat(np.arange(NUM_QUARTERS), [len(quarter) for quarter in quarters])
     last = jax.random.permutation(last_key, num)
-    labels = jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)
-    return turned.reshape(images.shape)[last], labels[last]
+    return turned.reshape(images.shape)[last], jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)[last]
 
 
 @validated

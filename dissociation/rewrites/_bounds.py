@@ -182,8 +182,7 @@ def _starts(
     of_y = jnp.zeros_like(own[1])
     if both:
         others = [jax.lax.map(lambda one, i=i: measure(x[:, i][:, None], one[:, None]), y.T) for i in firsts]
-        seconds = jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])])
-        of_y = _single(seconds, y.shape[1], limit)
+        of_y = _single(jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])]), y.shape[1], limit)
     keys = jax.random.split(key, 2)
     spreads = jnp.linspace(0.5, 2.0, number - 4, dtype=x.dtype)[:, None]
     sides = zip((_single(firsts, x.shape[1], limit), jnp.broadcast_to(of_y, (2, y.shape[1]))), own, keys, strict=True)

@@ -167,8 +167,7 @@ def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: 
         seen = layer_inputs(model, inputs, slot.path, call=call)
         lengths = [size if k in seen.axes else 1 for k, size in enumerate(slot.shape)]
         columns = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
-        active = np.asarray((seen.rows != 0).any(0))
-        silent &= ~slot.rows(active[columns]).any(1)
+        silent &= ~slot.rows(np.asarray((seen.rows != 0).any(0))[columns]).any(1)
     for slot in read:
         blocks = slot.blocks(leaves[slot.leaf])
         blocks[silent] = 0

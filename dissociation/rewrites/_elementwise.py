@@ -29,8 +29,7 @@ def _same(flow: Flow, step: Step) -> list[Value]:
     kind = step.params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
         return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
-    known = value.known if kind is not None else None
-    return [Value(value.shape, value.axes, value.zero, known, value.endless)]
+    return [Value(value.shape, value.axes, value.zero, None if kind is None else value.known, value.endless)]
 
 
 def _power(flow: Flow, step: Step) -> list[Value]:

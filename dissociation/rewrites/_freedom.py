@@ -112,8 +112,7 @@ def cka_freedom(
     constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
     norms = np.linalg.norm(neurons, axis=(0, 2))
     unit = neurons[:, ~constant] / norms[~constant, None]  # of neurons of length 1: weights are in their units
-    size = np.linalg.norm(other.T @ other)
-    gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / size
+    gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / np.linalg.norm(other.T @ other)
     gram = _inner_squares(unit)
     own = norms[~constant] ** 2
     best, residual = _largest(gram, gains)

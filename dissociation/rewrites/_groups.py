@@ -362,8 +362,7 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
     """The equations of each atom: (name, coefficient) of every occurrence, and what they add up to."""
     rows: dict[int, list[Row]] = {}
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
-    even = [Equation(((axis, 1.0),)) for axis in flow.atoms.even]
-    for terms, adds_up in (*flow.equations, *ties, *even):
+    for terms, adds_up in (*flow.equations, *ties, *[Equation(((axis, 1.0),)) for axis in flow.atoms.even]):
         total = -1.0 if adds_up else 0.0
         if any(has_order(flow.atoms.resolve(axis)) for axis, _ in terms):
             _place_by_place(flow, terms, total, rows)

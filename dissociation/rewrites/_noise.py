@@ -37,8 +37,7 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
     Raises:
         ValueError: If `model` has no parameters, or `where` chooses none.
     """
-    parameters = parameters_in(model)
-    leaves, treedef = jax.tree.flatten(parameters)
+    leaves, treedef = jax.tree.flatten(parameters_in(model))
     if not leaves:
         fail("model", "hold at least one array of floating-point numbers", f"none in a {type(model).__name__}")
     keys = jax.random.split(key, len(leaves))

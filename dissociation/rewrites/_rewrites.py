@@ -339,8 +339,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
     """
     check_non_negative("std", std)
     rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
-    settings = space.path, space.axes, rank
-    return Made(_null_perturbed, settings, (jnp.asarray(space.basis, float), std, key))
+    return Made(_null_perturbed, (space.path, space.axes, rank), (jnp.asarray(space.basis, float), std, key))
 
 
 @validated

@@ -176,14 +176,13 @@ class _Batched(eqx.Module):
         program = trace(own_of, example)
         operations = program.code.primitives
         known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
-        kept = known and not program.weak
         if self._unrolls(operations, known, size):
             starts = range(0, size, self.batch_size)
             parts = [
                 _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-        elif kept:
+        elif known and not program.weak:
             threads = number_of_threads(size, operations, (program, rows)) if self.batch_size == 1 else 1
             gathered = map_shards(_looped_over, (program, self.batch_size), rows, size, threads)
         else:
@@ -268,8 +267,7 @@ def _common_size(
 ) -> int | None:
     """Return the number of members, from `axis_size` and every mapped array; None if nothing is mapped."""
     sizes: dict[str, int] = {} if axis_size is None else {"axis_size": axis_size}
-    paths = jax.tree_util.tree_leaves_with_path(args)
-    for (path, leaf), axis in zip(paths, axes, strict=True):
+    for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(args), axes, strict=True):
         if axis is None:
             continue
         name = _name_of(fun, path)

@@ -193,8 +193,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
         i, rest = each
         member = eqx.combine(jax.tree.map(lambda leaf: leaf[i], own), static)
         after, infos = one(shared, (member, *eqx.combine(rest, rest_static)))
-        put = lambda leaf, new: leaf.at[i].set(new)  # noqa: E731
-        return jax.tree.map(put, own, eqx.filter(after, eqx.is_array)), infos
+        return jax.tree.map(lambda leaf, new: leaf.at[i].set(new), own, eqx.filter(after, eqx.is_array)), infos
 
     own, infos = jax.lax.scan(of_member, own, (jnp.arange(count(state)), rest))
     return eqx.combine(own, static), infos

@@ -99,8 +99,7 @@ class Run:
         self.keys = self.shards.split(keys)
         batches.lay(self.shards)
         if self.layout.members_per_batch == "auto":
-            per_batch = largest_batch(self._example(), self.states[0])
-            self.layout = self.layout._replace(members_per_batch=per_batch)
+            self.layout = self.layout._replace(members_per_batch=largest_batch(self._example(), self.states[0]))
         self.infos = [self._empty(self.info, 0)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []

@@ -74,8 +74,7 @@ class Grid:
     def __mul__(self, other: "Grid") -> "Grid":
         if not isinstance(other, Grid):
             return NotImplemented
-        names = [name for part in (*self._parts, *other._parts) for name in part]
-        checks.check_distinct("axes", names)
+        checks.check_distinct("axes", [name for part in (*self._parts, *other._parts) for name in part])
         return _of_parts((*self._parts, *other._parts))
 
     @property
@@ -102,10 +101,9 @@ class Grid:
     @property
     def values(self) -> dict[str, np.ndarray]:
         """Return every quantity by member: [members] each."""
-        places = np.unravel_index(np.arange(len(self)), self.shape)
         return {
             name: values[place]
-            for part, place in zip(self._parts, places, strict=True)
+            for part, place in zip(self._parts, np.unravel_index(np.arange(len(self)), self.shape), strict=True)
             for name, values in part.items()
         }
 
@@ -159,8 +157,7 @@ class Grid:
         checks.check_choice("name", name, values)
         for seed in values[name].tolist():
             checks.check_seed(name, seed)
-        root = typed(key)
-        return jax.vmap(lambda seed: jax.random.fold_in(root, seed))(jnp.asarray(values[name], jnp.uint32))
+        return jax.vmap(lambda seed: jax.random.fold_in(typed(key), seed))(jnp.asarray(values[name], jnp.uint32))
 
     def where(self, **coordinates: Any) -> np.ndarray:
         """Return places of the members whose quantities have these values, or one of several that are given."""
