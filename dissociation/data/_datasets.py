@@ -131,8 +131,7 @@ def load(
         The data set, float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
 
     Raises:
-        TypeError: If a number of images is no Python integer.
-        ValueError: If the name is unknown, a number is below 1, or more of MNIST is asked for than there is.
+        ValueError: If more of MNIST is asked for than there is.
     """
     check_choice("name", name, NAMES)
     for argument, number in (("num_train", num_train), ("num_test", num_test)):

@@ -60,9 +60,6 @@ def rotated_quarters(
     Returns:
         `(images, labels)`: the turned images in the shape and dtype that they came in, and one-hot labels [n, 4],
         column k for k quarter turns; the labels' dtype is the images', float32 for integer images.
-
-    Raises:
-        ValueError: If the images are not square, or fewer than four.
     """
     images = jnp.asarray(images)
     side, num = _side(images), images.shape[0]

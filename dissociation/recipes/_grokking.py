@@ -104,9 +104,6 @@ def train_grokking(
         What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is
         summed over classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under
         "expensive" those of `measures`, NaN at the steps that are not in `measure_at`.
-
-    Raises:
-        ValueError: If an option is out of range, or `measure_at` holds other steps.
     """
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
     check_positive("learning_rate", learning_rate)

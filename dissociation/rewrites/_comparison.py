@@ -73,7 +73,7 @@ def _same_steps(one: list[Step], other: list[Step]) -> bool:
 
 
 def _same_step(one: Step, other: Step) -> bool:
-    if one.name != other.name or not _same_known(one.operands, other.operands):
+    if (one.name, len(one.parts)) != (other.name, len(other.parts)) or not _same_known(one.operands, other.operands):
         return False
     for part, twin in zip(one.parts, other.parts, strict=True):
         if not _same_steps(part.steps, twin.steps) or not _same_known(part.outputs, twin.outputs):

@@ -358,7 +358,6 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
 }
-"""By names of primitives."""
 
 
 def copies_told_apart(

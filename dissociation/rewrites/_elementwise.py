@@ -151,4 +151,3 @@ RULES: dict[str, Rule] = {
         _mixed(flow, step) if step.shapes[0] == step.operands[0].shape else flow.unknown(step)
     ),
 }
-"""By names of primitives."""

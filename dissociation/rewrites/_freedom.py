@@ -182,8 +182,7 @@ def linear_cka_freedom(
             about its square, and rounding of the function grows as its inverse.
 
     Raises:
-        ValueError: If the numbers of samples differ, all neurons or the reference are constant, or `smallest` is out
-            of range.
+        ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
 
     References:
         Braun, Grant and Saxe (2025), on which representations linear networks of one function may have.

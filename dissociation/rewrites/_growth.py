@@ -70,14 +70,15 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
-Fill = Callable[[Array, int, np.ndarray], Array]
-"""Changes an array whose neurons lie along the first axis at those of one slot, by its number and their owners."""
 Owners = dict[tuple[int, int], dict[int, np.ndarray]]
 """By array and axis, and by number of a slot: which neuron is at each place, -1: none."""
 
 
-def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -> Any:
-    """The model with other neurons in a group."""
+def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array]) -> Any:
+    """The model with other neurons in a group.
+
+    `fill` changes an array, its neurons along the first axis, at those of one slot, by its number and their owners.
+    """
     leaves, tree, rest = parameters_of(model)
     owners: Owners = {}
     for (leaf, axis), own in group.by_axis().items():
@@ -204,7 +205,6 @@ def add_nuisance(
             are there.
 
     Raises:
-        TypeError: If a count is no integer.
         ValueError: If the group cannot grow, or an option is out of range; the rewrite raises it too where its new
             neurons are not finite, as behind a logarithm of what is drawn.
     """

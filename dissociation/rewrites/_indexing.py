@@ -320,4 +320,3 @@ RULES: dict[str, Rule] = {
     "gather": gather,
     **dict.fromkeys(WRITES, scatter),
 }
-"""By names of primitives."""

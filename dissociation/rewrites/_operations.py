@@ -211,4 +211,3 @@ RULES: dict[str, Rule] = {
     "cond": _cond,
     "custom_vjp_call": _inner,
 }
-"""By names of primitives."""

@@ -303,7 +303,6 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
             What a layer makes of them in float32 has rounding of 1e-7 and wants 1e-6.
 
     Raises:
-        ValueError: If `rtol` is negative.
         TypeError: If what it sees is traced.
     """
     return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol), seen.shape)

@@ -41,10 +41,9 @@ def bmap(
     members (`batch_size=1`) without a convolution are mapped in parallel on a CPU after `dissociation.use_all_cores`,
     with the same results up to rounding.
 
-    On a CPU, XLA runs convolutions in a compiled loop several times slower than outside of one (two layers of 16
-    channels, 8 batches of 64 images of 28 x 28, two busy cores: 1.7 s against 0.3 s). If `fun` holds one, a call on
-    concrete arrays therefore loops in Python, which costs no memory. Inside `jit` an unrolled program is as fast, but
-    keeps intermediate results of all batches (that example: 32 MB against 10 MB); a compiled loop warns there.
+    On a CPU, XLA runs convolutions in a compiled loop several times slower than outside of one. If `fun` holds one, a
+    call on concrete arrays therefore loops in Python, which costs no memory. Inside `jit` an unrolled program is as
+    fast, but keeps intermediate results of all batches; a compiled loop warns there.
 
     Args:
         fun: A function of positional arguments. None returns a decorator.

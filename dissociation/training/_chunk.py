@@ -140,8 +140,7 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
 
 def observable(state: State) -> State:
     """Return the state without the optimiser's part, which losses and observations do not get."""
-    where = lambda state: (state.opt_state, state.hyperparams)  # noqa: E731
-    return eqx.tree_at(where, state, (None, None), is_leaf=lambda leaf: leaf is None)
+    return eqx.tree_at(lambda s: (s.opt_state, s.hyperparams), state, (None, None), is_leaf=lambda leaf: leaf is None)
 
 
 @eqx.filter_jit(donate="all-except-first")

@@ -112,8 +112,7 @@ class Epochs(Sampler):
         stacked: True if every member has data of its own.
 
     Raises:
-        TypeError: If a leaf is not an array of numbers.
-        ValueError: If arrays disagree in their number of samples, hold none, are not finite, or are fewer than a batch.
+        ValueError: If there are fewer samples than a batch.
     """
 
     data: PyTree
