@@ -4,7 +4,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -37,7 +37,7 @@ class Batches:
         self.sampler, self.keys = sampler, order_keys
         self.shards = Shards(1, 1)
         self.arrays = eqx.filter(sampler, eqx.is_array)
-        self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of shards
+        self._block, self._plan = -1, cast(Any, None)  # what is the members' own, and the plan, become lists of shards
         self._prefetched, self._expected = None, -1
 
     def lay(self, shards: Shards) -> None:
