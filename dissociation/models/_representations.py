@@ -1,8 +1,4 @@
-"""What a network computes on the way from input to output, under one naming for all models.
-
-Hidden layers in forward order are "hidden0", "hidden1", ...; the last of them, which the output layer reads, is
-"features"; what comes out is "logits".
-"""
+"""What a network computes on the way from input to output, under one naming for all models."""
 
 import functools
 from abc import abstractmethod

@@ -285,4 +285,4 @@ class Flow:
 
 
 Rule = Callable[[Flow, Step], list[Value]]
-"""What is known of the results of an operation."""
+"""What is known of the results of an operation; tables of rules are by names of primitives."""
