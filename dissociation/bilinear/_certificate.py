@@ -98,8 +98,7 @@ def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Arra
     if len(model.layers) != 1:
         fail("source", "have one layer: more make no quadratic form", len(model.layers))
     forms, lift = compact_forms(model, None, 0, "input")
-    constant = forms.shape[1] > min(model.embed.shape)
-    size = forms.shape[1] - constant
+    size = forms.shape[1] - (forms.shape[1] > min(model.embed.shape))
     lift = lift[: model.embed.shape[1], :size]
     layer, lengths = model.layers[0], jnp.sum(model.embed**2, 1)[:, None]
     biases = biases_of(layer)
@@ -145,8 +144,7 @@ def _in_eigenbasis(form: Array, size: int, lift: Array, factors: Factors) -> tup
     zero = jnp.zeros(size, form.dtype)
     slopes, offset = (form[:size, size], form[size, size]) if form.shape[0] > size else (zero, zero[0])
     directions, linear = product(lift, vectors).T, product(vectors.T, slopes[:, None])[:, 0]
-    rounding = bound_rounding(factors, values, directions, linear)
-    return values + undefined, directions, linear, offset, rounding
+    return values + undefined, directions, linear, offset, bound_rounding(factors, values, directions, linear)
 
 
 @validated
@@ -243,8 +241,7 @@ def _path(values: Array, slopes: Array, start: Array, base: Array) -> tuple[Call
         w, rest = jax.nn.sigmoid(-place), jax.nn.sigmoid(place)
         return -rest * slopes / (w * unit + rest * jnp.maximum(values - base, 0.0))
 
-    edge = jnp.asarray(-2 * np.log(float(limits.eps)), values.dtype)
-    return multiplier, step, edge
+    return multiplier, step, jnp.asarray(-2 * np.log(float(limits.eps)), values.dtype)
 
 
 def _bisect(is_positive: Callable[[Array], Array], edge: Array) -> tuple[Array, Array]:

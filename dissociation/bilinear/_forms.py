@@ -263,8 +263,7 @@ def truncated_outputs(
     Returns:
         Outputs by number of components.
     """
-    added = jnp.cumsum(contributions(spectrum, x), 2)
-    return jnp.pad(added, ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
+    return jnp.pad(jnp.cumsum(contributions(spectrum, x), 2), ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
 
 
 @validated
@@ -304,6 +303,5 @@ def adversarial_mask(
     ):
         if not 0 <= value < limit:
             fail(name, f"be within the spectrum's {limit}", value)
-    rows = spectrum.vectors[:, :against].reshape(-1, width)
-    mask = jnp.linalg.pinv(rows)[:, output * against + component]
+    mask = jnp.linalg.pinv(spectrum.vectors[:, :against].reshape(-1, width))[:, output * against + component]
     return mask * (norm / jnp.linalg.norm(mask))

@@ -96,8 +96,7 @@ def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
         From -1 to 1 per output.
     """
     inner = jnp.einsum("oi,oij,oj->o", a.values, overlaps(a, b) ** 2, b.values, precision="highest")
-    sizes = jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1)
-    return inner / sizes
+    return inner / (jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1))
 
 
 @validated

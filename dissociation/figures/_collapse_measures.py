@@ -97,8 +97,7 @@ class Information(eqx.Module):
         spread = jnp.sqrt(jnp.mean(jnp.sum((some - jnp.mean(some, 0)[None]) ** 2, 1)))
         noise = self.smoothing * jnp.maximum(spread, jnp.finfo(some.dtype).tiny)
         smoothed = smoothed_information(some, truth[: self.num_smoothed], noise, key=keys[3])
-        named = {"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}
-        return {**found, **named}
+        return {**found, **{"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}}
 
 
 def compressed(

@@ -238,8 +238,7 @@ def _finish(
     memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
     sections["run"] = {"command": shlex.join(words), "seed": run.seed, **provenance.environment(), **memory}
     sections["seconds"] = description["seconds"]
-    page = report_html(figure.SHOWS.rstrip("."), [exhibit], sections)
-    write_bytes(written[-1], page.encode())
+    write_bytes(written[-1], report_html(figure.SHOWS.rstrip("."), [exhibit], sections).encode())
     print(f"\n{exhibit.text()}")
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     kept = jax.config.values["jax_compilation_cache_dir"]

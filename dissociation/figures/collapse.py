@@ -174,8 +174,7 @@ class Config(DataConfig):
             fail("num_train", f"be at most the number of training images ({len(data.train_images)})", self.num_train)
         measured = min(self.num_images, len(data.test_images))
         if self.num_information and measured <= self.num_neighbours:
-            wanted = f"be below the number of images ({measured} test images)"
-            fail("num_neighbours", wanted, self.num_neighbours)
+            fail("num_neighbours", f"be below the number of images ({measured} test images)", self.num_neighbours)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""

@@ -224,8 +224,7 @@ def components_needed(results: Results, order: str = "magnitude", drop: float = 
     """
     needed = {}
     for size, errors in results.error.items():
-        lost = summarise(errors[order] - results.full_error[size][:, None]).mean
-        enough = np.flatnonzero(lost < drop)
+        enough = np.flatnonzero(summarise(errors[order] - results.full_error[size][:, None]).mean < drop)
         needed[size] = float(enough[0]) if len(enough) else np.inf
     return needed
 

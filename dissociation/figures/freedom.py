@@ -143,8 +143,7 @@ def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -
     """Return layers that are vectors of neurons with their groups: both of the perceptron, of others the last."""
     groups = {"features": members.rewritten_group(models, example)}
     if config.model == "mlp":
-        first = neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]
-        groups = {"hidden0": first} | groups
+        groups = {"hidden0": neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]} | groups
     return groups
 
 

@@ -150,8 +150,7 @@ def compute(
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
-    held_out = HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))
-    observe = Snapshots(held_out, images)
+    observe = Snapshots(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images)
     trained = members.train_members(config, key=train_key, data=data, parts=parts, observe=observe)
     keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
     layers = member_representations(trained.models, images)
@@ -319,8 +318,7 @@ def describe(results: Results) -> dict[str, Any]:
 def table(results: Results) -> list[list[str]]:
     """Return a header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
-    header = ["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]
-    rows = [header]
+    rows = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]]
     for name in dict.fromkeys((*results.matrices, *results.rewritten)):
         cells = [""] * (len(layers) + 1)
         if name in results.matrices:

@@ -230,8 +230,7 @@ def describe(results: Results) -> dict[str, Any]:
 def table(results: Results) -> list[list[str]]:
     """Return a header and a row per variant: transfer errors (%) with all samples, and changes of the function."""
     names = [(task, probe) for task in TASKS for probe in results.config.probes]
-    header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
-    rows = [header]
+    rows = [["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]]
     for variant, certificate in results.certificates.items():
         errors = [results.transfer_error[task][probe][variant][:, -1] for task, probe in names]
         cells = [cell(error, factor=100, unit=" %") for error in errors]
@@ -285,5 +284,4 @@ def _errors(
     options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps, "step_size": step}
     # As published: rows as the test set has them, in contiguous folds.
     options |= {"key": None, "folds": "contiguous", "num_splits": config.num_splits}
-    error = transfer_errors(features, labels, fractions=fractions, probe=kind, **options)
-    return {"error": error}
+    return {"error": transfer_errors(features, labels, fractions=fractions, probe=kind, **options)}

@@ -361,8 +361,7 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
     weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
     weights = weights / scale_of(jnp.max(jnp.abs(weights)))
     size = jnp.linalg.norm(means)
-    apart = weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)
-    return jnp.sum(apart**2)
+    return jnp.sum((weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)) ** 2)
 
 
 @validated

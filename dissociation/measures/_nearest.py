@@ -94,8 +94,7 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
     if len(terms) > count:
         fail("num_neighbours", f"be at least {len(terms)} in {width} dimensions", num_neighbours)
     order = np.arange(1, count + 1)
-    conditions = np.exp(gammaln(order[None] + 2 * terms[:, None] / width) - gammaln(order)[None])
-    return np.linalg.pinv(conditions)[:, 0]
+    return np.linalg.pinv(np.exp(gammaln(order[None] + 2 * terms[:, None] / width) - gammaln(order)[None]))[:, 0]
 
 
 @validated

@@ -95,8 +95,7 @@ def crossval_softmax_predict(
             f"{gap:.1e}): their probabilities are NaN. {advice}"
         )
     # Samples in no fold are beyond the last one, and keep their zeros.
-    known = jnp.append(fit.converged, True)[ids]
-    return jnp.where(known[:, None], fit.probabilities, jnp.nan)
+    return jnp.where(jnp.append(fit.converged, True)[ids][:, None], fit.probabilities, jnp.nan)
 
 
 @validated
@@ -214,8 +213,7 @@ def crossval_gradient_predict(
 @jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     """Return the step 1 / L of `crossval_gradient_predict` for all of `x`; steps below twice it are stable."""
-    ones = jnp.ones((x.shape[0], 1), x.dtype)
-    return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, ones], 1))
+    return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
 
 
 def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
@@ -252,8 +250,7 @@ def _prepare(
 @partial(jax.jit, static_argnames=("num_splits", "folds", "limit"))
 def _solve_in_turn(x, y, count, key, ridge, tol, *, num_splits: int, folds: str, limit: int):
     ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
-    fit = sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol)
-    return fit, ids
+    return sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol), ids
 
 
 @partial(jax.jit, static_argnames=("num_splits", "folds"))

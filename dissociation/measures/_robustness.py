@@ -155,8 +155,7 @@ def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
     layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
-    tail = eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
-    return jax.vmap(layers[0])(images), tail
+    return jax.vmap(layers[0])(images), eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
 
 
 def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, Any]:

@@ -229,8 +229,7 @@ class _Pairs(NamedTuple):
 
     def add(self, visit: Array, weights: Array, gradient: Array) -> "_Pairs":
         inner = _dot(weights, gradient)
-        sizes = jnp.sqrt(_dot(weights, weights) * _dot(gradient, gradient))
-        good = inner > jnp.finfo(inner.dtype).eps * sizes
+        good = inner > jnp.finfo(inner.dtype).eps * jnp.sqrt(_dot(weights, weights) * _dot(gradient, gradient))
         inverse = jnp.where(good, 1.0 / jnp.where(good, inner, 1.0), 0.0)
         slot = visit % _MEMORY
         return _Pairs(*(old.at[slot].set(new) for old, new in zip(self, (weights, gradient, inverse), strict=True)))
@@ -379,8 +378,7 @@ def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
 
 def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int) -> Array:
     """Return held-out probabilities after gradient steps; with a `step_size` of zero, each fold's stable one."""
-    used = (ids < num_splits)[:, None]
-    data = jnp.where(used, jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
+    data = jnp.where((ids < num_splits)[:, None], jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
     mask = _fold_masks(ids, num_splits, x.dtype)
     # On the sum of losses the bound holds for every fold, whose training part is a subset; a mean divides it by m_f.
     bound = 0.5 * largest_eigenvalue(data)
@@ -391,6 +389,5 @@ def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: A
     def body(_, weights):
         return weights - rate * problem.pull_back(problem.residual(problem.probabilities(problem.logits(weights))))
 
-    zero = jnp.zeros((num_splits, y.shape[1], data.shape[1]), x.dtype)
-    weights = lax.fori_loop(0, num_steps, body, zero)
+    weights = lax.fori_loop(0, num_steps, body, jnp.zeros((num_splits, y.shape[1], data.shape[1]), x.dtype))
     return _held_out(problem.probabilities(problem.logits(weights)), ids)

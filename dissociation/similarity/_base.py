@@ -182,8 +182,7 @@ def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, mi
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
-    route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1])
-    value = prepared_and_compared(route, *in_common_dtype(x, y))
+    value = prepared_and_compared(cheapest(routes, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):
             refuse_constant(name, array)

@@ -107,8 +107,7 @@ def _gulp_distance(a: Array, b: Array) -> Array:
     wide, turned = aligned(a, b)
     apart, sums = wide - turned, wide + turned
     crossed = product(sums.T, apart)
-    square = 0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T))
-    return root(square)
+    return root(0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T)))
 
 
 _SVD = 20.0

@@ -264,8 +264,7 @@ def crossnobis_rdm(
     check_samples("a", a.shape[0], 2)
     a, b = in_common_dtype(a, b)
     if noise_covariance is not None:
-        precision = psd_power(jnp.asarray(noise_covariance, b.dtype), -1)
-        a, b = centre(a), product(centre(b), precision)
+        a, b = centre(a), product(centre(b), psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
     return entries(_crossed(a, b))
 
 

@@ -131,8 +131,7 @@ def _classical(distances: Array, num_dims: int) -> Embedding:
 
 
 def _apart(points: Array) -> Array:
-    differences = points[:, None] - points[None]
-    return root(jnp.sum(differences**2, -1))
+    return root(jnp.sum((points[:, None] - points[None]) ** 2, -1))
 
 
 def _stress(distances: Array, points: Array) -> Array:

@@ -280,8 +280,7 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
     sign = 1.0 if measure.larger_is_closer else -1.0
     slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
     hits = np.sum(sign * draws >= sign * value - slack, 0)
-    known = np.isfinite(value) & np.isfinite(draws).all(0)
-    p_value = np.where(known, (1 + hits) / (1 + len(draws)), np.nan)
+    p_value = np.where(np.isfinite(value) & np.isfinite(draws).all(0), (1 + hits) / (1 + len(draws)), np.nan)
     quantile = sign * np.quantile(sign * draws, level, axis=0)
     spread = draws.std(0, ddof=1) if len(draws) > 1 else np.full_like(value, np.nan)
     calibrated = calibrate(value, quantile, measure.identical)
@@ -434,8 +433,7 @@ def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "h
     own = values[known]
     if method == "holm":
         order = np.argsort(own)
-        stepped = np.maximum.accumulate(own[order] * np.arange(len(own), 0, -1))
-        own[order] = np.minimum(stepped, 1.0)
+        own[order] = np.minimum(np.maximum.accumulate(own[order] * np.arange(len(own), 0, -1)), 1.0)
     else:
         own = stats.false_discovery_control(own, method=method)
     values[known] = own

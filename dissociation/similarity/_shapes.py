@@ -45,8 +45,7 @@ def _angle(a: Array, b: Array) -> Array:
 def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     (x, size_x), (y, size_y) = a, b
     size = jnp.maximum(size_x, size_y)
-    square = residual(x * (size_x / size), y * (size_y / size))
-    return size * root(square)
+    return size * root(residual(x * (size_x / size), y * (size_y / size)))
 
 
 def _centred(x: Array) -> tuple[Array, Array]:

@@ -55,8 +55,7 @@ class JointMoments(Result):
 
 def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
     """Return sums over each representation's features, which lie on the first axis."""
-    owner = np.repeat(np.arange(len(widths)), widths)
-    return jax.ops.segment_sum(values, owner, len(widths))
+    return jax.ops.segment_sum(values, np.repeat(np.arange(len(widths)), widths), len(widths))
 
 
 def joint_moments(*representations: Any) -> JointMoments:
@@ -183,8 +182,7 @@ def _linear_cka(m: JointMoments) -> Array:
 
 def _scaled(m: JointMoments) -> Array:
     """Return products of features, of representations whose lengths squared sum to 1."""
-    owner = np.repeat(np.arange(len(m.widths)), m.widths)
-    lengths = jnp.sqrt(m.squares())[owner]
+    lengths = jnp.sqrt(m.squares())[np.repeat(np.arange(len(m.widths)), m.widths)]
     return m.products / lengths[:, None] / lengths[None]
 
 
@@ -225,8 +223,7 @@ def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
     rtol = [8 * width * float(jnp.finfo(m.products.dtype).eps) for width in m.widths]
     own = [m.block(i, i) for i in range(len(m.widths))]
     roots = [psd_power(block, -0.5, rtol=cut) for block, cut in zip(own, rtol, strict=True)]
-    ranks = [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
-    return roots, ranks
+    return roots, [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
 
 
 def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
@@ -309,8 +306,7 @@ def _from_moments(moments: JointMoments, measure: str) -> Array:
 
 
 def _expected_linear_cka(m: JointMoments) -> Array:
-    inner = _block_squares(m.products, m.widths)
-    traces = m.squares() / jnp.sqrt(jnp.diagonal(inner))
+    traces = m.squares() / jnp.sqrt(jnp.diagonal(_block_squares(m.products, m.widths)))
     return traces[:, None] * traces[None] / (m.count - 1)
 
 

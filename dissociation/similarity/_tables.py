@@ -142,8 +142,7 @@ def _block(route: Route, a: Any, b: Any, *, symmetric: bool) -> Array:
 
         out = lax.fori_loop(0, len(where), put, jnp.zeros(sizes, kind))
     if symmetric:
-        upper = jnp.triu(out, 1)
-        return jnp.triu(out) + upper.T
+        return jnp.triu(out) + jnp.triu(out, 1).T
     return out
 
 
@@ -154,8 +153,7 @@ def _cut(tree: Any, start: Array | int, width: int) -> Any:
 def _products(a: Array, b: Array) -> Array:
     """Return <a_i, b_j> of all pairs, on a CPU from one part of the entries at a time."""
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
-    size = a.shape[1]
-    parts = size // PART
+    parts = a.shape[1] // PART
     if parts < 2 or jax.default_backend() != "cpu":
         return product(a, b.T)
 

@@ -87,8 +87,7 @@ def align_dynamics(
     >>> found.distance.round(4), jnp.linalg.det(found.rotation).round(4), bool(found.converged)
     (Array(0.5657, dtype=float32), Array(-1., dtype=float32), True)
     """
-    found = _align(*_stacked(a, b), key, num_starts, num_steps, form)
-    return jax.tree.map(lambda leaf: leaf[0], found)
+    return jax.tree.map(lambda leaf: leaf[0], _align(*_stacked(a, b), key, num_starts, num_steps, form))
 
 
 @validated(finite=("a", "b"))

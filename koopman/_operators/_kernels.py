@@ -234,8 +234,7 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
     """Return |x_i - y_j|^2 by one product, about the mean of y against cancellation, and never below zero."""
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
     x, y = x - mean, y - mean
-    square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y)
-    return jnp.maximum(square, 0.0)
+    return jnp.maximum(jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y), 0.0)
 
 
 @jax.jit  # or the branches would be compiled at every call

@@ -224,8 +224,7 @@ def checked_pairs(
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
     warn_narrowed(x, y, observable)
-    flat = observable.reshape(x.shape[0], -1)
-    return place(x), place(y), place(flat), tuple(observable.shape[1:])
+    return place(x), place(y), place(observable.reshape(x.shape[0], -1)), tuple(observable.shape[1:])
 
 
 def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
@@ -452,8 +451,7 @@ def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
 
     The tangent dR has R^T dR + dR^T R = d(x^T x), and stays finite if the rank of x falls short.
     """
-    missing = max(0, x.shape[1] - x.shape[0])
-    return jnp.linalg.qr(jnp.pad(x, ((0, missing), (0, 0))), mode="r")
+    return jnp.linalg.qr(jnp.pad(x, ((0, max(0, x.shape[1] - x.shape[0])), (0, 0))), mode="r")
 
 
 @gram_root.defjvp

@@ -257,8 +257,7 @@ def eigenpairs(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[A
     head = vectors[:, :NUM_CHECKED]
     quotients = jnp.sum(head * product(matrix, head), 0)
     found = values[:NUM_CHECKED]
-    checked = jnp.where(2 * quotients < found, jnp.maximum(quotients, 0.0), found)
-    return values.at[:NUM_CHECKED].set(checked), vectors
+    return values.at[:NUM_CHECKED].set(jnp.where(2 * quotients < found, jnp.maximum(quotients, 0.0), found)), vectors
 
 
 def mixing(

@@ -53,8 +53,7 @@ def ornstein_uhlenbeck(
         rate, width = jnp.asarray(theta, dtype), jnp.asarray(sigma, dtype)
         elapsed = rate * jnp.asarray(time_step, dtype)
         deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
-        draw = jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))
-        kicks = deviation * draw(step_keys(key, num_steps))
+        kicks = deviation * jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))(step_keys(key, num_steps))
         return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
 
     def draw_initial(key: Array) -> Array:

@@ -177,5 +177,4 @@ def stuck(logits: np.ndarray) -> np.ndarray:
     not stuck.
     """
     read = predicted(logits[:, 0, 0, 0])
-    most = np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0)
-    return most > 0.9
+    return np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0) > 0.9

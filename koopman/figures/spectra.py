@@ -201,8 +201,7 @@ def _hermite(count: int, x: Array) -> Array:
 def _bumps(x: Array) -> Array:
     """Return a constant and 19 Gaussian bumps of width 0.15 from -1.2 to 1.2, [n, 20]."""
     centres = jnp.linspace(-1.2, 1.2, 19, dtype=x.dtype)
-    bumps = jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)
-    return jnp.concatenate([jnp.ones_like(x), bumps], 1)
+    return jnp.concatenate([jnp.ones_like(x), jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)], 1)
 
 
 def compute(
@@ -280,8 +279,7 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
             out[f"functions_{name}"] = jnp.real(factor * function)
         return out
 
-    keys = jax.random.split(key, config.num_trajectories)
-    return bmap(one, batch_size=figures.per_batch())(keys)
+    return bmap(one, batch_size=figures.per_batch())(jax.random.split(key, config.num_trajectories))
 
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
