@@ -89,9 +89,8 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
     """Return what two equal runs have in common: configuration, hashes of key and data, and precision."""
-    precision = str(jnp.result_type(float))
     prints = {"key": checkpoint.fingerprint(key), "data": checkpoint.fingerprint(data)}
-    return {"config": as_json(config), **prints, "precision": precision}
+    return {"config": as_json(config), **prints, "precision": str(jnp.result_type(float))}
 
 
 def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Train stacked members, rewrite them, and measure the rewritten ones."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -47,10 +47,19 @@ MAX_WEIGHTS = 2**28
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Base of settings: the dataset."""
+    """Base of settings: the dataset. Subclasses also have `num_test` and the field that `LOADED` names."""
+
+    LOADED: ClassVar[str] = "num_train"
+    """Name of the number of training images to load."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
+
+    def __post_init__(self):
+        check_choice("data", self.data, NAMES)
+        for name in (self.LOADED, "num_test"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), minimum=1)
 
     def check_data(self, data: Dataset) -> None:
         """Raise if a setting does not fit the dataset."""
@@ -75,7 +84,7 @@ class Config(DataConfig):
     """Test images; None takes the data set's own number."""
 
     def __post_init__(self: Any):
-        check_source(self)
+        super().__post_init__()
         check_choice("model", self.model, NETWORKS)
         for name in ("num_seeds", "width"):
             check_count(name, getattr(self, name), minimum=1)
@@ -103,19 +112,11 @@ class Config(DataConfig):
             fail(name, f"leave a layer of `width` {self.width} at most {MAX_WEIGHTS} weights", getattr(self, name))
 
 
-def check_source(config: Any, sizes: Sequence[str] = ("num_train", "num_test")) -> None:
-    """Raise unless `data` is known, and the fields that `sizes` names are counts or None."""
-    check_choice("data", config.data, NAMES)
-    for name in sizes:
-        if getattr(config, name) is not None:
-            check_count(name, getattr(config, name), minimum=1)
-
-
 def source(config: Any, dataset: Dataset | None = None) -> Dataset:
     """Return the dataset that a figure's configuration names, or the given one, and check that it fits."""
     data = dataset
     if data is None:
-        data = load(config.data, num_train=config.num_train, num_test=config.num_test)
+        data = load(config.data, num_train=getattr(config, config.LOADED), num_test=config.num_test)
     config.check_data(data)
     return data
 
@@ -259,9 +260,8 @@ def _measured(measure: Any, stacked: Any) -> Any:
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
     """Return the certificate on `images`, and the rewritten network's error there as `clean_error`: a measure."""
-    certificate = certify(model, rewritten, images)
     error = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
-    return {**certificate._asdict(), "clean_error": error}
+    return {**certify(model, rewritten, images)._asdict(), "clean_error": error}
 
 
 def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:

@@ -27,9 +27,9 @@ from dissociation._core.checks import (
     fail,
 )
 from dissociation._core.files import RefusedFile
-from dissociation.data._datasets import Dataset, load
+from dissociation.data._datasets import Dataset
 from dissociation.figures import _collapse_drawing as drawing
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, check_parts_of, identity_of, read_part
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts, check_parts_of, read_part
 from dissociation.figures._collapse_drawing import draw
 from dissociation.figures._collapse_measures import (
     SAVED,
@@ -42,7 +42,8 @@ from dissociation.figures._collapse_measures import (
 )
 from dissociation.figures._collapse_results import assemble, crossing_table, series_of
 from dissociation.figures._labels import Results
-from dissociation.figures._members import DataConfig, check_source
+from dissociation.figures._members import DataConfig, run
+from dissociation.figures._members import source as source
 from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints
@@ -86,6 +87,8 @@ _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_sco
 @dataclasses.dataclass(frozen=True)
 class Config(DataConfig):
     """The networks, and what is measured on them."""
+
+    LOADED = "num_loaded"
 
     weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
     """AdamW's."""
@@ -143,7 +146,7 @@ class Config(DataConfig):
     """Test images; all by default."""
 
     def __post_init__(self):
-        check_source(self, ("num_loaded", "num_test"))
+        super().__post_init__()
         check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         check_choice("network", self.network, ("mlp", "cnn"))
         for name in ("weight_decays", "seeds"):
@@ -203,18 +206,7 @@ def compute(
     `key` is that of the autoencoder that compresses images; networks follow from `config.seeds`. `folder` also keeps
     the series so far, see `load_partial`. `mesh` is that of `training.Layout`.
     """
-    data = source(config, dataset)
-    with Parts(folder, identity_of(config, key, data), progress) as parts:
-        return _computed(config, key, data, parts, mesh)
-
-
-def source(config: Config, dataset: Dataset | None = None) -> Dataset:
-    """Return the dataset that the configuration names, or the given one, and check that it fits."""
-    data = dataset
-    if data is None:
-        data = load(config.data, num_train=config.num_loaded, num_test=config.num_test)
-    config.check_data(data)
-    return data
+    return run(partial(_computed, mesh=mesh), config, key, dataset, folder, progress)
 
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mesh | str | None) -> Results:
@@ -246,8 +238,8 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mes
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
     parts.save(SAVED, {"time_step": steps, **series})  # whole, even if the file was deleted during the run
-    found = assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
-    return found._replace(member=take(trained.models, 0))
+    member = take(trained.models, 0)
+    return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds, member)
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
@@ -346,8 +338,7 @@ def table(results: Results) -> list[list[str]]:
     """Return a header and a row per weight decay: when networks fitted and collapsed, and how they end."""
     rows = crossing_table(results.config.weight_decays, results.crossings)
     rows[0] += ["test accuracy", "RNC1", "NC2"]
-    names = ("test_accuracy", "rnc1_score", "nc2_score")
     for index, row in enumerate(rows[1:]):
-        ends = [results.series[name][index, :, -1] for name in names]
+        ends = [results.series[name][index, :, -1] for name in (("test_accuracy", "rnc1_score", "nc2_score"))]
         row += [number(values, form) for values, form in zip(ends, (".4f", ".2g", ".3g"), strict=True)]
     return rows

@@ -22,7 +22,7 @@ from dissociation.figures._artifacts import AnyMeter, Folder, Parts
 from dissociation.figures._eigenvector_drawing import draw
 from dissociation.figures._eigenvector_measures import ORDERS, pooled
 from dissociation.figures._labels import Results
-from dissociation.figures._members import DataConfig, check_source, described, run
+from dissociation.figures._members import DataConfig, described, run
 from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell, check_some_left, masked_job, named_diverged, stand_ins
 from dissociation.plotting._axes import summarise
@@ -105,7 +105,7 @@ class Config(DataConfig):
     """Test images; all by default."""
 
     def __post_init__(self):
-        check_source(self)
+        super().__post_init__()
         check_distinct("sizes", self.sizes)
         for size in self.sizes:
             check_count("sizes", size, minimum=1)
@@ -141,11 +141,9 @@ def compute(
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
-    history: dict[int, dict[str, np.ndarray]] = {}
-    error: dict[int, dict[str, np.ndarray]] = {}
-    full_error, leading, forms = {}, {}, {}
+    history, error, full_error, leading = {}, {}, {}, {}
+    forms, diverged_at, alive = {}, {}, {}
     reference: Any = ()
-    diverged_at, alive = {}, {}
     for size in config.sizes:
         trained = train_bilinear(
             data,
@@ -157,7 +155,10 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
             **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
         )
         parts.seconds[f"training size {size}"] = trained.seconds
-        history[size] = _finite_history(trained.history.observed)
+        observed = trained.history.observed
+        # From where a network diverged its accuracy would be that of the first class.
+        finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
+        history[size] = {name: np.where(finite, values, np.nan) for name, values in observed.items()}
         diverged_at[size] = trained.diverged_at
         alive[size] = check_some_left(trained.diverged_at, f"networks of size {size}")
         models = stand_ins(trained.models, alive[size])
@@ -209,12 +210,6 @@ def _intervals(
     names = ("magnitude", "positive", "negative") if same else ("magnitude",)
     other = None if same else alive[config.reference]
     return {by: measures.intervals(similarity[by], pairs, alive[size], other) for by in names}
-
-
-def _finite_history(observed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a history with NaN from where a network diverged: its accuracy would be that of the first class."""
-    finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
-    return {name: np.where(finite, values, np.nan) for name, values in observed.items()}
 
 
 def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:

@@ -106,10 +106,6 @@ class Config(members.Config):
             check_distinct(name, getattr(self, name))
             for measure in getattr(self, name):
                 check_choice(name, measure, SIMILARITIES if name == "measures" else REPRESENTATIONAL)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        """Raise unless there are enough samples for blocks, and for measures of few features."""
         if self.num_blocks > self.num_samples:
             fail("num_blocks", f"be at most `num_samples` ({self.num_samples})", self.num_blocks)
         left = self.num_samples - -(-self.num_samples // self.num_blocks)

@@ -204,8 +204,7 @@ def crossval_gradient_predict(
         warn_unstable(x, count, step_size)
     if not is_traced(num_steps) and int(num_steps) < 0:
         fail("num_steps", "be at least 0", num_steps)
-    steps = jnp.asarray(num_steps, jnp.int32)
-    size = jnp.asarray(step_size, x.dtype)
+    steps, size = jnp.asarray(num_steps, jnp.int32), jnp.asarray(step_size, x.dtype)
     return _descend_in_turn(x, y, count, key, steps, size, num_splits=num_splits, folds=folds)
 
 

@@ -176,10 +176,9 @@ def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tupl
 
     average, scale = lax.map(moments, mask)
     average, scale = average.at[:, -1].set(0.0), scale.at[:, -1].set(1.0)
-    present = _product(mask, y) > 0
     penalty = jnp.full((data.shape[1],), ridge).at[-1].set(0.0)
     rows = scale[:, None], average[:, None], penalty[None, None]
-    offset = jnp.where(present, 0.0, _NEVER).astype(x.dtype)[:, :, None]
+    offset = jnp.where(_product(mask, y) > 0, 0.0, _NEVER).astype(x.dtype)[:, :, None]
     return _Problem(data, y.T, mask[:, None], offset, *rows), mean, deviation
 
 

@@ -1,6 +1,7 @@
 """Representational similarity analysis: matrices of dissimilarities between samples (RDMs), and how they agree."""
 
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -64,10 +65,6 @@ def entries(matrix: Array) -> Array:
     return matrix[np.triu_indices(matrix.shape[0], 1)]
 
 
-def _centred_pairs(pairs: Array) -> Array:
-    return unit(apart_from_rounding(pairs - jnp.mean(pairs), pairs))
-
-
 def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
     """Return Kendall's tau-a: concordant minus discordant pairs, of all pairs; ties are neither.
 
@@ -93,9 +90,10 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
         start = below[group << (shift + 1)]
         ones = jnp.cumsum(bit) - bit
         ones -= ones[start]  # before this one, in its group
-        fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
         place = jnp.where(bit == 1, ones, jnp.arange(number) - start - ones) + below[(values >> shift) << shift]
-        return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
+        return discordant + jnp.sum(jnp.where(bit == 0, ones.astype(a.dtype), 0.0)), jnp.zeros_like(values).at[
+            place
+        ].set(values)
 
     discordant, _ = lax.fori_loop(0, bits, level, (jnp.zeros((), a.dtype), rank))
     total = 0.5 * number * (number - 1)
@@ -113,7 +111,8 @@ def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
     if comparison in RANKED:
         pairs = ranks(pairs, size) if comparison == "spearman" else snapped(pairs, size)
     if comparison != "kendall":
-        pairs = unit(pairs) if comparison == "cosine" else _centred_pairs(pairs)
+        pairs = pairs if comparison == "cosine" else apart_from_rounding(pairs - jnp.mean(pairs), pairs)
+        pairs = unit(pairs)
     return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
 
 
@@ -147,6 +146,7 @@ def _kendall(a: Prepared, b: Prepared) -> Array:
 
 
 @validated(finite=("x",))
+@partial(jax.jit, static_argnames="kind")
 def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
     """Dissimilarities of all pairs of samples.
 
@@ -169,16 +169,11 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
     """
     check_choice("kind", kind, RDMS)
     check_samples("x", x.shape[0], 2)
-    (x,) = in_common_dtype(x)
-    return _rdm(x, kind)
-
-
-@eqx.filter_jit
-def _rdm(x: Array, kind: str) -> Array:
-    unscaled = kind in ("cosine", "correlation")
-    x, scale = scaled(x)
+    x, scale = scaled(in_common_dtype(x)[0])
     pairs = entries(_with_size(x, kind)[0])
-    return pairs if unscaled else scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
+    if kind in ("cosine", "correlation"):
+        return pairs
+    return scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
 
 
 @validated(finite=("a", "b"))

@@ -472,7 +472,7 @@ def member_interval(
     table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
-    left = (total - rows) / ((count - 1) * (count - 2))
     # A mean over pairs has no bias, and lies inside of its interval.
+    left = (total - rows) / ((count - 1) * (count - 2))
     found = jackknife_interval(mean, left, level=level, bounds=bounds, unbias=False)
     return MemberInterval(mean, found.standard_error, found.low, found.high)

@@ -375,8 +375,7 @@ def _tested(job: Job, values: Array, shuffled: Any, *, by_moments: bool) -> np.n
 
 
 def _invariants(route: Any, one: Items) -> Any:
-    found = [invariants_of(route, array) for array in one.arrays]
-    order = np.argsort(np.concatenate(one.places))
+    order, found = np.argsort(np.concatenate(one.places)), [invariants_of(route, array) for array in one.arrays]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *found)
 
 

@@ -84,10 +84,9 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
     joined = jnp.concatenate(arrays, 1)
     x = centre(joined)
     lengths = _per_representation((x**2).T, widths).T
-    mean = joined[0] - x[0]
     return JointMoments(
         count=jnp.asarray(x.shape[0], x.dtype),
-        mean=mean,
+        mean=joined[0] - x[0],
         products=product(x.T, x),
         cubes=product(x.T, lengths),
         quartics=product(lengths.T, lengths),

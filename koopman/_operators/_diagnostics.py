@@ -200,19 +200,23 @@ def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> Non
     `basis`: Solution of the estimator, whose singular values below `cutoff` times the largest are zero.
     `asked`: Rank of the estimator.
     """
-    if asked is not None:
-        _warn_rank(operator)
-    _warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
-    _warn_inexact(operator)
-
-
-def _warn_rank(operator: Any) -> None:
-    """Warn if the data hold fewer directions than the rank asked for."""
     rank, held = operator.core.shape[0], int(operator.effective_rank)
-    if held < rank:
+    if asked is not None and held < rank:
         _warn(
             f"`rank` ({rank}) exceeds the {held} directions that the data hold in {operator.core.dtype}: the other "
             f"{rank - held} latent functions are zero or rounding. Lower it to {held}.",
+        )
+    _warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
+    seen = np.asarray(operator.gram_x)
+    gram = seen + np.asarray(operator.penalty)
+    # U^T C_x U + B is the identity, apart from columns that are not in use. Directions count as much as `alpha` leaves
+    # of them: the smallest of ridge regression are rounding.
+    weight = np.sqrt(np.abs(np.diagonal(seen)))
+    error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
+    if not error <= 1e-2:  # nor if it is NaN
+        _warn(
+            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
+            "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",
         )
 
 
@@ -231,22 +235,6 @@ def _warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
         f"{rank} rounding chooses which directions stay, and eigenvalues are lost. Use rank "
         f"{' or '.join(ranks) or f'{rank + above} or more'}.",
     )
-
-
-def _warn_inexact(operator: Any) -> None:
-    """Warn if U^T C_x U + B is not the identity, apart from columns that are not in use.
-
-    Directions count as much as `alpha` leaves of them: the smallest of ridge regression are rounding.
-    """
-    seen = np.asarray(operator.gram_x)
-    gram = seen + np.asarray(operator.penalty)
-    weight = np.sqrt(np.abs(np.diagonal(seen)))
-    error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
-    if not error <= 1e-2:  # nor if it is NaN
-        _warn(
-            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
-            "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",
-        )
 
 
 def warn_unconverged(residual: Array | None, eps: float) -> None:

@@ -165,10 +165,9 @@ def pairwise_dynamical_distance(
         upper = jnp.zeros_like(own).at[rows, columns].set(found.distance)
         distances = upper + upper.T + own
     else:
-        matrices = _joined(first, jnp.asarray(others))
         size = first.shape[0], others.shape[0]
         rows, columns = np.indices(size).reshape(2, -1)
-        found = _align(matrices, rows, size[0] + columns, key, num_starts, num_steps, form)
+        found = _align(_joined(first, jnp.asarray(others)), rows, size[0] + columns, key, num_starts, num_steps, form)
         distances = found.distance.reshape(size)
     _warn_unsure(found.converged)
     return distances
@@ -335,6 +334,7 @@ def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
 
 
 @validated(finite=("eigenvalues_a", "eigenvalues_b"))
+@jax.jit
 def eigenvalue_distance(
     eigenvalues_a: Complex[Array | np.ndarray, " r"], eigenvalues_b: Complex[Array | np.ndarray, " r"]
 ) -> Float[Array, ""]:
@@ -360,18 +360,14 @@ def eigenvalue_distance(
     >>> eigenvalue_distance([1.0, 0.5j, -0.5j], [0.5j, -0.5j, 0.0])
     Array(1., dtype=float32)
     """
-    return _eigenvalue_distance(jnp.asarray(eigenvalues_a), jnp.asarray(eigenvalues_b))
-
-
-@jax.jit
-def _eigenvalue_distance(first: Array, second: Array) -> Array:
-    gaps = lax.stop_gradient(first[:, None] - second[None])
+    gaps = lax.stop_gradient(eigenvalues_a[:, None] - eigenvalues_b[None])
     rows, columns = optax.assignment.hungarian_algorithm(gaps.real**2 + gaps.imag**2)
-    apart = first[rows] - second[columns]
+    apart = eigenvalues_a[rows] - eigenvalues_b[columns]
     return norm(jnp.stack([apart.real, apart.imag]))
 
 
 @validated
+@partial(jax.jit, static_argnames="metric")
 def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
     """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of an operator's latent functions.
 
@@ -395,10 +391,5 @@ def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Arra
         experimental data.
     """
     check_choice("metric", metric, ("data", "features"))
-    return _transition_matrix(operator, metric)
-
-
-@partial(jax.jit, static_argnames="metric")
-def _transition_matrix(operator: Operator, metric: str) -> Array:
     gram = operator.gram_x if metric == "data" else operator.basis_gram
     return product(psd_power(gram, 0.5), product(operator.core, psd_power(gram, -0.5))).T

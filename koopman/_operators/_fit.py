@@ -361,9 +361,8 @@ def _assemble(
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
     unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
-    undo = unshrinking(penalty)
     latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
-    latent_y, across = product(problem.y, basis), product(latent_x, undo)
+    latent_y, across = product(problem.y, basis), product(latent_x, unshrinking(penalty))
     dual = product(problem.y.T, across)
     gram_x = product(latent_x.T, latent_x)
     # Singular values tell nothing of directions if successors have columns of different units.

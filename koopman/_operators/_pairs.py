@@ -106,9 +106,8 @@ def lagged_pairs(
 @partial(jax.jit, static_argnames="longest")
 def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
     """Cut pairs at a `steps` of up to `longest` that the program need not know."""
-    firsts = [_joined(stack[:, :-longest]) for stack in stacks]
     seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
-    return jnp.concatenate(firsts), jnp.concatenate(seconds)
+    return jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks]), jnp.concatenate(seconds)
 
 
 @validated(empty=("trajectory",))

@@ -286,9 +286,8 @@ def describe(results: Results) -> dict[str, Any]:
 
 def families(results: Results) -> dict[str, Any]:
     """Return the endings of array names, by the axes that they make; see `figures`."""
-    models = {"models": tuple(results.logits)}
     kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
-    return dict.fromkeys(kinds, models)
+    return dict.fromkeys(kinds, {"models": tuple(results.logits)})
 
 
 def caption(results: Results) -> str:

@@ -261,12 +261,11 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         x, y = lagged_pairs(system.sample(length, key), system.lag)
         features = system.features(x), system.features(y)
         reduced_rank = ReducedRank(system.rank, alpha)
-        kernel = RBF(system.length_scale)
         fitted: dict[str, tuple[Operator, Array]] = {
             "ridge": (fit(Ridge(alpha), *features), system.features(grid)),
             "pcr": (fit(PrincipalComponents(system.rank, alpha), *features), system.features(grid)),
             "reduced_rank": (fit(reduced_rank, *features), system.features(grid)),
-            "nystroem": (fit(reduced_rank, x, y, kernel=kernel, centres=centres), grid),
+            "nystroem": (fit(reduced_rank, x, y, kernel=RBF(system.length_scale), centres=centres), grid),
         }
         out = {}
         for name, (operator, where) in fitted.items():
@@ -323,10 +322,9 @@ def _draw_rates(axes: Axes, results: Results, name: str) -> None:
         ratios = np.log(np.abs(results.eigenvalues[name][estimator][:, -1][:, kept])) / np.log(np.abs(exact[kept]))
         places = np.arange(len(kept)) + 0.2 * (index - 1.5)
         summary = plotting.summarise(ratios)
-        half = summary.interval()[1] - summary.mean
         axes.plot(np.tile(places, (len(ratios), 1)) - 0.04, ratios, ".", color=look["color"], markersize=2, alpha=0.6)
         style = {"fmt": look["marker"], "color": look["color"], "markersize": 3, "linewidth": 0.8, "capsize": 1.5}
-        axes.errorbar(places + 0.04, summary.mean, half, **style)
+        axes.errorbar(places + 0.04, summary.mean, summary.interval()[1] - summary.mean, **style)
     axes.set_xticks(range(len(kept)), [f"{-np.log(np.abs(value)):.3g}" for value in exact[kept]])
     axes.set(xlabel="exact rate per lag", ylabel="estimated over exact", xlim=(-0.5, len(kept) - 0.5))
 
