@@ -269,9 +269,6 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
     """
     slack = 8 * jnp.finfo(logits.dtype).eps * jnp.abs(value)
 
-    def going(state):
-        return jnp.any(state[1]) & (state[2] < 25)
-
     def body(state):
         length, on, count = state
         there = logits + length[:, None, None] * change
@@ -283,7 +280,8 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
         shorter = length * jnp.clip(-slope / jnp.where(new_slope > slope, new_slope - slope, 1.0), 0.1, 0.7)
         return jnp.where(on & ~done, shorter, length), on & ~done, count + 1
 
-    length, failed, _ = lax.while_loop(going, body, (active.astype(logits.dtype), active, 0))
+    start = active.astype(logits.dtype), active, 0
+    length, failed, _ = lax.while_loop(lambda state: jnp.any(state[1]) & (state[2] < 25), body, start)
     return jnp.where(failed, 0.0, length)
 
 
@@ -304,9 +302,6 @@ class _State(NamedTuple):
 def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
     """Return every fold's minimum, by L-BFGS in a metric that the folds share; see `crossval_softmax_fit`."""
     problem, mean, deviation = build(x, y, ids, ridge, num_splits)
-
-    def going(state):
-        return jnp.any(state.active) & (state.visits <= limit)
 
     def body(state):
         weights, logits, visit = state.weights, state.logits, state.visits
@@ -344,7 +339,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         restart=jnp.asarray(False),
         visits=jnp.asarray(0),
     )
-    state = lax.while_loop(going, body, state)
+    state = lax.while_loop(lambda state: jnp.any(state.active) & (state.visits <= limit), body, state)
     gap = state.square / (2 * ridge * state.value)
     raw = problem.plain(state.weights)
     coefficients = raw[:, :, :-1] * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[None, None]

@@ -91,9 +91,8 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
         ones = jnp.cumsum(bit) - bit
         ones -= ones[start]  # before this one, in its group
         place = jnp.where(bit == 1, ones, jnp.arange(number) - start - ones) + below[(values >> shift) << shift]
-        return discordant + jnp.sum(jnp.where(bit == 0, ones.astype(a.dtype), 0.0)), jnp.zeros_like(values).at[
-            place
-        ].set(values)
+        fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
+        return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
 
     discordant, _ = lax.fori_loop(0, bits, level, (jnp.zeros((), a.dtype), rank))
     total = 0.5 * number * (number - 1)

@@ -374,9 +374,7 @@ def _from_moments(problem: FeatureRegression) -> Basis:
         found, values, rest, residual = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
         return Basis(product(vectors, gain[:, None] * found), values, rest, squares[-size], residual)
 
-    @custom_vmap
-    def solved(square: Array, cross: Array, alpha: Array) -> Basis:
-        return factored(square, cross, alpha)
+    solved = custom_vmap(factored)
 
     @solved.def_vmap
     def _(_: int, batched: list[bool], *arguments: Array) -> tuple[Basis, Basis]:

@@ -141,8 +141,8 @@ def right_eigenfunctions(
         Values with mean square 1 on the training states, or with variance 1 if the operator is centred.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
-    values = product(operator.encode(x).astype(spectrum.right.dtype), spectrum.right)
-    return values + _constants(operator, spectrum)[None]
+    latent = operator.encode(x).astype(spectrum.right.dtype)
+    return product(latent, spectrum.right) + _constants(operator, spectrum)[None]
 
 
 @validated

@@ -85,12 +85,9 @@ def ornstein_uhlenbeck_spectrum(
     degrees = np.arange(check_count("num_components", num_components, minimum=1))
     scale = float(sigma) / math.sqrt(2 * float(theta))
 
-    def scaled(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
-        return column(states) / scale
-
     @validated
     def functions(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
-        x = scaled(states)
+        x = column(states) / scale
         columns = [np.ones_like(x), x]
         for k in degrees[2:]:  # normalised at once: factorials overflow
             columns.append((x * columns[-1] - math.sqrt(k - 1) * columns[-2]) / math.sqrt(k))
@@ -98,7 +95,7 @@ def ornstein_uhlenbeck_spectrum(
 
     @validated
     def density(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
-        return np.exp(-(scaled(states) ** 2) / 2) / (scale * math.sqrt(2 * math.pi))
+        return np.exp(-((column(states) / scale) ** 2) / 2) / (scale * math.sqrt(2 * math.pi))
 
     return ExactSpectrum(np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density)
 

@@ -114,7 +114,7 @@ def evaluate(
     "eigenvalues" [r]; "left", left eigenfunctions on the images, [n, r], zero for a latent map.
     """
     images = jnp.asarray(images)
-    one, values = jnp.asarray([1]), _features(forecaster, images)
+    one, values = jnp.asarray([1]), _encoded(forecaster.features, images)
     logits, strips = [], []
     for protocol in PROTOCOLS:
         moved = forecaster if protocol in ("images", "powers") else project(forecaster, protocol, num_digits)
@@ -146,9 +146,7 @@ def _ahead(forecaster: Forecaster, values: Array, steps: Array) -> Array:
     return forecaster.ahead(values, steps)[0]
 
 
-@eqx.filter_jit
-def _features(forecaster: Forecaster, images: Array) -> Array:
-    return encode(forecaster.features, images)
+_encoded = eqx.filter_jit(encode)
 
 
 @eqx.filter_jit
