@@ -12,18 +12,13 @@ from dissociation.measures._crossing import Median, Slope, first_cross, log_slop
 class Crossings(NamedTuple):
     """Steps at which the networks of a sweep crossed the thresholds.
 
-    Attributes:
-        first: First steps, [decay, seed], or NaN, see `first_crossings`.
-        median: Medians over the seeds that did not diverge with their 90 % intervals, [decay, 3], or NaN; of "delay"
-            over seeds that fitted.
-        line: Slope and intercept of log collapse time on log weight decay; NaN if too few networks crossed.
-        slope: A sentence on the slopes of collapse time and of delay.
+    Medians are over the seeds that did not diverge, with 90 % intervals, [decay, 3]; of "delay" over seeds that fitted.
     """
 
-    first: dict[str, np.ndarray]
-    median: dict[str, np.ndarray]
-    line: np.ndarray
-    slope: str
+    first: dict[str, np.ndarray]  # [decay, seed], or NaN, see `first_crossings`
+    median: dict[str, np.ndarray]  # or NaN
+    line: np.ndarray  # slope and intercept of log collapse time on log weight decay; NaN if too few networks crossed
+    slope: str  # a sentence on the slopes of collapse time and of delay
 
 
 def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> Crossings:

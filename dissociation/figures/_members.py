@@ -169,23 +169,14 @@ def neuron_rewrites(config: Any, group: NeuronGroup) -> dict[str, Callable[[Any,
 
 
 class Trained(NamedTuple):
-    """Trained networks.
+    """Trained networks."""
 
-    Attributes:
-        models: Stacked models; those that diverged are replaced, see `_seeds.stand_ins`.
-        alive: Which networks did not diverge, [seeds].
-        diverged_at: The step at which a network diverged, or -1: [seeds].
-        test_error: Error along training, NaN from where a network diverged: [seeds, epochs + 1].
-        seconds: Wall time.
-        observed: All observations, [seeds, epochs + 1, ...] each.
-    """
-
-    models: Any
-    alive: np.ndarray
-    diverged_at: np.ndarray
-    test_error: np.ndarray
-    seconds: float
-    observed: dict[str, np.ndarray]
+    models: Any  # stacked; those that diverged are replaced, see `_seeds.stand_ins`
+    alive: np.ndarray  # True for networks that did not diverge, [seeds]
+    diverged_at: np.ndarray  # the step at which a network diverged, or -1: [seeds]
+    test_error: np.ndarray  # along training, NaN from where a network diverged: [seeds, epochs + 1]
+    seconds: float  # wall time
+    observed: dict[str, np.ndarray]  # all observations, [seeds, epochs + 1, ...] each
 
     def results(self, config: Any, data: Dataset, parts: Parts, **found: Any) -> Results:
         """Return results with those that all figures of trained members share."""

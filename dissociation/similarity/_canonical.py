@@ -61,21 +61,9 @@ def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.minimum(nuclear_norm(product(a[0].T, b[0])) / jnp.minimum(a[1], b[1]), 1.0)
 
 
-def _mean_square(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0)
-
-
-def _squares_expected(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1]))
-
-
 def _projector(x: Array) -> Prepared:
     q, rank = basis(x)
     return Prepared(product(q, q.T), rank / (x.shape[0] - 1) ** 0.5, rank)
-
-
-def _mean_overlap(product: Array, a: Prepared, b: Prepared) -> Array:
-    return jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0)
 
 
 def _seen(x: Array) -> tuple[Array, Array, Array]:
@@ -116,8 +104,15 @@ _SVD = 20.0
 CCA = (Route(basis, _mean_correlation, effort=_SVD),)
 
 CCA_SQUARED = (
-    Route(basis, _mean_square, expected=_squares_expected, effort=_SVD),
-    product_route(_projector, _mean_overlap)._replace(effort=1.5 * _SVD),
+    Route(
+        basis,
+        lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),
+        expected=lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
+        effort=_SVD,
+    ),
+    product_route(_projector, lambda product, a, b: jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0))._replace(
+        effort=1.5 * _SVD
+    ),
 )
 """Over features, or over samples if pairs are many."""
 

@@ -23,10 +23,6 @@ def _agreement(a: Prepared, b: Prepared) -> Array:
     return (number - jnp.sum(a.entries * b.entries)) / number
 
 
-def _agreement_expected(a: Prepared, b: Prepared) -> Array:
-    return 1 - jnp.sum(a.mean * b.mean)
-
-
 def _divergence(a: Array, b: Array) -> Array:
     middle = jnp.logaddexp(a, b) - jnp.log(jnp.asarray(2, a.dtype))
     half = lambda one: jnp.sum(jnp.where(one > -jnp.inf, jnp.exp(one) * (one - middle), 0.0), 1)  # noqa: E731
@@ -37,7 +33,7 @@ def _held(n: int, p: int) -> int:
     return 4 * n * p
 
 
-DISAGREEMENT = (Route(_predictions, _agreement, expected=_agreement_expected, held=_held),)
+DISAGREEMENT = (Route(_predictions, _agreement, expected=lambda a, b: 1 - jnp.sum(a.mean * b.mean), held=_held),)
 
 JENSEN_SHANNON = (Route(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence, held=_held),)
 

@@ -57,10 +57,6 @@ def _unit_centred(x: Array) -> Array:
     return unit(_centred(x)[0])
 
 
-def _cosine(a: Array, b: Array) -> Array:
-    return jnp.minimum(nuclear_norm(product(a.T, b)), 1.0)
-
-
 def _whitened(x: Array, a: Array) -> Array:
     x, _ = centred(x)
     parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
@@ -74,7 +70,7 @@ def _partly(values: Array, parameter: Array) -> Array:
 
 PROCRUSTES = (Route(_centred, _distance, by_rows=True),)
 
-ANGULAR_SIMILARITY = (Route(_unit_centred, _cosine, by_rows=True),)
+ANGULAR_SIMILARITY = (Route(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0), by_rows=True),)
 
 ANGULAR_DISTANCE = (Route(_unit_centred, _angle, by_rows=True),)
 

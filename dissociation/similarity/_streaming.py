@@ -95,15 +95,11 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
 
 
 @validated
+@jax.jit
 def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
     """Return the moments of two batches together, exactly: each is brought to the common mean."""
     if a.widths != b.widths:
         fail("b", f"have the widths of `a`, {a.widths}", b.widths)
-    return _merged(a, b)
-
-
-@eqx.filter_jit
-def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
     count = a.count + b.count
     apart = b.mean - a.mean
     one, other = _moved(a, -apart * (b.count / count)), _moved(b, apart * (a.count / count))

@@ -43,17 +43,11 @@ class Latent(eqx.Module):
 
 
 class Forecaster(eqx.Module):
-    """Forecaster of the images that follow given images.
+    """Forecaster of the images that follow given images."""
 
-    Attributes:
-        features: Function of one image to its features.
-        dynamics: Fitted operator, or linear map of the features.
-        decoder: Function of a forecast to an image; None if the dynamics forecast images.
-    """
-
-    features: Callable[[Array], Array]
+    features: Callable[[Array], Array]  # of one image
     dynamics: Operator | Latent
-    decoder: Callable[[Array], Array] | None
+    decoder: Callable[[Array], Array] | None  # from a forecast to an image; None if the dynamics forecast images
 
     def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
         """Return the images `steps` ahead."""

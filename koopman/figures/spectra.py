@@ -71,29 +71,17 @@ MAX_RANK = 6
 
 
 class System(NamedTuple):
-    """System with a known spectrum, and how it is observed.
+    """System with a known spectrum, and how it is observed."""
 
-    Attributes:
-        label: Its name in the figure.
-        sample: Function of a number of transitions and a key to a trajectory [time, 1].
-        features: Function of states [n, 1] to features [n, d].
-        exact: The exact spectrum at the lag.
-        lag: Steps from x to y.
-        rank: Rank of the truncated estimators.
-        compared: Number of eigenvalues compared with the exact ones, without the trivial one.
-        length_scale: Length scale of the Nystroem estimator's RBF kernel.
-        grid: States at which an eigenfunction is drawn, [points].
-    """
-
-    label: str
-    sample: Callable[[int, Array], Array]
-    features: Callable[[Array], Array]
-    exact: ExactSpectrum
-    lag: int
-    rank: int
-    compared: int
-    length_scale: float
-    grid: np.ndarray
+    label: str  # its name in the figure
+    sample: Callable[[int, Array], Array]  # from a number of transitions and a key to a trajectory [time, 1]
+    features: Callable[[Array], Array]  # from states [n, 1] to features [n, d]
+    exact: ExactSpectrum  # at the lag
+    lag: int  # steps from x to y
+    rank: int  # of the truncated estimators
+    compared: int  # eigenvalues compared with the exact ones, without the trivial one
+    length_scale: float  # of the Nystroem estimator's RBF kernel
+    grid: np.ndarray  # states at which an eigenfunction is drawn, [points]
 
 
 @dataclasses.dataclass(frozen=True)
