@@ -45,6 +45,12 @@ MAX_WEIGHTS = 2**28
 """Incoming weights that a rewritten layer may have: a GiB of float32."""
 
 
+def check_fields(config: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
+    """Check fields of a configuration one by one."""
+    for name in names:
+        check(name, getattr(config, name), **options)
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Base of settings: the dataset. Subclasses also have `num_test` and the field that `LOADED` names."""
@@ -86,12 +92,9 @@ class Config(DataConfig):
     def __post_init__(self: Any):
         super().__post_init__()
         check_choice("model", self.model, NETWORKS)
-        for name in ("num_seeds", "width"):
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("num_epochs", "num_zero"):
-            check_count(name, getattr(self, name))
-        for name in ("scale_factor", "duplicate_multiplier"):
-            check_positive(name, getattr(self, name))
+        check_fields(self, check_count, "num_seeds", "width", minimum=1)
+        check_fields(self, check_count, "num_epochs", "num_zero")
+        check_fields(self, check_positive, "scale_factor", "duplicate_multiplier")
         least, most = FACTORS
         if not least <= self.scale_factor <= most:
             fail("scale_factor", f"lie from {least:g} to {most:g}", self.scale_factor)

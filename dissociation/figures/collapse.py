@@ -42,7 +42,7 @@ from dissociation.figures._collapse_measures import (
 )
 from dissociation.figures._collapse_results import assemble, crossing_table, series_of
 from dissociation.figures._labels import Results
-from dissociation.figures._members import DataConfig, run
+from dissociation.figures._members import DataConfig, check_fields, run
 from dissociation.figures._members import source as source
 from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
@@ -149,17 +149,15 @@ class Config(DataConfig):
         super().__post_init__()
         check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         check_choice("network", self.network, ("mlp", "cnn"))
-        for name in ("weight_decays", "seeds"):
-            check_distinct(name, getattr(self, name))
+        check_fields(self, check_distinct, "weight_decays", "seeds")
         check_non_negative("weight_decays", np.asarray(self.weight_decays))
         for seed in self.seeds:
             check_seed("seeds", seed)
         check_count("num_information", self.num_information)
-        for name in ("num_steps", "num_train", "batch_size", "width", "depth", "num_images", "num_neighbours", "code",
-                     "compression_epochs", "num_smoothed"):  # fmt: skip
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold"):
-            check_positive(name, getattr(self, name))
+        counts = ("num_steps", "num_train", "batch_size", "width", "depth", "num_images", "num_neighbours", "code")
+        check_fields(self, check_count, *counts, "compression_epochs", "num_smoothed", minimum=1)
+        positive = ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold")
+        check_fields(self, check_positive, *positive)
         if self.batch_size > self.num_train:
             fail("batch_size", f"be at most `num_train` ({self.num_train})", self.batch_size)
         for name in ("accuracy_threshold", "test_threshold"):
@@ -181,11 +179,11 @@ class Config(DataConfig):
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
-        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_train": 200, "width": 32}
-        small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
-        small |= {"accuracy_threshold": 0.9, "test_threshold": 0.5}  # and crosses them
-        few = {"num_information": 9, "num_images": 300, "compression_epochs": 2, "num_loaded": 400, "num_test": 300}
-        return dataclasses.replace(self, **small, **few)
+        return dataclasses.replace(
+            self, weight_decays=(0.3, 0.03), seeds=(42, 43), num_steps=1000, num_train=200, width=32,
+            init_scale=2.0, learning_rate=3e-3, accuracy_threshold=0.9, test_threshold=0.5,  # learns and crosses these
+            num_information=9, num_images=300, compression_epochs=2, num_loaded=400, num_test=300,
+        )  # fmt: skip
 
     def information_steps(self) -> np.ndarray:
         """`num_information` observations, nearest to steps evenly spaced in the logarithm; all if there are no more."""
@@ -297,13 +295,21 @@ def _network_options(config: Config) -> dict[str, Any]:
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """Return the arrays of the figure by their names in an `.npz` file."""
     config, crossings = results.config, results.crossings
-    steps = {"time_step": results.time_step, "information_step": results.information_step}
-    members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
-    members |= {"bounds": np.asarray(("median", "low", "high")), "coefficients": np.asarray(("slope", "intercept"))}
-    members |= {"diverged_at": results.diverged_at, "collapse_line": crossings.line}
-    members |= {f"first_{name}": values for name, values in crossings.first.items()}
-    members |= {f"median_{name}": values for name, values in crossings.median.items()}
-    return {**steps, **members, **results.series, **results.information, **results.margins}
+    return {
+        "time_step": results.time_step,
+        "information_step": results.information_step,
+        "weight_decays": np.asarray(config.weight_decays),
+        "seeds": np.asarray(config.seeds),
+        "bounds": np.asarray(("median", "low", "high")),
+        "coefficients": np.asarray(("slope", "intercept")),
+        "diverged_at": results.diverged_at,
+        "collapse_line": crossings.line,
+        **{f"first_{name}": values for name, values in crossings.first.items()},
+        **{f"median_{name}": values for name, values in crossings.median.items()},
+        **results.series,
+        **results.information,
+        **results.margins,
+    }
 
 
 def describe(results: Results) -> dict[str, Any]:

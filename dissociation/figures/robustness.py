@@ -111,14 +111,14 @@ def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[s
     """
     moved = null_perturbed(weights, config.null_scale)
     neurons = members.neuron_rewrites(config, group)
-    variants = {
+    return {
         "trained": neurons["trained"],
         "null_perturbed": moved,
         "duplicated": neurons["duplicated"],
         "scaled": neurons["scaled"],
         "nuisance": neurons["zero"],
+        **({"published_null": moved} if config.published_null else {}),
     }
-    return variants | ({"published_null": moved} if config.published_null else {})
 
 
 def compute(

@@ -152,8 +152,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
     layers = member_representations(trained.models, images)
     items = tuple((layer, seed) for layer in layers for seed in range(config.num_seeds))
     group = members.rewritten_group(trained.models, images[0])
-    variants = members.neuron_rewrites(config, group)
-    variants["permuted"] = lambda model, key: permute(group, key=key)(model)
+    variants = members.neuron_rewrites(config, group) | {"permuted": lambda model, key: permute(group, key=key)(model)}
     rewritten = {
         name: members.measure_members(variants[name], eqx.Partial(members.represent, images), trained.models, own, own)
         for name, own in zip(REWRITES, keys, strict=True)

@@ -90,9 +90,8 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        check_count("num_budgets", self.num_budgets, minimum=1)
+        members.check_fields(self, check_count, "num_budgets", "gradient_steps", minimum=1)
         check_count("num_splits", self.num_splits, minimum=2)
-        check_count("gradient_steps", self.gradient_steps, minimum=1)
         check_distinct("probes", self.probes)
         for name in self.probes:
             check_choice("probes", name, PROBES)

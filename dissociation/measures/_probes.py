@@ -85,8 +85,7 @@ def crossval_softmax_predict(
     >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
-    fit, ids = _converged(x, y, num_splits, ridge=ridge, **options)
+    fit, ids = _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
         advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
@@ -139,11 +138,10 @@ def crossval_softmax_fit(
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
-    return _converged(x, y, num_splits, ridge=ridge, **options)[0]
+    return _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)[0]
 
 
-def _converged(x, y, num_splits, *, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
+def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
     check_positive("ridge", ridge)

@@ -125,8 +125,8 @@ def evaluate(
             strip.append(now[0])
         logits.append(jnp.stack(outputs, 1))
         strips.append(jnp.stack(strip[:num_steps]))
-    found = {"logits": jnp.stack(logits), "strips": jnp.stack(strips)}
-    found |= {"eigenvalues": spectral(forecaster.dynamics)[0], "left": _left(forecaster, values)}
+    spectrum = {"eigenvalues": spectral(forecaster.dynamics)[0], "left": _left(forecaster, values)}
+    found = {"logits": jnp.stack(logits), "strips": jnp.stack(strips), **spectrum}
     return {name: np.asarray(value) for name, value in found.items()}
 
 
