@@ -126,13 +126,12 @@ def _from_components(spectrum: Spectrum) -> Callable[[Array, Array], tuple[Array
         weights = jnp.concatenate([spectrum.values[first], -spectrum.values[second]])
         lift, root = jnp.linalg.qr(rows[:, :width].T)
         inner = jnp.concatenate([root, rows[:, width:].T])  # the constant coordinate is its own
-        form = product(inner * weights[None], inner.T)
         bias = rows[:, width] if spectrum.constant else jnp.zeros_like(weights)
         none, size = jnp.zeros(width, rows.dtype), jnp.zeros_like(weights)
         factors = Factors(
             rows[:, :width], rows[:, :width], bias, bias, weights, none, size, size, jnp.abs(weights), none
         )
-        return _in_eigenbasis(form, root.shape[0], lift, factors)
+        return _in_eigenbasis(product(inner * weights[None], inner.T), root.shape[0], lift, factors)
 
     return make
 
@@ -214,10 +213,9 @@ def _errors(
     coordinate = eps * image.shape[0] ** 0.5 * length
     sums = eps * (3 + values.shape[1] ** 0.5)
     sizes = jnp.abs(values * along) + jnp.abs(linear)
-    offset = jnp.abs(source.offset[rows])
     at_input = quadratic * length**2 + 2 * slope * length + constant
     at_input += 2 * coordinate * jnp.linalg.norm(sizes, axis=1) + sums * (
-        2 * jnp.sum(jnp.abs(along) * sizes, 1) + offset
+        2 * jnp.sum(jnp.abs(along) * sizes, 1) + jnp.abs(source.offset[rows])
     )
     largest = jnp.max(jnp.abs(values), 1)
     gradient = quadratic * length + slope + largest * coordinate + eps * jnp.linalg.norm(sizes, axis=1)
@@ -280,8 +278,7 @@ def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
     square = tilt**2 - jnp.minimum(bottom, 0.0) * rest
     root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
     further = jnp.where(tilt > 0, -1.0, 1.0) * rest / jnp.where(root > 0, jnp.abs(tilt) + root, 1.0)
-    hard = y.at[lowest].add(further)
-    y = jnp.where(reached, y, jnp.where(curved, hard, jnp.inf))
+    y = jnp.where(reached, y, jnp.where(curved, y.at[lowest].add(further), jnp.inf))
     return jnp.where(start <= 0, 0.0, y)
 
 
@@ -325,8 +322,7 @@ def _certified(
     squared = jnp.sum(y**2) + m * value + end * (bottom - jax.lax.stop_gradient(bottom))
     radius = jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1.0)), 0.0) * (1 - rounding)
     radius = jnp.where(jnp.isnan(squared), jnp.nan, radius)
-    never = (base == 0) & (margin(step(edge)) > 0)
-    return jnp.where(outside, 0.0, jnp.where(never, jnp.inf, radius))
+    return jnp.where(outside, 0.0, jnp.where((base == 0) & (margin(step(edge)) > 0), jnp.inf, radius))
 
 
 @validated

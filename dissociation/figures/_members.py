@@ -28,18 +28,14 @@ from dissociation.training._members import per_batch, take
 
 if TYPE_CHECKING:
     DataName = str
+    ModelName = str
 else:
     _HELP = f"Data set: {', or '.join(shown for shown, _ in SOURCES.values())}."
     DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
+    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_mnist`.")]
 
 FACTORS = (1e-15, 1e15)
 """Scale factors between which squares of what they scale stay within float32."""
-
-if TYPE_CHECKING:
-    ModelName = str
-else:
-    _HELP = "Architecture; see `recipes.fit_mnist`."
-    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help=_HELP)]
 
 MAX_WEIGHTS = 2**28
 """Incoming weights that a rewritten layer may have: a GiB of float32."""

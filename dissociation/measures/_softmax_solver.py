@@ -158,8 +158,7 @@ def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, A
 
 
 def _range(data: Array, chosen: Array) -> Array:
-    largest = jnp.max(data, 0, where=chosen, initial=-jnp.inf)
-    return largest - jnp.min(data, 0, where=chosen, initial=jnp.inf)
+    return jnp.max(data, 0, where=chosen, initial=-jnp.inf) - jnp.min(data, 0, where=chosen, initial=jnp.inf)
 
 
 def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tuple[_Problem, Array, Array]:

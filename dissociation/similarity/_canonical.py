@@ -47,8 +47,7 @@ def basis(x: Array) -> tuple[Array, Array]:
 
 def _leading(values: Array, variance: Array) -> Array:
     squares = values**2
-    before = jnp.cumsum(squares) - squares
-    return jnp.where(before < variance * jnp.sum(squares), 1.0, 0.0).astype(values.dtype)
+    return jnp.where((jnp.cumsum(squares) - squares) < variance * jnp.sum(squares), 1.0, 0.0).astype(values.dtype)
 
 
 def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:

@@ -75,10 +75,9 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
     order = jnp.lexsort((b, a))
     a, b = a[order], b[order]
     same_a = a[1:] == a[:-1]
-    ties = lambda same: _pairs_in_runs(same, number)  # noqa: E731
-    tied_both = ties(same_a & (b[1:] == b[:-1]))
     sorted_b = jnp.sort(b)
-    tied_a, tied_b = ties(same_a), ties(sorted_b[1:] == sorted_b[:-1])
+    runs = same_a & (b[1:] == b[:-1]), same_a, sorted_b[1:] == sorted_b[:-1]
+    tied_both, tied_a, tied_b = map(_pairs_in_runs, runs)
     rank = jnp.searchsorted(sorted_b, b)  # how many are below
     bits = max(number - 1, 1).bit_length()
     below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << bits))
@@ -99,9 +98,9 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
     return (total - tied_a - tied_b + tied_both - 2 * discordant) / total
 
 
-def _pairs_in_runs(same: Array, number: int) -> Array:
+def _pairs_in_runs(same: Array) -> Array:
     """Return how many pairs of places lie within one run; `same`: flags of values equal to the one before."""
-    places = jnp.arange(number)
+    places = jnp.arange(same.shape[0] + 1)
     starts = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
 

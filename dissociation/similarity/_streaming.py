@@ -114,14 +114,13 @@ def _moved(m: JointMoments, by: Array) -> JointMoments:
     along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
     across = _per_representation(by[:, None] * m.products, m.widths)  # sum (by_r . x_r) x
     both = _per_representation((across * by[None]).T, m.widths).T  # sum (by_r . x_r)(by_s . x_s)
-    rest = squares + m.count * size
     quartics = m.quartics + 2 * (along + along.T) + 4 * both
     quartics = quartics + size[:, None] * squares[None] + squares[:, None] * size[None]
     return JointMoments(
         count=m.count,
         mean=m.mean,
         products=m.products + m.count * by[:, None] * by[None],
-        cubes=m.cubes + 2 * across.T + by[:, None] * rest[None],
+        cubes=m.cubes + 2 * across.T + by[:, None] * (squares + m.count * size)[None],
         quartics=quartics + m.count * size[:, None] * size[None],
         widths=m.widths,
     )

@@ -300,11 +300,10 @@ def validation_loss(
     _check_one(model)
     x, y = _pairs("trajectories", trajectories, lag, trajectory_axis)
     least = _least_pairs(kind, model.lagged_head.weight.shape[0])
-    _check_batches(len(x), len(x) if batch_size is None else batch_size, least)
-    if batch_size is None:
-        return pair_loss(kind, model, x, y)
-    starts = range(0, len(x), batch_size)
-    return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + batch_size], y[i : i + batch_size]) for i in starts]))
+    size = len(x) if batch_size is None else batch_size
+    _check_batches(len(x), size, least)
+    starts = range(0, len(x), size)
+    return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + size], y[i : i + size]) for i in starts]))
 
 
 def _check_one(model: Any) -> None:

@@ -141,8 +141,7 @@ def _score(x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int,
     functions = lax.stop_gradient(product(maps, turn))
     if center:
         x_test, y_test = centre(x_test), centre(y_test)
-    tested = product(x_test, functions[0]), product(y_test, functions[1])
-    return -_vamp(*tested, schatten_norm, center)
+    return -_vamp(*(product(x_test, functions[0]), product(y_test, functions[1])), schatten_norm, center)
 
 
 @validated

@@ -228,9 +228,8 @@ def _solve(
         down = partial(descend, first.unit, second.unit, num_steps=num_steps)
         ends = jax.vmap(partial(down, tolerance=_SEARCH[0], inner=_SEARCH[1]))(starts)
         best = jnp.argmin(ends.energy)
-        agreement = jnp.sum(ends.energy <= ends.energy[best] + _SAME)
         point = down(ends.rotation[best], tolerance=_rounding(matrices), inner=_POLISH)
-        return point, agreement, _chord_bound(first, second)
+        return point, jnp.sum(ends.energy <= ends.energy[best] + _SAME), _chord_bound(first, second)
 
     point, agreement, bound = lax.map(one, (rows, columns), batch_size=at_once)
     gradient = norm(point.slope)
@@ -329,8 +328,7 @@ def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
 
     signs = lax.fori_loop(0, table.shape[0], settle, jnp.zeros_like(table[0]))
     least = jnp.argmin(signs * product(table, signs[:, None])[:, 0])
-    both = jnp.stack([signs, signs.at[least].multiply(-1.0)])
-    return product(basis_a[None] * both[:, None], basis_b.T[None])
+    return product(basis_a[None] * jnp.stack([signs, signs.at[least].multiply(-1.0)])[:, None], basis_b.T[None])
 
 
 @validated(finite=("eigenvalues_a", "eigenvalues_b"))

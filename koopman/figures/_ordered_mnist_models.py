@@ -108,8 +108,7 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
     def pixels(seed: int) -> Forecaster:
         flat = images.reshape(len(images), -1)
         deviation = jnp.std(flat, 0)
-        features = Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0))
-        return fitted(features, center=True)
+        return fitted(Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0)), center=True)
 
     def through(name: str, seed: int) -> Forecaster:
         model = member(trained[name], seed)
