@@ -127,10 +127,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
     "test" is the training images after the first `num_train`, and all test images.
     """
     train = data.train_images[:num_train], data.train_labels[:num_train]
-    rest = (
-        [data.train_images[num_train:], data.test_images],
-        [data.train_labels[num_train:], data.test_labels],
-    )
+    rest = ([data.train_images[num_train:], data.test_images], [data.train_labels[num_train:], data.test_labels])
     test = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
 
     margins = {}

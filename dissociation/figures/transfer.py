@@ -50,12 +50,7 @@ AXES = {
 
 UNITS = {"budgets": "samples"}
 
-LABELS = {
-    "trained": "trained",
-    "scaled": "scaled",
-    "duplicated": "duplicated",
-    "zero": "zero neurons",
-}
+LABELS = {"trained": "trained", "scaled": "scaled", "duplicated": "duplicated", "zero": "zero neurons"}
 """What the variants are called in the figure, in the order of its legend."""
 
 TASKS = {"rotation": "quarter turns", "coarse": "least prime factor"}

@@ -231,9 +231,7 @@ def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: st
 
 @validated(finite=("a", "b", "noise_covariance"))
 def crossnobis_rdm(
-    a: Features,
-    b: Features,
-    noise_covariance: Float[Array | np.ndarray, "p p"] | None = None,
+    a: Features, b: Features, noise_covariance: Float[Array | np.ndarray, "p p"] | None = None
 ) -> Float[Array, " pairs"]:
     """Cross-validated squared Mahalanobis distances (a_i - a_j)^T S^-1 (b_i - b_j) / p.
 

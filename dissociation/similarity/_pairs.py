@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import (
-    check_count,
-    check_same_length,
-    fail,
-    fail_kind,
-    warn,
-)
+from dissociation._core.checks import check_count, check_same_length, fail, fail_kind, warn
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated

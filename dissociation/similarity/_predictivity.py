@@ -157,12 +157,7 @@ def _check_sizes(x: Array | np.ndarray, num_folds: int | None) -> None:
 
 @validated(finite=("x", "y"))
 def linear_predictivity(
-    x: Features,
-    y: OtherFeatures,
-    *,
-    alpha: Scalar = 0.0,
-    num_folds: int | None = 5,
-    folds: str = "shuffled",
+    x: Features, y: OtherFeatures, *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
 ) -> Score:
     """The share R^2 of y's variance that a linear map of x predicts on samples that it was not fitted to.
 
