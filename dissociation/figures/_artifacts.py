@@ -10,7 +10,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +211,9 @@ class Parts:
     def get_all(self, jobs: Mapping[str, Callable[[], Mapping[str, Any]]], title: str) -> dict[str, Arrays]:
         """Return the parts that `jobs` compute, by name, and show progress under a title; see `get`."""
         found = {}
-        meter = open_meter(self.progress, len(jobs), title)
-        try:
+        with closing(open_meter(self.progress, len(jobs), title)) as meter:
             for done, (name, compute) in enumerate(jobs.items()):
                 meter.advance(done, name.replace("_", " "))
                 found[name] = self.get(name, compute)
             meter.advance(len(jobs), "done")
-        finally:
-            meter.close()
         return found

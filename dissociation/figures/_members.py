@@ -113,9 +113,8 @@ class Config(DataConfig):
 
 def source(config: Any, dataset: Dataset | None = None) -> Dataset:
     """Return the dataset that a figure's configuration names, or the given one, and check that it fits."""
-    data = dataset
-    if data is None:
-        data = load(config.data, num_train=getattr(config, config.LOADED), num_test=config.num_test)
+    sizes = {"num_train": getattr(config, config.LOADED), "num_test": config.num_test}
+    data = load(config.data, **sizes) if dataset is None else dataset
     config.check_data(data)
     return data
 

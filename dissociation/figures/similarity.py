@@ -259,14 +259,12 @@ def _without(
     gone = {len(alive): ~alive, len(items): np.array([not alive[seed] for _, seed in items])}
     masked = {}
     for name, value in part.items():
-        value = np.array(value, float)
+        masked[name] = np.array(value, float)
         if name in ("course", "calibrated"):  # of the others already
-            masked[name] = value
             continue
         for axis, size in enumerate(value.shape):
             if size in gone:
-                value[(slice(None),) * axis + (gone[size],)] = np.nan
-        masked[name] = value
+                masked[name][(slice(None),) * axis + (gone[size],)] = np.nan
     return masked
 
 

@@ -239,7 +239,7 @@ def _prepare(
         num_samples = size
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
         fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
-    features = no_derivative(jnp.asarray(x), "A cross-validated probe, as a function of its features,")
+    features = no_derivative(x, "A cross-validated probe, as a function of its features,")
     return features, jnp.asarray(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
 
 

@@ -7,6 +7,7 @@ scale per neuron does not matter, neurons are brought to one size first. With p 
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -134,6 +135,12 @@ def gulp_routes(*, lam: Scalar = 1e-2) -> Routes:
     return (Route(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, effort=_SVD),)
 
 
+def _between_subspaces(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
+    refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
+    return evaluate(routes, x, y)
+
+
 @validated(finite=("x", "y"))
 def cca(x: Features, y: OtherFeatures) -> Score:
     """The mean canonical correlation, sum_i rho_i / min(rank of Xc, rank of Yc).
@@ -152,9 +159,7 @@ def cca(x: Features, y: OtherFeatures) -> Score:
     References:
         Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and Sohl-Dickstein (2017).
     """
-    refuse_wide(x, y)
-    warn_dropped(x=x, y=y)
-    return evaluate(CCA, x, y)
+    return _between_subspaces(CCA, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -174,9 +179,7 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
     References:
         Ramsay, ten Berge and Styan (1984), Matrix correlation; Kornblith et al. (2019), table 1.
     """
-    refuse_wide(x, y)
-    warn_dropped(x=x, y=y)
-    return evaluate(CCA_SQUARED, x, y)
+    return _between_subspaces(CCA_SQUARED, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -228,9 +231,7 @@ def pwcca(x: Features, y: OtherFeatures) -> Score:
         Morcos, Raghu and Bengio (2018), Insights on representational similarity in neural networks with canonical
         correlation, section 2.2.
     """
-    refuse_wide(x, y)
-    warn_dropped(x=x, y=y)
-    return evaluate(PWCCA, x, y)
+    return _between_subspaces(PWCCA, x, y)
 
 
 @validated(finite=("x", "y"))

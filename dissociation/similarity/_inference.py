@@ -4,6 +4,7 @@ A bootstrap draws samples twice, and a sample drawn twice is its own nearest nei
 The jackknife leaves blocks of samples out instead, and chance is another order of one representation's samples.
 """
 
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -250,12 +251,9 @@ def permutation_test(
     orders = np.concatenate([np.arange(x.shape[0])[None], orders])
     first, second = prepared(route, (x[None],)), (y[None],)
     second = prepared(route, second) if route.by_rows else second
-    meter = open_meter(progress, len(orders), known.name)
-    try:
+    with closing(open_meter(progress, len(orders), known.name)) as meter:
         drawn = lambda part: reordered(route, first, second, part, symmetric=False)[:, 0, 0]  # noqa: E731
         values = in_chunks(drawn, orders, route.work(*sizes, items=1, pairs=1), meter.advance)
-    finally:
-        meter.close()
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
