@@ -153,28 +153,24 @@ class Parts:
         return self
 
     def _take(self) -> None:
-        if self.folder is None:
+        if (folder := self.folder) is None:
             return
         with ExitStack() as stack:
-            stack.enter_context(locked(self.folder / ".lock", self.folder))
-            self._open(self.folder)
-            self._held = stack.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-    def _open(self, folder: Path) -> None:
-        if (folder / IDENTITY).exists():
-            if different := differences(read_identity(folder), self.identity):
+            stack.enter_context(locked(folder / ".lock", folder))
+            if not (folder / IDENTITY).exists():
+                if any(not path.name.startswith(".") for path in folder.iterdir()):
+                    raise RefusedFile(f"{folder / IDENTITY} is missing. {_anew(folder)}")
+                kept = {"identity": self.identity, "digest": self.digest}
+                write_bytes(folder / IDENTITY, json.dumps(kept, indent=2).encode())
+            elif different := differences(read_identity(folder), self.identity):
                 raise RefusedFile(
                     f"`folder` must hold parts of the same run, got {folder}, whose {checks.that_differ(different)}. "
                     "Name another folder, or delete this one to begin anew."
                 )
-            return
-        if any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise RefusedFile(f"{folder / IDENTITY} is missing. {_anew(folder)}")
-        kept = {"identity": self.identity, "digest": self.digest}
-        write_bytes(folder / IDENTITY, json.dumps(kept, indent=2).encode())
+            self._held = stack.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     def path(self, name: str) -> Path | None:
         """Return the path of a part's own file `name`; None without a folder."""

@@ -196,8 +196,8 @@ def caption(results: Results) -> str:
     count = len(results.config.probes)
     rows = ["abcdefghijkl"[first : first + count] for first in range(0, 4 * count, count)]
     a, c, e, g = (", ".join(row) for row in rows)
-    tasks = results.transfer_error.values()
-    curves = [errors for probes in tasks for variants in probes.values() for errors in variants.values()]
+    probes = [variants for task in results.transfer_error.values() for variants in task.values()]
+    curves = [errors for variants in probes for errors in variants.values()]
     return (
         "Error of linear probes on the last hidden layer of trained networks, and of rewrites that keep their "
         f"function, by the number of test images (up to {results.budgets[-1]}) they learn from: "

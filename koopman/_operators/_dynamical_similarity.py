@@ -217,6 +217,9 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
+    rounding = float(jnp.finfo(matrices.dtype).eps) ** (
+        2 / 3
+    )  # gradient that counts as zero: the rest of E is its square
     prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
@@ -228,7 +231,7 @@ def _solve(
         down = partial(descend, first.unit, second.unit, num_steps=num_steps)
         ends = jax.vmap(partial(down, tolerance=_SEARCH[0], inner=_SEARCH[1]))(starts)
         best = jnp.argmin(ends.energy)
-        point = down(ends.rotation[best], tolerance=_rounding(matrices), inner=_POLISH)
+        point = down(ends.rotation[best], tolerance=rounding, inner=_POLISH)
         return point, jnp.sum(ends.energy <= ends.energy[best] + _SAME), _chord_bound(first, second)
 
     point, agreement, bound = lax.map(one, (rows, columns), batch_size=at_once)
@@ -243,13 +246,8 @@ def _solve(
         lower_bound=jnp.minimum(least, distance) + unknown,
         gradient=gradient + unknown,
         agreement=agreement,
-        converged=(gradient + unknown <= _rounding(matrices)) & ((agreement >= _AGREED) | met),
+        converged=(gradient + unknown <= rounding) & ((agreement >= _AGREED) | met),
     )
-
-
-def _rounding(matrix: Array) -> float:
-    """Return the gradient that counts as zero: the rest of E is its square."""
-    return float(jnp.finfo(matrix.dtype).eps) ** (2 / 3)
 
 
 def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> tuple[Array, Array]:
