@@ -217,9 +217,7 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
-    rounding = float(jnp.finfo(matrices.dtype).eps) ** (
-        2 / 3
-    )  # gradient that counts as zero: the rest of E is its square
+    rounding = float(jnp.finfo(matrices.dtype).eps) ** (2 / 3)  # a gradient of zero: the rest of E is its square
     prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
