@@ -231,7 +231,7 @@ def label(
         if len(axes[name]) != array.ndim:
             fail("dims", f"name the axes of {name}, of shape {array.shape}", axes[name])
     axes = _told_apart(axes, {**known, **beside}, {axis for name in beside for axis in axes[name]})
-    for axis in {axis for names in axes.values() for axis in names} - beside.keys():
+    for axis in sorted({axis for names in axes.values() for axis in names} - beside.keys()):
         if axis.startswith("other_") and (same := axis.removeprefix("other_")) in beside:
             beside[axis], axes[axis] = beside[same], (axis,)
     every = {**known, **beside}

@@ -143,8 +143,7 @@ def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -
     """Return layers that are vectors of neurons with their groups: both of the perceptron, of others the last."""
     groups = {"features": members.rewritten_group(models, example)}
     if config.model == "mlp":
-        first = neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]
-        groups = {"hidden0": first} | groups
+        groups = {"hidden0": neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]} | groups
     return groups
 
 
@@ -193,13 +192,12 @@ def _moved(
     everything = np.concatenate([data.train_images, data.test_images])
     weights = moved_weights(config.model, models, group, everything[:1])
     bases = null_spaces(config.model, models, weights.path, everything, config.num_seeds)["basis"]
-    variants: dict[str, Any] = {**members.neuron_rewrites(config, group)}
-    variants["null_perturbed"] = null_perturbed(weights, config.null_scale)
 
     def unevenly(model: Any, key: Array) -> Any:
         return scale(group, jnp.exp(config.spread * jax.random.normal(key, (group.size,))))(model)
 
-    variants["unevenly"] = unevenly
+    moved: dict[str, Any] = {"null_perturbed": null_perturbed(weights, config.null_scale), "unevenly": unevenly}
+    variants = members.neuron_rewrites(config, group) | moved
     found = {}
     for index, name in enumerate(REWRITES):
 
