@@ -1,5 +1,3 @@
-from fractions import Fraction
-
 import jax
 import numpy as np
 import pytest
@@ -125,29 +123,6 @@ def test_the_slopes_interval_covers(number, censored):
         covered.append(found.low <= -0.7 <= found.high)
     # Without the correction 0.78 to 0.84.
     np.testing.assert_allclose(np.mean(covered), 0.9, atol=2.5 * (0.9 * 0.1 / 150) ** 0.5)
-
-
-def test_a_survival_of_one_half_is_counted():
-    rng, halves = np.random.default_rng(0), 0
-    first = np.asarray([np.nan, 1, 3, 2, 4, 4, np.nan, 3, 5, 2])
-    cases = [(first, np.full(10, end)) for end in (5.0, 99.0)]
-    for _ in range(60):  # few values, so that exact halves and ties are common
-        number = int(rng.integers(2, 15))
-        times = rng.integers(1, 6, number).astype(float)
-        times[rng.random(number) < 0.3] = np.nan
-        cases.append((times, np.fmax(times, rng.integers(1, 7, number))))
-    for times, ends in cases:
-        last = np.where(np.isnan(times), ends, times)
-        survival, expected = Fraction(1), np.inf
-        for time in np.unique(times[~np.isnan(times)]):
-            survival *= 1 - Fraction(int((times == time).sum()), int((last >= time).sum()))
-            halves += survival == Fraction(1, 2)
-            if survival <= Fraction(1, 2):
-                expected = time
-                break
-        assert median_crossing(times, ends).value == expected, (times, ends)
-    assert halves > 5
-    assert [median_crossing(first, end).value for end in (5, 99)] == [3, 3]
 
 
 def test_bad_input_is_refused():

@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation._core import distances
 from dissociation._core.linalg import product
 from dissociation.measures import information_plane
 from dissociation.measures._hsic import _by_chance, _in_common, _spans, centred_gram, gaussian_gram
@@ -50,22 +49,6 @@ def test_against_the_definition_in_float64():
     # One batch of all samples, in another order, and in float32.
     plane = plane_of(z, x, y.astype(np.float32), batch_size=60, num_passes=2)
     np.testing.assert_allclose([plane.zx, plane.zy], expected, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("number", "x64"), [(1, False), (151, False), (6, True)])
-def test_the_median_is_that_of_a_sort(number, x64):
-    """Bit for bit, with ties, zeros, infinities and what is not a number; and with its derivative."""
-    drawn = np.random.default_rng(number).random(number)
-    ways = [drawn, np.round(4 * drawn), 0 * drawn, 1e-30 * drawn, np.where(drawn < 0.6, np.inf, drawn)]
-    with jax.enable_x64(x64):
-        for values in [*ways, np.where(np.arange(number) == number // 2, np.nan, drawn)]:
-            values = jnp.asarray(values, float)
-            np.testing.assert_array_equal(jax.jit(distances.median)(values), jnp.median(values))
-        slopes = [jax.grad(median)(jnp.asarray(drawn)) for median in (distances.median, jnp.median)]
-        np.testing.assert_allclose(*slopes)
-        assert np.isnan(distances.median(jnp.zeros(0)))
-        tied = jax.grad(distances.median)(jnp.ones(number))  # shared by those that are equal
-        np.testing.assert_allclose(tied, np.full(number, 1 / number), rtol=1e-6)
 
 
 def test_bounds_are_reached():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dissociation.rewrites import duplicate, group_report, neuron_groups, permute, scale
-from dissociation.rewrites._axes import Atoms
 
 relu = jax.nn.relu
 SOME = jnp.array([2, 0, 1, 3, 5, 4, 7, 6])
@@ -309,15 +308,6 @@ def test_reversed_neurons_grow():
     (group,) = neuron_groups(model, x, call=rolled).values()
     with pytest.raises(ValueError, match="does not count"):
         duplicate(group)(model)
-
-
-def test_many_neurons_in_two_orders_are_parted_soon():
-    atoms = Atoms()
-    axis, half = atoms.new(4000), np.arange(2000)
-    evens, odds = atoms.taken(axis, 2 * half), atoms.taken(axis, 2 * half + 1)
-    atoms.unite(evens, odds)
-    assert [leaf.size for leaf in atoms.leaves(axis)] == [2000, 2000]
-    assert len({leaf.atom for leaf in atoms.leaves(axis)}) == 1
 
 
 def test_products_with_what_is_read_twice_bind_scalings():

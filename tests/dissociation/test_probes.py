@@ -218,24 +218,6 @@ def test_separable_data_converge_with_a_small_penalty(size):
             np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=0.06)
 
 
-def test_a_failed_line_search_begins_anew(monkeypatch):
-    """With curvature that rounding has spoilt, most of these folds stop at once unless they do."""
-
-    def spoilt(problem, chances):
-        weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
-        gram = softmax_solver._product((problem.data * weight[:, None]).T, problem.data)
-        floor = 4 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
-        return softmax_solver.inverse(gram + jnp.diag(jnp.maximum(problem.penalty[0, 0], floor)))
-
-    monkeypatch.setattr(softmax_solver, "_metric", spoilt)
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(30, 200)).astype(np.float32)
-    y = np.eye(3, dtype=np.float32)[(x @ rng.normal(size=(200, 3)) + rng.gumbel(size=(30, 3))).argmax(1)]
-    scalars = jnp.asarray(3e-3), jnp.asarray(1e-5)
-    fit = softmax_solver.minimise(jnp.asarray(x), jnp.asarray(y), fold_of(30, 5), *scalars, num_splits=5, limit=500)
-    assert fit.converged.all()
-
-
 def test_too_few_steps_are_reported():
     x, y = make_data()
     fit = measures.crossval_softmax_fit(x, y, **SPLITS, max_steps=4)

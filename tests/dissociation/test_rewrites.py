@@ -79,14 +79,6 @@ def test_every_rewrite_of_every_group_keeps_the_function(name):
                 assert grows or any((a != b).any() for a, b in zip(leaves, moved, strict=True))
 
 
-@pytest.mark.parametrize("name", ["perceptron", "gated recurrent"])
-def test_rewrites_of_some_keep_the_function(name):
-    model, inputs, groups = one(name)
-    group = next(iter(groups.values()))
-    for what, make in all_rewrites(group):
-        assert change(model, make()(model), inputs) < 1e-5, what
-
-
 X = jnp.arange(5.0) - 1.7
 A, B = jax.random.normal(jax.random.key(8), (8, 5)), jax.random.normal(jax.random.key(9), (3, 8))
 relu = jax.nn.relu

@@ -539,14 +539,6 @@ def test_intervals_cover(name, samples, features, noise, pairs):
         assert abs(np.mean(found.estimate) - truth) < 3 * error
 
 
-def test_intervals_of_neighbours_lie_about_the_value():
-    first, second = LAYERS["hidden0"][:2]
-    found = similarity.compare(first, second, "mutual_knn", num_blocks=10)
-    assert found.low < found.values < found.high
-    middle = np.tanh(0.5 * (np.arctanh(found.low) + np.arctanh(found.high)))
-    np.testing.assert_allclose(middle, found.values, rtol=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("angular_similarity", {}), ("mutual_knn", {"num_neighbours": 2})])
 def test_p_values_are_uniform_under_independence(name, options):

@@ -33,10 +33,6 @@ def orthogonal(r, rng=RANDOM):
     return np.linalg.qr(rng.normal(size=(r, r)))[0]
 
 
-def mirror(r):
-    return np.diag([-1.0] + [1.0] * (r - 1))
-
-
 def norm(matrix):
     return np.linalg.norm(matrix, axis=(-2, -1))
 
@@ -129,12 +125,6 @@ def test_other_coordinates_are_found(key, r, dtype):
     check_found_again(key, r, dtype, FAMILIES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("r", "dtype"), [(2, np.float32), (4, np.float64), (8, np.float64), (20, np.float32)])
-def test_other_coordinates_are_found_every_time(key, r, dtype):
-    check_found_again(key, r, dtype, FAMILIES, times=12 if r <= 8 else 2)
-
-
 def test_it_is_a_metric(key):
     with jax.enable_x64(True):
         a = RANDOM.normal(size=(5, 3, 3))
@@ -152,39 +142,6 @@ def test_it_is_a_metric(key):
 
 
 # Against a search by another's hand
-
-
-def brute_force(a, b, restarts, rng):
-    """The least of many quasi-Newton searches over exp(W), by SciPy, from random rotations and mirror images."""
-    r = len(a)
-    upper = np.triu_indices(r, 1)
-
-    def turned(numbers, start):
-        w = np.zeros((r, r))
-        w[upper] = numbers
-        return scipy.linalg.expm(w - w.T) @ start
-
-    def energy(numbers, start):
-        c = turned(numbers, start)
-        return np.sum((a - c @ b @ c.T) ** 2)
-
-    least = np.inf
-    for restart in range(restarts):
-        q = orthogonal(r, rng)
-        q = q @ np.diag([np.linalg.det(q) * (-1) ** restart] + [1] * (r - 1))
-        least = min(least, scipy.optimize.minimize(energy, np.zeros(len(upper[0])), args=(q,), tol=1e-10).fun)
-    return least**0.5
-
-
-def test_nothing_lower_is_found_by_brute_force(key):
-    rng = np.random.default_rng(3)
-    with jax.enable_x64(True):
-        for _ in range(3):
-            a, b = rng.normal(size=(2, 3, 3))
-            found = align_dynamics(a, b, key=key)
-            assert found.converged
-            np.testing.assert_allclose(found.distance, brute_force(a, b, 12, rng), rtol=1e-6)
-            assert found.lower_bound <= found.distance
 
 
 def test_the_bound_is_that_of_sorted_parts(key):
@@ -360,22 +317,6 @@ def test_traced_matrices_that_are_not_finite_give_nan(key):
 
 
 # Keys, and what is told about the search
-
-
-def test_the_key_is_split_once_and_never_drawn_from(monkeypatch):
-    seen = {"split": [], "normal": []}
-    for name, plain in (("split", jax.random.split), ("normal", jax.random.normal)):
-
-        def told(key, *args, name=name, plain=plain, **kwargs):
-            seen[name].append(jax.random.key_data(key).tobytes() if name else None)
-            return plain(key, *args, **kwargs)
-
-        monkeypatch.setattr(jax.random, name, told)
-    key = jax.random.key(3)
-    dynamical_similarity._prepare(jnp.ones((2, 3, 3)), key, 4)
-    used = seen["split"] + seen["normal"]
-    assert seen["split"] == [jax.random.key_data(key).tobytes()]
-    assert len(used) == len(set(used)) == 3
 
 
 def test_keys_change_the_starts_and_nothing_else(key):

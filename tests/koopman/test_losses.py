@@ -226,22 +226,6 @@ def test_dpnets_by_its_equation(center):
 # The score on test data.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("schatten_norm", "center"), [(1, True), (2, False)])
-def test_score_without_a_rank_is_the_loss_of_the_test_data(schatten_norm, center):
-    options = {"schatten_norm": schatten_norm, "center_covariances": center}
-    train, test = batch(seed=0), batch(n=25, seed=1)
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(vamp_score(*train, *train, **options), -vamp_loss(*train, **options), rtol=1e-9)
-        np.testing.assert_allclose(vamp_score(*train, *test, **options), -vamp_loss(*test, **options), rtol=1e-9)
-        # Of the training data, the leading singular values alone count.
-        values = [vamp_score(*train, *train, rank=k, **options) for k in (1, 2, 3)]
-        gains = np.diff(values, prepend=0)
-        assert (np.diff(gains) < 0).all()
-        np.testing.assert_allclose(values[-1], -vamp_loss(*train, **options), rtol=1e-9)
-        assert abs(vamp_score(*train, *test, rank=1, **options) + vamp_loss(*test, **options)) > 1e-3
-
-
 @pytest.mark.parametrize("schatten_norm", [1, 2])
 def test_score_against_a_direct_computation(schatten_norm):
     (x, y), (x_test, y_test) = batch(seed=0, d=5), batch(n=25, seed=1, d=5)

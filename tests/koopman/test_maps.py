@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import beta, kstest
 
 from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
 from koopman.datasets._exact import conjugate_order
-from koopman.datasets._maps import logistic_noise
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(600)
 X, WEIGHTS = (NODES[:, None] + 1) / 2, WEIGHTS / 2
@@ -67,15 +65,6 @@ def test_the_operator_maps_features_to_features():
     values = np.linalg.eigvals(matrix)
     np.testing.assert_allclose(values[conjugate_order(values)][:6], logistic_spectrum(5).eigenvalues, atol=1e-12)
     assert residual(2)[0] > 1e-2  # too small a span is not invariant
-
-
-@pytest.mark.parametrize("order", [1, 20])
-def test_noise_has_its_distribution(order, key):
-    draws = np.asarray(logistic_noise(key, (20_000,), order=order))
-    assert np.abs(draws).max() < 0.5
-    assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, order + 0.5).cdf).pvalue > 1e-3
-    assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, 1.2 * order + 0.5).cdf).pvalue < 1e-3  # the test can tell
-    assert abs(np.mean(draws > 0) - 0.5) < 4 * 0.5 / np.sqrt(len(draws))
 
 
 def test_trajectories_follow_the_density_and_the_operator(key):

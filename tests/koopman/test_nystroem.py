@@ -199,23 +199,6 @@ def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples):
             fit(Ridge(1e-15), x, np.asarray(x), kernel=RBF(3.0))
 
 
-def test_what_auto_stands_for():
-    gram = jnp.eye(1600, dtype=jnp.float32) / 1600
-    floor = 100 * float(jnp.finfo(jnp.float32).eps)
-    for alpha, wanted in ((2 * floor, "krylov"), (0.5 * floor, "spectral"), (0.0, "spectral")):
-        assert ReducedRank(5).choose_kernel_solver(gram, jnp.asarray(alpha), 5) == wanted
-    assert PrincipalComponents(5).choose_kernel_solver(gram, jnp.asarray(0.0), 5) == "krylov"
-    assert ReducedRank(101).choose_kernel_solver(gram, jnp.asarray(1.0), 101) == "dense"
-    assert ReducedRank(5).choose_kernel_solver(gram[:1000, :1000], jnp.asarray(1.0), 5) == "dense"
-    said = []
-    jax.jit(lambda alpha: said.append(ReducedRank(5).choose_kernel_solver(gram, alpha, 5)))(1.0)
-    with jax.enable_x64(True):
-        jax.jit(lambda gram: said.append(ReducedRank(5).choose_kernel_solver(gram, jnp.ones(()), 5)))(
-            np.asarray(gram, float)
-        )
-    assert said == ["spectral", "krylov"]
-
-
 @pytest.mark.slow
 def test_the_default_regularisation_follows_the_kernel():
     scale = 1e-3

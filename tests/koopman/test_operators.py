@@ -87,32 +87,6 @@ def test_estimators_are_their_definitions(alpha):
         np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
 
 
-def test_against_kooplearn():
-    linear_model = pytest.importorskip("kooplearn.linear_model")
-    with jax.enable_x64(True):
-        states = linear_trajectory()[1]
-        x, y = lagged_pairs(states)
-        for kind, reduced in ((ReducedRank, True), (PrincipalComponents, False)):
-            options = {"n_components": 3, "alpha": 1e-3, "reduced_rank": reduced, "eigen_solver": "dense"}
-            peer = linear_model.Ridge(**options).fit(states)
-            operator = fit(kind(3, 1e-3), x, y)
-            matrix = operator_matrix(operator, fitted=True)  # the peer's shrinkage stays
-            np.testing.assert_allclose(matrix, peer.estimator_, atol=1e-6)
-            values = np.linalg.eigvals(matrix)
-            values = np.sort_complex(values[np.argsort(-np.abs(values))][:3])
-            np.testing.assert_allclose(values, np.sort_complex(peer.eig()), rtol=1e-6, atol=1e-9)
-            ahead = x[:5] @ np.linalg.matrix_power(matrix, 3)
-            np.testing.assert_allclose(ahead, peer.predict(states[:5], n_steps=3), rtol=1e-6)
-            np.testing.assert_allclose(np.mean(np.sum((y - x @ matrix) ** 2, 1)), peer.risk(), rtol=1e-6)
-            np.testing.assert_allclose(np.linalg.svd(matrix)[1][:3], peer._svals()[:3], rtol=1e-6)
-            # An `alpha` as little as its own default is the same operator without an undoing.
-            own = fit(kind(3, 1e-12), x, y)
-            peer = linear_model.Ridge(**options | {"alpha": 1e-12}).fit(states)
-            np.testing.assert_allclose(predict(own, x[:5], 3), peer.predict(states[:5], n_steps=3), rtol=1e-6)
-            np.testing.assert_allclose(risk(own, x, y), peer.risk(), rtol=1e-6)
-            np.testing.assert_allclose(singular_values(own), peer._svals()[:3], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("kind", "route"),
     [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "qr"), ("reduced_rank", "covariance")],
@@ -369,18 +343,6 @@ def test_units_of_columns_drop_no_direction(kind, dtype):
             np.testing.assert_allclose(found, predict(one, x, 3), atol=tol * np.abs(x).max())
 
 
-def test_the_default_hides_no_small_column():
-    """A tone of size 1e-7 beside one of size 1 had an eigenvalue of modulus .97."""
-    with jax.enable_x64(True):
-        for size in (1e-3, 1e-9):
-            tones = np.stack([0.9999**TIME * np.cos(0.1 * TIME), size * np.cos(0.37 * TIME + 1)], 1)
-            seen = np.concatenate([delays(tone, 10) for tone in tones.T], 1)[:2000]
-            operator = fit(Ridge(), seen[:-1], seen[1:])
-            assert np.abs(eigenvalues(operator) - np.exp(0.37j)).min() < 1e-9
-            alpha = 20 * 2.0**-52 * np.sum(seen[:-1] ** 2) / 1999
-            np.testing.assert_allclose(operator.alpha, alpha, rtol=1e-9)
-
-
 def test_columns_that_principal_components_do_not_see_are_named():
     with jax.enable_x64(True):
         x, y = lagged_pairs(linear_trajectory(d=3)[1])
@@ -482,21 +444,6 @@ def test_images_as_observables():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
-def test_ranks_by_masking(kind):
-    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
-    ranks = jnp.arange(1, 6)
-    swept = jax.vmap(lambda rank: fit(kind(rank, 1e-3), x, y))(ranks)
-    for index, rank in enumerate(ranks.tolist()):
-        own = fit(kind(rank, 1e-3), x, y)
-        masked = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, swept)
-        np.testing.assert_allclose(operator_matrix(masked), operator_matrix(own), atol=1e-4)
-        values = np.abs(eigenvalues(masked))
-        np.testing.assert_allclose(values[:rank], np.abs(eigenvalues(own)), atol=1e-4)
-        np.testing.assert_allclose(values[rank:], 0, atol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_gradients_of_dependent_features_against_finite_differences(kind):
     """A repeated feature: C_x is singular, and its null space must not turn gradients to NaN."""
@@ -516,25 +463,6 @@ def test_gradients_of_dependent_features_against_finite_differences(kind):
         slope = sum(jnp.vdot(g, s) for g, s in zip(jax.grad(value, (0, 1, 2))(*point), step, strict=True))
         ends = [value(*(p + e * s for p, s in zip(point, step, strict=True))) for e in (1e-5, -1e-5)]
         np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-6)
-
-
-@LARGE_ALPHA
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_more_features_than_samples(kind):
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(6)
-        x, y = rng.normal(size=(2, 8, 20))
-        found = fit_kind(kind, x, y, alpha=0.1)
-        c_x, c_xy = x.T @ x / 8, x.T @ y / 8
-        if kind == "ridge":
-            np.testing.assert_allclose(
-                operator_matrix(found, True), np.linalg.solve(c_x + 0.1 * np.eye(20), c_xy), atol=1e-10
-            )
-        basis = found.encode.matrix
-        used = found.singular_values > 1e-9
-        gram = basis.T @ (c_x + 0.1 * np.eye(20)) @ basis
-        np.testing.assert_allclose(gram[used][:, used], np.eye(int(used.sum())), atol=1e-9)
-        assert int(found.effective_rank) == min(8, found.core.shape[0])
 
 
 @LOW_RANK

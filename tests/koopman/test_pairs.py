@@ -350,13 +350,6 @@ def test_float64_rounds_large_integers_with_a_word():
             moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
 
 
-def test_empty_trajectories_of_a_list_are_skipped_as_short_ones_are():
-    run = np.arange(5.0, dtype=np.float32)
-    for empty in ([run, run[:0]], [run[:0], run]):
-        with pytest.warns(UserWarning, match="Skipped 1 of 2 trajectories"):
-            np.testing.assert_array_equal(lagged_pairs(empty).y, run[1:])
-
-
 def test_known_trajectories_compile_nothing(caplog):
     runs = [np.random.default_rng(n).normal(size=(n, 2)).astype(np.float32) for n in range(60, 80)]
     on_device = [jnp.asarray(run) for run in runs]
@@ -378,18 +371,6 @@ def test_committed_arrays_stay_on_their_device():
     for found in (*lagged_pairs(run, 2), *lagged_pairs([run, run[:7]], 2), delay_embed(run, 2), *delay_embed([run], 2)):
         assert found.devices() == {device}
     np.testing.assert_array_equal(lagged_pairs([run, run[:7]], 2).y, [*range(2, 12), *range(2, 7)])
-
-
-@pytest.mark.parametrize(("delays", "stride"), [(3, 2), (1, 5)])
-def test_rows_of_the_hankel_matrix(delays, stride):
-    path = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
-    found = delay_embed(path, delays, stride=stride)
-    reach = (delays - 1) * stride
-    wanted = [np.concatenate([path[t - i * stride] for i in range(delays)]) for t in range(reach, 9)]
-    np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(jax.jit(lambda p: delay_embed(p, delays, stride=stride))(path), wanted)
-    stacked = jax.vmap(lambda p: delay_embed(p, delays, stride=stride))(np.stack([path, -path]))
-    np.testing.assert_array_equal(stacked[1], -found)
 
 
 def test_delays_that_cannot_be_are_refused():
