@@ -25,6 +25,8 @@ def test_medians_without_censoring_and_with():
     assert median_crossing(np.full(4, np.nan), 10) == (np.inf, 10, np.inf)
     one = median_crossing(times, 10)
     assert one.low <= one.value <= one.high
+    halves = np.asarray([np.nan, 1, 3, 2, 4, 4, np.nan, 3, 5, 2])  # a survival of one half is counted
+    assert [median_crossing(halves, end).value for end in (5, 99)] == [3, 3]
 
 
 def test_the_medians_interval_covers():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-import scipy.optimize
+from compiled import compilations
 from trajectories import follow
 
 from koopman import (
@@ -106,10 +106,11 @@ def planted(family, r, rng):
 FAMILIES = ("gaussian", "defective", "slow", "repeated", "low rank")
 
 
-def check_found_again(key, r, dtype, families, times=1):
+@pytest.mark.parametrize(("r", "dtype"), [(3, np.float64), (8, np.float32), (20, np.float64)])
+def test_other_coordinates_are_found(key, r, dtype):
     rng = np.random.default_rng(r)
     with jax.enable_x64(dtype is np.float64):
-        firsts = np.stack([planted(family, r, rng) for family in families for _ in range(times)])
+        firsts = np.stack([planted(family, r, rng) for family in FAMILIES])
         turns = np.stack([orthogonal(r, rng) for _ in firsts])
         seconds = turns @ firsts @ turns.swapaxes(1, 2)
         for which, (a, b) in enumerate(zip(firsts.astype(dtype), seconds.astype(dtype), strict=True)):
@@ -118,11 +119,6 @@ def check_found_again(key, r, dtype, families, times=1):
             assert found.converged, which
             moved = np.asarray(found.rotation) @ b @ np.asarray(found.rotation).T
             np.testing.assert_allclose(moved, a, atol=(5e-6 if dtype is np.float32 else 1e-13) * norm(a))
-
-
-@pytest.mark.parametrize(("r", "dtype"), [(3, np.float64), (8, np.float32), (20, np.float64)])
-def test_other_coordinates_are_found(key, r, dtype):
-    check_found_again(key, r, dtype, FAMILIES)
 
 
 def test_it_is_a_metric(key):
@@ -242,18 +238,14 @@ def test_small_angles_keep_their_digits():
 # Transformations
 
 
-def test_all_pairs_are_one_program_traced_once(key, monkeypatch):
-    traces, plain = [], dynamical_similarity._matched
-    monkeypatch.setattr(dynamical_similarity, "_matched", lambda *args: traces.append(1) or plain(*args))
-    options = {"key": key, "num_starts": 5, "num_steps": 90}
-    before, counts = dynamical_similarity._solve._cache_size(), []
-    for members in (3, 5):
-        for scale in (1.0, 2.0):
-            operators = scale * RANDOM.normal(size=(members, 3, 3)).astype(np.float32)
-            pairwise_dynamical_distance(operators, **options)
-        counts.append(len(traces))
-    assert counts == [1, 2]
-    assert dynamical_similarity._solve._cache_size() == before + 2
+def test_all_pairs_are_one_program(key, caplog):
+    operators = RANDOM.normal(size=(5, 3, 3)).astype(np.float32)
+
+    def run(scale):
+        return pairwise_dynamical_distance(scale * operators, key=key, num_starts=5, num_steps=90)
+
+    assert compilations(caplog, lambda: run(1))
+    assert not compilations(caplog, lambda: run(2))
 
 
 def test_pairs_at_once_are_the_pairs_one_by_one(key):

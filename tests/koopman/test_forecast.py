@@ -48,6 +48,8 @@ def test_far_ahead_nothing_overflows_on_the_way():
     operator = fit(Ridge(0.0), grow[:-1], grow[1:])
     np.testing.assert_allclose(predict(operator, grow[:1], 130), 1.5**130, rtol=1e-4)
     np.testing.assert_allclose(jax.jit(lambda s: predict(operator, grow[:1], s))(130), 1.5**130, rtol=1e-4)
+    slope = jax.jit(jax.grad(lambda matrix, power: matrix_powers(matrix, power).sum()))
+    np.testing.assert_allclose(slope(jnp.full((1, 1), 1.5), jnp.asarray([130])), 130 * 1.5**129, rtol=1e-4)
 
 
 def test_powers_below_zero_are_no_numbers():

@@ -226,8 +226,9 @@ def test_dpnets_by_its_equation(center):
 # The score on test data.
 
 
-@pytest.mark.parametrize("schatten_norm", [1, 2])
-def test_score_against_a_direct_computation(schatten_norm):
+@pytest.mark.parametrize(("schatten_norm", "rank"), [(1, 2), (2, 2), (2, None)])
+def test_score_against_a_direct_computation(schatten_norm, rank):
+    """Without a rank it is the loss of the test data."""
     (x, y), (x_test, y_test) = batch(seed=0, d=5), batch(n=25, seed=1, d=5)
 
     def covariances(x, y):
@@ -239,13 +240,15 @@ def test_score_against_a_direct_computation(schatten_norm):
 
     cov_x, cross, cov_y = covariances(x, y)
     left, _, right = np.linalg.svd(inverse_root(cov_x) @ cross @ inverse_root(cov_y))
-    u, v = inverse_root(cov_x) @ left[:, :2], inverse_root(cov_y) @ right[:2].T
+    u, v = inverse_root(cov_x) @ left[:, :rank], inverse_root(cov_y) @ right[:rank].T
     cov_x, cross, cov_y = covariances(x_test, y_test)
     seen = inverse_root(u.T @ cov_x @ u) @ (u.T @ cross @ v) @ inverse_root(v.T @ cov_y @ v)
     expected = (np.linalg.svd(seen, compute_uv=False) ** schatten_norm).sum()
     with jax.enable_x64(True):
-        score = vamp_score(x, y, x_test, y_test, schatten_norm=schatten_norm, rank=2)
+        score = vamp_score(x, y, x_test, y_test, schatten_norm=schatten_norm, rank=rank)
         np.testing.assert_allclose(score, expected, rtol=1e-9)
+        if rank is None:
+            np.testing.assert_allclose(score, -vamp_loss(x_test, y_test), rtol=1e-9)
 
 
 def test_score_of_deficient_training_data():
@@ -343,25 +346,18 @@ def test_dtype_follows_the_input(name):
                 assert LOSSES[name](*(jnp.asarray(a) for a in batch(dtype=dtype))).dtype == dtype
 
 
-def test_weights_are_traced(key):
-    x, y = (jnp.asarray(a) for a in batch(dtype=np.float32))
-    traces = []
-
-    @jax.jit
-    def losses(weight):
-        traces.append(weight)
-        return jnp.stack(
-            [
-                dpnets_loss(x, y, metric_deformation=weight),
-                energy_loss(x, y[:, :, None], grad_weight=weight),
-                autoencoder_loss(x, y, y, x, y, x, alpha_rec=weight, alpha_lin=weight, alpha_pred=weight),
-            ]
-        )
-
-    values = jnp.stack([losses(jnp.asarray(weight)) for weight in (0.0, 1.0, 2.0)])
-    assert len(traces) == 1
-    np.testing.assert_allclose(values[2, ::2] - values[1, ::2], values[1, ::2] - values[0, ::2], rtol=1e-4)
-    assert jax.grad(lambda weight: energy_loss(x, y[:, :, None], grad_weight=weight))(0.0) > 0
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, weight: dpnets_loss(x, y, metric_deformation=weight),
+        lambda x, y, weight: energy_loss(x, y[:, :, None], grad_weight=weight),
+        lambda x, y, weight: autoencoder_loss(x, y, y, x, y, x, alpha_rec=weight, alpha_lin=weight, alpha_pred=weight),
+    ],
+)
+def test_weights_are_traced(loss):
+    loss, weights = partial(loss, *map(jnp.asarray, batch(dtype=np.float32))), jnp.arange(3.0)
+    np.testing.assert_allclose(jax.jit(jax.vmap(loss))(weights), [loss(weight) for weight in weights], rtol=1e-4)
+    assert jax.grad(loss)(1.0) > 0
 
 
 @pytest.mark.parametrize("center", [True, False])
