@@ -69,23 +69,6 @@ def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
 
 
-def test_stationary_in_float64():
-    """The conditions of the minimum hold: residuals orthogonal to the features up to the ridge, and of mean zero."""
-    x, y = make_data(dtype=np.float64)
-    with jax.enable_x64(True):
-        fit = measures.crossval_softmax_fit(x, y, **SPLITS, ridge=0.3, tol=1e-14)
-        assert fit.probabilities.dtype == jnp.float64
-        fit = jax.tree.map(np.asarray, fit)
-    assert fit.converged.all()
-    for fold, (train, test) in enumerate(KFold(4).split(x)):
-        z, deviation = standardised(x, train), x[train].std(0)
-        chances = softmax(x @ fit.coefficients[fold] + fit.intercepts[fold], 1)
-        residual = (chances - y)[train]
-        np.testing.assert_allclose(residual.sum(0), 0, atol=1e-5)
-        np.testing.assert_allclose(z[train].T @ residual, -0.3 * fit.coefficients[fold] * deviation[:, None], atol=1e-5)
-        np.testing.assert_allclose(fit.probabilities[test], chances[test], atol=1e-12)
-
-
 def fold_of(labels, num_splits, count=None, key=None, folds="contiguous"):
     labels = jnp.zeros(labels, int) if isinstance(labels, int) else jnp.asarray(labels)
     return softmax_solver.fold_of_samples(labels, num_splits, jnp.asarray(count or len(labels)), key, folds)

@@ -32,8 +32,6 @@ pytestmark = pytest.mark.usefixtures("barely_optimized")
 
 GROWS_NOT = {
     ("transformer", "blocks[0].attention.query_proj:2"): "number of neurons the function does not depend on",
-    ("fused attention", "fused"): "run with another number",
-    ("fused attention", "fused:2"): "run with another number",
 }
 """Groups whose number the program holds, or a module keeps."""
 

@@ -389,21 +389,6 @@ def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, met
         np.testing.assert_allclose(eigenvalue_distance(found, eigenvalues(operator)), 0, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
-def test_coordinates_are_orthonormal_under_regularisation():
-    """Those of one operator on other latent functions are the same up to a rotation: the Gram matrices say so."""
-    with jax.enable_x64(True):
-        x, y = (np.asarray(side) for side in lagged_pairs(spiral()))
-        operator = fit(Ridge(0.05), x, y)
-        latent = np.asarray(operator.encode(x))
-        values, vectors = np.linalg.eigh(latent.T @ latent / len(x))
-        white = latent @ vectors / values**0.5  # another square root of the Gram matrix
-        matrix = vectors.T @ np.asarray(operator.core) @ vectors * values[:, None] ** 0.5 / values**0.5
-        found = np.asarray(transition_matrix(operator))
-        np.testing.assert_allclose(white.T @ white / len(x), np.eye(4), atol=1e-10)
-        np.testing.assert_allclose(vectors.T @ found.T @ vectors, matrix, atol=1e-10)
-
-
 def test_mixed_recordings_of_one_system_are_one_and_others_are_not(key):
     """Data metric: no invertible mixture of what is recorded is seen; feature metric: no orthogonal one."""
     with jax.enable_x64(True):

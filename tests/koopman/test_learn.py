@@ -11,13 +11,10 @@ import koopman
 from dissociation import member
 from dissociation.data import load
 from dissociation.models import Affine
-from dissociation.models._layers import max_pool
-from dissociation.training import Epochs, fit, make_step
 from koopman import (
     Autoencoder,
     FeatureMap,
     Ridge,
-    autoencoder_loss,
     eigenvalues,
     encode,
     lagged_pairs,
@@ -85,32 +82,6 @@ def test_the_loss_of_autoencoders_does_not_see_the_size_of_features(trajectories
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((loss, slope)))
 
 
-def share_of_living_channels(model, images):
-    """Channels of the encoder's second convolution that answer to any image; the others have no gradient."""
-    first, second = model.encoder.convolutions
-    answers = jax.vmap(lambda image: second(jax.nn.relu(max_pool(first(image[:, :, None])))))(jnp.asarray(images))
-    return float(jnp.mean(jnp.any(answers > 0, (0, 1, 2))))
-
-
-@pytest.mark.slow
-def test_the_first_steps_leave_an_autoencoder_alive(digits):
-    """An untrained decoder draws noise, which the loss damps fastest by silencing the encoder."""
-    images, options = jnp.asarray(digits.images[:321]), {"num_epochs": 6, "key": jax.random.key(1)}
-
-    def published(model, batch, key):  # the latent step's error in units of the features, which then shrink
-        (x, y), encode_all = batch, jax.vmap(model.encoder)
-        now, later = encode_all(x), encode_all(y)
-        drawn, ahead = jax.vmap(model.decoder)(now), jax.vmap(model.decoder)(now @ model.matrix())
-        return autoencoder_loss(x, y, drawn, later, now @ model.matrix(), ahead)
-
-    start = eqx.filter_vmap(lambda key: Autoencoder(init="pytorch", key=key))(jax.random.split(jax.random.key(0), 1))
-    pairs = Epochs((images[:-1], images[1:]), 64)
-    silent = fit(start, make_step(published, optax.adamw(2e-3)), pairs, **options).models
-    models = train_autoencoders(images, num_seeds=1, batch_size=64, **options).models
-    assert share_of_living_channels(member(silent, 0), images[:100]) < 0.4
-    assert share_of_living_channels(member(models, 0), images[:100]) > 0.9
-
-
 # Two slow directions, of eigenvalues 0.8 +- 0.4i, under a mixture with three fast ones.
 SLOW = np.asarray([[0.8, 0.4], [-0.4, 0.8]])
 MIXING = np.linalg.qr(np.random.default_rng(0).normal(size=(5, 5)))[0]
@@ -164,21 +135,7 @@ def test_autoencoders_learn_a_linear_system_of_states_of_any_shape():
 
 
 @pytest.mark.slow
-def test_no_pair_goes_from_one_trajectory_to_the_next(trajectories):
-    options = {"key": jax.random.key(0), "encoder": linear(5, 2), "num_seeds": 1, "num_epochs": 1}
-    weights = [
-        np.asarray(train_encoders("vamp", data, trajectory_axis=axis, lag=3, **options).models.encoder.weight)
-        for data, axis in [
-            (list(trajectories), None),
-            (trajectories, 0),
-            (trajectories.swapaxes(0, 1), -2),
-            (np.concatenate(list(trajectories)), None),
-        ]
-    ]
-    np.testing.assert_array_equal(weights[0], weights[1])
-    np.testing.assert_array_equal(weights[0], weights[2])
-    assert np.abs(weights[0] - weights[3]).max() > 1e-6
-    # Lengths may differ, and the loss is that of the pairs of `lagged_pairs`.
+def test_the_loss_is_that_of_the_pairs_of_trajectories(trajectories):
     model, uneven = FeatureMap(2, encoder=linear(5, 2), key=jax.random.key(0)), [trajectories[0], trajectories[1, :50]]
     x, y = lagged_pairs(uneven, 3)
     assert len(x) == 297 + 47
