@@ -573,9 +573,8 @@ def test_members_of_a_sweep_decide_together(axes):
             for data in ((x, y), thin)
         )
         sweep = jax.vmap(matrix, axes)
-        alone = [
-            matrix(*(part if axis is None else part[i] for part, axis in zip(given, axes, strict=True))) for i in (0, 1)
-        ]
+        members = [[part if axis is None else part[i] for part, axis in zip(given, axes, strict=True)] for i in (0, 1)]
+        alone = [matrix(*member) for member in members]
         assert np.linalg.norm(jax.jit(sweep)(*given) - np.stack(alone)) < 1e-7 * np.linalg.norm(alone)
         exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*thin)
         np.testing.assert_array_equal(jax.jit(sweep)(*thin), exact)
