@@ -187,31 +187,7 @@ def collapse_in_small(tmp_path, monkeypatch):
     collapse.compute(config, key=jax.random.PRNGKey(42))  # one of the networks' own seeds
 
 
-def eigenvectors_in_small(tmp_path, monkeypatch):
-    sizes = {"num_epochs": 1, "num_train": 100, "num_test": 30, "batch_size": 50}
-    eigenvectors.compute(dataclasses.replace(eigenvectors.Config().quick(), **sizes), key=jax.random.PRNGKey(0))
-
-
-def robustness_in_small(tmp_path, monkeypatch):
-    config = robustness.Config(**SMALL, num_scales=2, num_zero=4, published_null=True)
-    robustness.compute(config, key=jax.random.PRNGKey(0))
-
-
-def transfer_in_small(tmp_path, monkeypatch):
-    config = transfer.Config(**SMALL, num_budgets=1, num_splits=2, num_zero=4, gradient_steps=2)
-    transfer.compute(config, key=jax.random.PRNGKey(0))
-
-
-def similarity_in_small(tmp_path, monkeypatch):
-    sizes = {"num_samples": 30, "num_blocks": 2, "num_zero": 4, "measures": ("rsa",), "rewrite_measures": ("svcca",)}
-    similarity.compute(similarity.Config(**(SMALL | {"num_seeds": 3}), **sizes), key=jax.random.PRNGKey(0))
-
-
-def freedom_in_small(tmp_path, monkeypatch):
-    freedom.compute(freedom.Config(**SMALL, num_samples=30, num_zero=4), key=jax.random.PRNGKey(0))
-
-
-def ordered_digits_in_small(tmp_path, monkeypatch):
+def ordered_digits_in_small(monkeypatch):
     models = ("classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
     sizes = {"num_seeds": 2, "num_epochs": 1, "oracle_epochs": 1, "num_train": 33, "num_validation": 20, "num_test": 20}
     config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes, batch_size=16, models=models)
@@ -221,27 +197,41 @@ def ordered_digits_in_small(tmp_path, monkeypatch):
     ordered_mnist.compute(config, key=jax.random.PRNGKey(0), dataset=data)
 
 
-def spectra_in_small(tmp_path, monkeypatch):
-    sizes = {"lengths": (200, 300), "num_trajectories": 2}
-    spectra.compute(dataclasses.replace(spectra.Config().quick(), **sizes), key=jax.random.PRNGKey(0))
-
-
 IN_SMALL = {
-    "collapse": collapse_in_small,
-    "eigenvectors": eigenvectors_in_small,
-    "freedom": freedom_in_small,
-    "robustness": robustness_in_small,
-    "similarity": similarity_in_small,
-    "transfer": transfer_in_small,
-    "ordered-mnist": ordered_digits_in_small,
-    "spectra": spectra_in_small,
+    "eigenvectors": (
+        eigenvectors.Config().quick(),
+        {"num_epochs": 1, "num_train": 100, "num_test": 30, "batch_size": 50},
+    ),
+    "freedom": (freedom.Config(), SMALL | {"num_samples": 30, "num_zero": 4}),
+    "robustness": (robustness.Config(), SMALL | {"num_scales": 2, "num_zero": 4, "published_null": True}),
+    "similarity": (
+        similarity.Config(),
+        SMALL
+        | {"num_seeds": 3, "num_samples": 30, "num_blocks": 2, "num_zero": 4}
+        | {"measures": ("rsa",), "rewrite_measures": ("svcca",)},
+    ),
+    "spectra": (spectra.Config().quick(), {"lengths": (200, 300), "num_trajectories": 2}),
+    "transfer": (
+        transfer.Config(),
+        SMALL | {"num_budgets": 1, "num_splits": 2, "num_zero": 4, "gradient_steps": 2},
+    ),
 }
+
+
+def run_in_small(figure, tmp_path, monkeypatch):
+    if figure == "collapse":
+        return collapse_in_small(tmp_path, monkeypatch)
+    if figure == "ordered-mnist":
+        return ordered_digits_in_small(monkeypatch)
+    config, sizes = IN_SMALL[figure]
+    module = sys.modules[type(config).__module__]
+    return module.compute(dataclasses.replace(config, **sizes), key=jax.random.PRNGKey(0))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("figure", dissociation.figures.figures() | koopman.figures.figures())
 def test_no_key_of_a_figure_serves_two_purposes(ledger, tmp_path, monkeypatch, figure):
-    IN_SMALL[figure](tmp_path, monkeypatch)
+    run_in_small(figure, tmp_path, monkeypatch)
     assert len(ledger.draws) > 3
     assert ledger.faults() == []
     assert ledger.repeated() <= SHARED

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation._core.linalg import centre, nuclear_norm, positive_inverse, psd_power
+from dissociation._core.linalg import nuclear_norm, positive_inverse, psd_power
 
 
 def symmetric(values, seed=0):
@@ -65,39 +65,3 @@ def test_nuclear_norm_where_singular_values_coincide_or_vanish():
         gradient = jax.grad(lambda factor: nuclear_norm(factor @ right))(jnp.asarray(left))
         expected = directional(lambda factor: nuclear_norm(factor @ right), left, direction, 1e-4)
         np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-7)
-
-
-def test_centring_takes_means_away_and_constants_wholly(key):
-    x = jax.random.normal(key, (1001, 3)) * jnp.array([1.0, 1e-2, 0.0])[None] + jnp.array([0.0, 3.0, 1e4 / 3])[None]
-    centred = centre(x)
-    np.testing.assert_allclose(centred.mean(0), 0, atol=1e-7)
-    np.testing.assert_array_equal(centred[:, 2], 0)
-    np.testing.assert_allclose(centred[:, :2], (x - x.mean(0)[None])[:, :2], atol=1e-5)
-    np.testing.assert_allclose(jax.jit(centre)(x)[:, 2], 0, atol=1e-8)
-
-
-@pytest.mark.usefixtures("x64")
-def test_dtype_follows_the_input_and_wrong_arguments_are_named():
-    for dtype in (jnp.float32, jnp.float64):
-        matrix = jnp.eye(3, dtype=dtype)
-        assert psd_power(matrix, -0.5).dtype == nuclear_norm(matrix).dtype == centre(matrix).dtype == dtype
-    with pytest.raises(ValueError, match="`rtol` must be non-negative"):
-        psd_power(jnp.eye(2), 1.0, rtol=-1.0)
-
-
-@pytest.mark.parametrize(("bad", "size"), [(np.nan, 1), (-np.inf, 40)])
-def test_what_is_not_finite_stays_undefined(bad, size):
-    matrix = symmetric(np.linspace(1, 2, size)).astype(np.float32)
-    matrix[size // 2, 0] = bad
-    for power in (-0.5, 0):
-        value, slope = jax.jvp(lambda m, p=power: psd_power(m, p), (jnp.asarray(matrix),), (jnp.ones((size, size)),))
-        assert np.isnan(value).all()
-        assert np.isnan(slope).all()
-    value, slope = jax.value_and_grad(nuclear_norm)(jnp.asarray(matrix))
-    assert np.isnan(value)
-    assert np.isnan(slope).all()
-    # Of a stack, the others are what they were.
-    stack = jnp.stack([jnp.eye(size), jnp.asarray(matrix)])
-    both = jax.vmap(lambda m: psd_power(m, 0.5))(stack)
-    np.testing.assert_allclose(both[0], np.eye(size), atol=1e-6)
-    assert np.isnan(both[1]).all()

@@ -168,20 +168,6 @@ def test_wrong_calls_are_refused_with_a_reason(layer, key):
             add_random_zero_neurons(*layer, key=key, **{name: value})
 
 
-@pytest.mark.usefixtures("x64")
-def test_double_precision(key):
-    rng = np.random.default_rng(0)
-    layer, x = (rng.normal(size=(HIDDEN, INPUTS)), rng.normal(size=(OUTPUTS, HIDDEN))), rng.normal(size=(INPUTS, 9))
-    for new in (
-        scale_neurons(*layer, 20),
-        duplicate_neurons(*layer, 1.5),
-        add_random_zero_neurons(*layer, key=key),
-        add_phantom_zero_neurons(*layer, layer[0][:6] + 1, np.eye(6)),
-    ):
-        assert {w.dtype for w in new} == {jnp.dtype("float64")}
-        assert change(new, layer, x) < 1e-12
-
-
 def test_rewrites_by_hand_inside_a_model(key):
     # The way the paper's notebook does it: matrices of a model without biases, replaced in place, over stacked members.
     keys = jax.random.split(key, 2)

@@ -82,26 +82,12 @@ A, B = jax.random.normal(jax.random.key(8), (8, 5)), jax.random.normal(jax.rando
 relu = jax.nn.relu
 
 
-def convolved(image, kernel, **options):
-    return jax.lax.conv_general_dilated(image, kernel, (1,), "VALID", **options)
+def test_neurons_that_a_convolution_reads_are_scaled():
+    """All at once, as places of one channel."""
 
+    def call(p, x):
+        return jax.lax.conv_general_dilated(relu(p[0] @ x)[None, None], p[1][:, None], (1,), "VALID")[0, :, 0]
 
-def blocks(weights):
-    """[3, 8] as kernels of two blocks of channels: [2 blocks of 3 outputs, 4 channels, 1 place]."""
-    return weights.reshape(3, 2, 4).transpose(1, 0, 2).reshape(6, 4, 1)
-
-
-CONVOLVED = {
-    "over all": lambda p, x: convolved(relu(p[0] @ x)[None, None], p[1][:, None])[0, :, 0],
-    "in blocks": lambda p, x: convolved(
-        relu(p[0] @ x)[None, :, None] * jnp.arange(7.0)[None, None], blocks(p[1]), feature_group_count=2
-    )[0].sum(1),
-}
-
-
-@pytest.mark.parametrize("name", CONVOLVED)
-def test_neurons_that_a_convolution_reads_are_scaled(name):
-    call = CONVOLVED[name]
     group = max(neuron_groups([A, B], X, call=call).values(), key=lambda group: group.size)
     assert group.degree == 1
     factor = jnp.exp(jax.random.normal(jax.random.key(0), (group.size,)))

@@ -11,7 +11,6 @@ import koopman
 from koopman import (
     Ridge,
     delay_embed,
-    dpnets_loss,
     fit,
     fit_generator,
     lagged_pairs,
@@ -21,7 +20,6 @@ from koopman import (
     risk,
     scan_moments,
     spectral_contrastive_loss,
-    vamp_loss,
     vamp_score,
 )
 from koopman._operators import _diagnostics as diagnostics
@@ -311,13 +309,11 @@ def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
     ("kinds", "start", "error"),
     [
         (("int32", "float32"), 2**30 + 1, "warns"),
-        (("int64", "float32", "int16"), 2**30 + 1, "warns"),
         (
             ("int32", "uint32"),
             2**31 + 5,
             r"`traj.*\[1\]` must hold integers from -2147483648 to 2147483647, got 2147483",
         ),
-        (("uint32", "int8", "int32"), 2**31 + 5, r"`traj.*\[0\]` must hold integers"),
         (("int32", "uint8", "float32"), 2**20, None),
     ],
 )
@@ -495,11 +491,8 @@ def test_an_offset_that_swamps_the_variance_is_named():
     "call",
     [
         lambda x: moments(x, x),
-        lambda x: scan_moments(x[None], x[None]),
         lambda x: fit(Ridge(), x, x),
-        lambda x: vamp_loss(x, x, center_covariances=False),
         lambda x: vamp_score(x, x, x, x, center_covariances=False),
-        lambda x: dpnets_loss(x, x, center_covariances=False),
         lambda x: spectral_contrastive_loss(x, x),
         lambda x: fit_generator(x, np.ones((*x.shape, 1)), rank=1),
     ],
