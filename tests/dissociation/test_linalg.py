@@ -6,11 +6,6 @@ import pytest
 from dissociation._core.linalg import nuclear_norm, positive_inverse, psd_power
 
 
-def symmetric(values, seed=0):
-    turn = np.linalg.qr(np.random.default_rng(seed).normal(size=(len(values), len(values))))[0]
-    return (turn * np.asarray(values, float)) @ turn.T
-
-
 def directional(function, point, direction, step):
     """Central differences of the fourth order."""
     far = function(point + 2 * step * direction) - function(point - 2 * step * direction)

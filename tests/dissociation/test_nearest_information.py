@@ -216,17 +216,6 @@ def test_more_than_labels_can_hold_is_not_a_number():
 
 
 @pytest.mark.slow
-def test_the_dtype_is_that_of_x():
-    x, z = gaussian_pair(0.75, 2, 300)
-    for estimator in ESTIMATORS:
-        expected = measure(x, z, estimator=estimator)
-        with jax.enable_x64(True):
-            found = measure(x, z.astype(float), estimator=estimator)
-            assert found.value.dtype == np.float32
-            np.testing.assert_allclose(found.value, expected.value, rtol=1e-5)
-
-
-@pytest.mark.slow
 def test_what_cannot_be_told_is_not_a_number():
     x, _ = gaussian_pair(0.0, 2, 500)
     copies = np.repeat(x[:50], 10, 0)

@@ -2,15 +2,12 @@
 
 from fractions import Fraction
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation import take
 from dissociation.fig4.expand import add_phantom_zero_neurons, add_random_zero_neurons, duplicate_neurons, scale_neurons
-from dissociation.rewrites import add_nuisance, neuron_groups
 
 HIDDEN, INPUTS, OUTPUTS = 12, 7, 5
 
@@ -166,24 +163,3 @@ def test_wrong_calls_are_refused_with_a_reason(layer, key):
     ):
         with pytest.raises(ValueError, match=f"`{name}` must be {words}"):
             add_random_zero_neurons(*layer, key=key, **{name: value})
-
-
-def test_rewrites_by_hand_inside_a_model(key):
-    # The way the paper's notebook does it: matrices of a model without biases, replaced in place, over stacked members.
-    keys = jax.random.split(key, 2)
-    make = lambda k: eqx.nn.MLP(6, 3, 10, 2, use_bias=False, use_final_bias=False, key=k)  # noqa: E731
-    models, examples = eqx.filter_vmap(make)(keys), jax.random.normal(key, (30, 6))
-    where = lambda m: (m.layers[1].weight, m.layers[2].weight)  # noqa: E731
-
-    def wider(model, number, k):
-        w_in, w_out = where(model)
-        pair = add_random_zero_neurons(w_in=w_in, w_out=w_out, num_zero_groups=number, neurons_per_group=1, key=k)
-        return eqx.tree_at(where, model, pair)
-
-    group = neuron_groups(take(models, 0), examples[0])["layers[1]"]
-    by_hand = eqx.filter_vmap(wider, in_axes=(eqx.if_array(0), None, 0))(models, 16, keys)
-    whole = eqx.filter_vmap(lambda m, k: add_nuisance(group, 16, key=k)(m))(models, keys)
-    np.testing.assert_array_equal(where(by_hand)[0], where(whole)[0])
-    run = eqx.filter_jit(eqx.filter_vmap(lambda m: jax.vmap(m)(examples)))
-    for each in (by_hand, whole):
-        np.testing.assert_allclose(run(each), run(models), atol=1e-6)

@@ -90,22 +90,19 @@ def test_scheme_in_a_harmonic_well(key):
 
 
 def test_wrong_arguments_are_named(key):
-    with pytest.raises(ValueError, match="`friction` must be positive"):
-        prinz_langevin(3, key=key, friction=0.0)
-    with pytest.raises(ValueError, match="`sigma` must be non-negative"):
-        overdamped_langevin(prinz_potential, 3, key=key, initial=np.zeros(1), sigma=-1.0)
-    with pytest.raises(ValueError, match="`substeps` must be at least 1"):
-        prinz_langevin(3, key=key, substeps=0)
-    with pytest.raises(ValueError, match=r"`initial` must have shape \(2,\) or \(4, 2\), got \(3, 2\)"):
-        overdamped_langevin(jnp.sum, 3, key=key, initial=np.zeros((3, 2)), num_trajectories=4)
-    with pytest.raises(ValueError, match="`domain` must be two ends in ascending order"):
-        langevin_spectrum(prinz_potential, (1.0, -1.0))
-    with pytest.raises(ValueError, match="`domain` must be narrower"):
-        langevin_spectrum(prinz_potential, (-1e3, 1e3))
-    with pytest.raises(ValueError, match="`num_cells` must be even"):
-        prinz_spectrum(num_cells=101)
-    with pytest.raises(ValueError, match="`num_cells` must be at least 32"):
-        prinz_spectrum(num_cells=20)
+    drawn = lambda initial, **options: overdamped_langevin(jnp.sum, 3, key=key, initial=initial, **options)  # noqa: E731
+    for call, words in (
+        (lambda: prinz_langevin(3, key=key, friction=0.0), "`friction` must be positive"),
+        (lambda: prinz_langevin(3, key=key, substeps=0), "`substeps` must be at least 1"),
+        (lambda: drawn(np.zeros(1), sigma=-1.0), "`sigma` must be non-negative"),
+        (lambda: drawn(np.zeros((3, 2)), num_trajectories=4), r"shape \(2,\) or \(4, 2\), got \(3, 2\)"),
+        (lambda: langevin_spectrum(prinz_potential, (1.0, -1.0)), "`domain` must be two ends in ascending order"),
+        (lambda: langevin_spectrum(prinz_potential, (-1e3, 1e3)), "`domain` must be narrower"),
+        (lambda: prinz_spectrum(num_cells=101), "`num_cells` must be even"),
+        (lambda: prinz_spectrum(num_cells=20), "`num_cells` must be at least 32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -384,22 +384,18 @@ def test_batches_that_any_features_explain_are_refused(center):
 
 def test_wrong_arguments_are_named(unchecked):
     x, y = batch(dtype=np.float32)
-    with pytest.raises(ValueError, match="`schatten_norm` must be 1 or 2, got 3"):
-        vamp_loss(x, y, schatten_norm=3)
-    with pytest.raises(ValueError, match=r"`rank` must be at most the number of features \(3\), got 4"):
-        vamp_score(x, y, x, y, rank=4)
-    with pytest.raises(ValueError, match="`metric_deformation` must be non-negative"):
-        dpnets_loss(x, y, metric_deformation=-1.0)
-    with pytest.raises(ValueError, match="`x` must hold at least two pairs"):
-        spectral_contrastive_loss(x[:1], y[:1])
-    with pytest.raises(ValueError, match=r"`x_rec` must have the shape of `x`"):
-        autoencoder_loss(x, y, x[:, :1], x, x, y)
-    with pytest.raises(ValueError, match=r"`alpha_lin` must be non-negative"):
-        autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0)
-    with pytest.raises(ValueError, match="`form` must be one of 'energy', 'pooled'"):
-        energy_loss(x, x[:, :, None], form="other")
-    with pytest.raises(ValueError, match="`x` must hold at least four samples"):
-        orthonormal_fro_reg(x[:3])
+    for call, words in (
+        (lambda: vamp_loss(x, y, schatten_norm=3), "`schatten_norm` must be 1 or 2, got 3"),
+        (lambda: vamp_score(x, y, x, y, rank=4), r"`rank` must be at most the number of features \(3\), got 4"),
+        (lambda: dpnets_loss(x, y, metric_deformation=-1.0), "`metric_deformation` must be non-negative"),
+        (lambda: spectral_contrastive_loss(x[:1], y[:1]), "`x` must hold at least two pairs"),
+        (lambda: autoencoder_loss(x, y, x[:, :1], x, x, y), "`x_rec` must have the shape of `x`"),
+        (lambda: autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0), "`alpha_lin` must be non-negative"),
+        (lambda: energy_loss(x, x[:, :, None], form="other"), "`form` must be one of 'energy', 'pooled'"),
+        (lambda: orthonormal_fro_reg(x[:3]), "`x` must hold at least four samples"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 @pytest.mark.slow

@@ -118,24 +118,23 @@ def test_trajectories_are_drawn_alone(key):
     np.testing.assert_array_equal(duffing(2, num_trajectories=3, initial=given)[:, 0], given)
 
 
-def test_wrong_arguments_are_named(key):
-    with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
-        lorenz63(0, key=key)
-    with pytest.raises(ValueError, match="`key` must be given where `initial` is not"):
-        duffing(3)
-    with pytest.raises(ValueError, match=r"`initial` must have shape \(3,\), got \(2,\)"):
-        lorenz63(3, initial=np.zeros(2))
-    with pytest.raises(ValueError, match="`theta` must be positive"):
-        ornstein_uhlenbeck(3, key=key, theta=-1.0)
-    with pytest.raises(ValueError, match="`sigma` must be non-negative"):
-        ornstein_uhlenbeck(3, key=key, sigma=-1.0)
-    with pytest.raises(ValueError, match="`time_step` must be positive"):
-        lorenz63(3, key=key, time_step=0.0)
-    for call, name in ((lambda v: lorenz63(3, key=key, mu=v), "mu"), (lambda v: duffing(3, key=key, beta=v), "beta")):
-        with pytest.raises(ValueError, match=f"`{name}` must be finite"):
-            call(np.inf)
-    with pytest.raises(ValueError, match="`states` must be of shape"):
-        ornstein_uhlenbeck_spectrum().right(np.ones((3, 2)))
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda key: lorenz63(0, key=key), "`num_steps` must be at least 1"),
+        (lambda key: duffing(3), "`key` must be given where `initial` is not"),
+        (lambda key: lorenz63(3, initial=np.zeros(2)), r"`initial` must have shape \(3,\), got \(2,\)"),
+        (lambda key: ornstein_uhlenbeck(3, key=key, theta=-1.0), "`theta` must be positive"),
+        (lambda key: ornstein_uhlenbeck(3, key=key, sigma=-1.0), "`sigma` must be non-negative"),
+        (lambda key: lorenz63(3, key=key, time_step=0.0), "`time_step` must be positive"),
+        (lambda key: lorenz63(3, key=key, mu=np.inf), "`mu` must be finite"),
+        (lambda key: duffing(3, key=key, beta=np.inf), "`beta` must be finite"),
+        (lambda key: ornstein_uhlenbeck_spectrum().right(np.ones((3, 2))), "`states` must be of shape"),
+    ],
+)
+def test_wrong_arguments_are_named(call, words, key):
+    with pytest.raises(ValueError, match=words):
+        call(key)
 
 
 def test_many_hermite_polynomials_do_not_overflow():
