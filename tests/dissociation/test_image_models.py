@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from dissociation.figures._members import rewritten_group
-from dissociation.models import CNN, ResNet, Transformer, representations
+from dissociation.models import ResNet, Transformer, representations
 from dissociation.models._layers import max_pool
-from dissociation.models._representations import seen_by_weights
 from dissociation.rewrites import neuron_groups
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
@@ -75,16 +74,3 @@ def test_sizes_that_do_not_fit_are_named():
         Transformer(6, size=8, heads=2, patch=5, key=jax.random.key(0))
     with pytest.raises(ValueError, match="`depth` must be at least 1"):
         ResNet(6, depth=0, key=jax.random.key(0))
-
-
-def test_what_weights_see_is_what_the_models_say():
-    perceptron, x = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)), jnp.ones(4)
-    cnn, image = CNN(6, 3, key=jax.random.key(0)), jnp.asarray(IMAGES[0])
-    for model, example in ((perceptron, x), (cnn, image)):
-        stated, found = representations(model, example[None]), seen_by_weights(model, example)
-        assert list(found) == list(stated)
-        for name, array in found.items():
-            np.testing.assert_allclose(array.ravel(), stated[name][0].ravel(), atol=1e-6)
-    # The blocks' weights see what is behind the ReLUs, in them and between them.
-    seen = seen_by_weights(small("resnet"), image)
-    assert list(seen) == [*(f"hidden{index}" for index in range(5)), "features", "logits"]

@@ -171,15 +171,6 @@ def test_a_forecast_that_alpha_eats_is_named():
                 predict(operator, x[:3], [1, 628])
 
 
-def test_what_is_not_finite_is_forecast_as_such():
-    operator = fit(Ridge(), *lagged_pairs(trajectory()[1].astype(np.float32)))
-    x = np.ones((2, 3), np.float32)
-    x[1, 0] = np.nan
-    found = np.asarray(predict(operator, x))
-    assert np.isnan(found[1]).all()
-    assert np.isfinite(found[0]).all()
-
-
 FRAME = pd.DataFrame(np.random.default_rng(0).normal(size=(30, 2)), columns=["p", "q"])
 RUNS = {"run": np.repeat([0, 1], 15), "t": np.tile(np.arange(15), 2)}
 

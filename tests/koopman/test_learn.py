@@ -33,6 +33,15 @@ def digits():
 
 
 @pytest.mark.slow
+def test_features_of_norm_one_wait_on_a_plateau_that_others_leave(digits):
+    """A constant feature has the loss -1, five classes told apart -5."""
+    options = {"validation": digits.images[460:560], "key": jax.random.key(0), "num_seeds": 1, "num_epochs": 30}
+    for norm, leaves in (({}, True), ({"feature_norm": 1.0}, False)):  # 1 as published
+        result = train_encoders("contrastive", digits.images[:460], **norm, **options)
+        assert (result.history.observed[0, -1] < -1.15) == leaves
+
+
+@pytest.mark.slow
 def test_members_do_not_depend_on_their_company(digits):
     options = {"key": jax.random.key(1), "num_epochs": 1}
     several = train_encoders("vamp", digits.images[:140], num_seeds=2, **options)
@@ -75,6 +84,13 @@ def test_the_loss_of_autoencoders_does_not_see_the_size_of_features(trajectories
     weights = lambda m: (m.encoder.weight, m.decoder.weight)  # noqa: E731
     small = eqx.tree_at(weights, model, (model.encoder.weight / 100, model.decoder.weight * 100))
     np.testing.assert_allclose(reconstruction_loss(small, x, y), wanted, rtol=1e-4)
+
+    def published(model):  # with the latent step's error in units of the features
+        now, later = (jax.vmap(model.encoder)(states) for states in (x, y))
+        drawn, ahead = jax.vmap(model.decoder)(now), jax.vmap(model.decoder)(now @ model.matrix())
+        return autoencoder_loss(x, y, drawn, later, now @ model.matrix(), ahead)
+
+    assert published(small) < published(model)
     # Features that do not vary, and batches of one pair, have a finite loss and slope.
     dead = eqx.tree_at(weights, model, replace_fn=jnp.zeros_like)
     for one, pairs in ((dead, (x, y)), (model, (x[:1], y[:1]))):
@@ -165,21 +181,20 @@ def test_bad_input_is_refused(digits, trajectories):
     for rate, words in ((0.0, ""), (np.full(3, 1e-3), r" must be one number, or one per seed \(2\), got shape \(3,\)")):
         with pytest.raises(ValueError, match=f"`learning_rate`{words}"):
             encoders(images[:10], num_seeds=2, learning_rate=rate)
-    with pytest.raises(ValueError, match=r"`encoder` must be given for states other than images .*, got shape \(5,\)"):
-        encoders(states)
-    with pytest.raises(ValueError, match=r"`decoder` must be given .*, got shape \(5,\)"):
-        autoencoders()
-    with pytest.raises(ValueError, match=r"`decoder` must make a state \(shape \(5,\)\) of 2 features, got .*\(4,\)"):
-        autoencoders(decoder=linear(2, 4))
-    with pytest.raises(ValueError, match=r"`encoder` must take one example of shape \(5,\), got"):
-        encoders(states, encoder=linear(4, 2))
-    with pytest.raises(ValueError, match=r"vector of features .* got an output of shape \(300, 5\).*trajectory_axis=0"):
-        encoders(trajectories, encoder=eqx.nn.Lambda(jnp.tanh))
-    encoders = partial(encoders, encoder=linear(5, 2))
-    with pytest.raises(ValueError, match=r"`features` must be the width of the encoder's output \(2\), got 3"):
-        encoders(states, features=3)
-    with pytest.raises(ValueError, match=r"`validation` must have the states of `trajectories`"):
-        encoders(states, validation=states[:, :4])
+    for call, words in (
+        (lambda: encoders(states), r"`encoder` must be given for states other than images .*, got shape \(5,\)"),
+        (lambda: autoencoders(), r"`decoder` must be given .*, got shape \(5,\)"),
+        (
+            lambda: autoencoders(decoder=linear(2, 4)),
+            r"`decoder` must make a state \(shape \(5,\)\) of 2",
+        ),
+        (lambda: encoders(states, encoder=linear(4, 2)), r"`encoder` must take one example of shape \(5,\), got"),
+        (lambda: encoders(trajectories, encoder=eqx.nn.Lambda(jnp.tanh)), r"got an output of .*trajectory_axis=0"),
+        (lambda: encoders(states, encoder=linear(5, 2), features=3), r"the width of the encoder's output \(2\), got 3"),
+        (lambda: encoders(states, encoder=linear(5, 2), validation=states[:, :4]), "`validation` must have the states"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_options_that_do_not_fit_are_named(trajectories):

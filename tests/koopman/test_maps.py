@@ -18,14 +18,6 @@ def transition_density(order):
     return np.cos(np.pi * shift) ** (2 * order) * 4.0**order / math.comb(2 * order, order)
 
 
-def test_order_of_eigenvalues():
-    pair = np.complex128(-0.1 + 0.8j)
-    values = np.array([0.5, pair.conj() * (1 + 1e-15), 1.0, pair, 0.3j, -0.3j, -0.9])
-    np.testing.assert_array_equal(values[conjugate_order(values)], [1, -0.9, pair, values[1], 0.5, 0.3j, -0.3j])
-    twice = np.array([0.3j, -0.3j, -0.3j, 0.3j])
-    np.testing.assert_array_equal(twice[conjugate_order(twice)], [0.3j, -0.3j, 0.3j, -0.3j])
-
-
 @pytest.mark.parametrize("order", [1, 20])
 def test_spectrum_against_the_discretised_kernel(order):
     spectrum = logistic_spectrum(order)

@@ -481,22 +481,6 @@ def test_bad_input_is_refused(arguments, rank, options, words):
     assert isinstance(caught.value, jaxtyping.TypeCheckError) or caught.match(words)
 
 
-def test_fits_over_devices_agree_with_fits_in_turn():
-    rng = np.random.default_rng(0)
-    paths = rng.normal(size=(8, 40, 3)).astype(np.float32)
-    x, y = paths[:, :-1], paths[:, 1:]
-    mesh = jax.make_mesh((4,), ("members",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members"))
-
-    def core(x, y):
-        return fit(ReducedRank(2, 1e-3), x, y).core
-
-    spread = jax.jit(jax.vmap(core))(jax.device_put(x, split), jax.device_put(y, split))
-    assert len(spread.sharding.device_set) == 4
-    alone = np.stack([np.abs(np.linalg.eigvals(core(a, b))) for a, b in zip(x, y, strict=True)])
-    np.testing.assert_allclose(np.abs(np.linalg.eigvals(spread)), alone, atol=1e-4)
-
-
 @pytest.mark.parametrize("third", [0.0, 1.0])
 def test_latent_functions_not_in_use_are_no_fault(third):
     """A feature that is zero, or another one again: a column of zeros, of which no warning speaks."""

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.integrate import solve_ivp
-from scipy.linalg import expm
 
 from koopman.datasets import duffing, lorenz63, ornstein_uhlenbeck, ornstein_uhlenbeck_spectrum
 from koopman.datasets._systems import rk4_trajectory
@@ -74,9 +73,6 @@ def test_duffing_against_scipy():
         np.testing.assert_allclose(path, solution, atol=1e-8)
     path = duffing(100, initial=start, time_step=0.05, **parameters)
     np.testing.assert_allclose(path, solution, atol=1e-5)
-    linear = duffing(10, initial=start, time_step=0.1, beta=0.0, gamma=0.0)
-    flow = expm(0.1 * np.array([[0, 1], [-0.5, -2.5]]))
-    np.testing.assert_allclose(linear, [np.linalg.matrix_power(flow, t) @ start for t in range(11)], atol=1e-5)
 
 
 def test_lorenz_against_scipy():
@@ -89,10 +85,6 @@ def test_lorenz_against_scipy():
     with jax.enable_x64(True):
         path = lorenz63(200, initial=start, substeps=8)
         np.testing.assert_allclose(path, solution, atol=1e-6)
-    fixed = np.array([np.sqrt(72), np.sqrt(72), 27])
-    np.testing.assert_allclose(lorenz63(20, initial=fixed), np.broadcast_to(fixed, (21, 3)), atol=1e-3)
-    mirrored = lorenz63(50, initial=start * np.array([-1, -1, 1]))
-    np.testing.assert_array_equal(mirrored, lorenz63(50, initial=start) * jnp.array([-1, -1, 1])[None, :])
 
 
 def test_initial_states_are_drawn_as_they_say(key):
