@@ -135,17 +135,16 @@ def test_trajectories_are_drawn_alone(key):
 
 
 def test_wrong_arguments_are_named(key):
-    with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
-        linear_system(A, 0, key=key)
     assert regime_switching_var(MATRICES, TRANSITION, 1, key=key).states.shape == (2, 2)  # the least number of steps
-    with pytest.raises(ValueError, match="`noise` must be non-negative"):
-        linear_system(A, 3, key=key, noise=-1.0)
-    with pytest.raises(ValueError, match=r"`noise` must be of shape \[d, sources\] with d = 2 as in `matrix`"):
-        linear_system(A, 3, key=key, noise=np.ones((3, 1)))
-    with pytest.raises(ValueError, match=r"`initial` must have shape \(2,\), got \(3,\)"):
-        linear_system(A, 3, key=key, initial=np.zeros(3))
-    with pytest.raises(ValueError, match="`transition` must have rows that sum to 1"):
-        regime_switching_var(MATRICES, np.array([[0.5, 0.4], [0.5, 0.5]]), 3, key=key)
+    for call, words in (
+        (lambda: linear_system(A, 0, key=key), "`num_steps` must be at least 1"),
+        (lambda: linear_system(A, 3, key=key, noise=-1.0), "`noise` must be non-negative"),
+        (lambda: linear_system(A, 3, key=key, noise=np.ones((3, 1))), r"\[d, sources\] with d = 2 as in `matrix`"),
+        (lambda: linear_system(A, 3, key=key, initial=np.zeros(3)), r"`initial` must have shape \(2,\), got \(3,\)"),
+        (lambda: regime_switching_var(MATRICES, np.full((2, 2), 0.4), 3, key=key), "must have rows that sum to 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_directions_that_no_noise_reaches():
