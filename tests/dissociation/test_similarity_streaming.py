@@ -106,7 +106,6 @@ def test_multidimensional_scaling():
     start = {"init": np.asarray(classical.points), "n_init": 1, "normalized_stress": False}
     _, wanted = smacof(distances, n_components=2, max_iter=5000, eps=1e-13, **start)
     assert found.stress == pytest.approx(wanted, rel=1e-4)
-    assert found.stress == pytest.approx(reference.stress(distances, np.asarray(found.points)))
     assert similarity.smacof(distances, key=jax.random.key(0), num_starts=8).stress <= found.stress * (1 + 1e-3)
     assert found.stress < classical.stress
     with pytest.raises(ValueError, match="`distances` must be symmetric, non-negative and zero on the diagonal"):
