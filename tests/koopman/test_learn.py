@@ -15,6 +15,7 @@ from koopman import (
     Autoencoder,
     FeatureMap,
     Ridge,
+    autoencoder_loss,
     eigenvalues,
     encode,
     lagged_pairs,
