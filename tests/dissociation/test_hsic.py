@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dissociation._core import distances
 from dissociation.measures import information_plane
 from dissociation.measures._hsic import centred_gram, gaussian_gram
 
@@ -44,6 +45,18 @@ def test_against_the_definition_in_float64():
     # One batch of all samples, in another order, and in float32.
     plane = plane_of(z, x, y.astype(np.float32), batch_size=60, num_passes=2)
     np.testing.assert_allclose([plane.zx, plane.zy], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("number", [1, 6, 151])
+def test_the_median_is_that_of_a_sort(number):
+    """Bit for bit, with ties, zeros, infinities and what is not a number; its derivative is shared by equals."""
+    drawn = np.random.default_rng(number).random(number)
+    spoilt = np.where(np.arange(number) == number // 2, np.nan, drawn)
+    for values in (drawn, np.round(4 * drawn), 0 * drawn, np.where(drawn < 0.6, np.inf, drawn), spoilt):
+        values = jnp.asarray(values, jnp.float32)
+        np.testing.assert_array_equal(distances.median(values), jnp.median(values))
+    tied = jax.grad(distances.median)(jnp.ones(number))
+    np.testing.assert_allclose(tied, np.full(number, 1 / number), rtol=1e-6)
 
 
 def test_bounds_are_reached():
