@@ -67,8 +67,10 @@ def few(monkeypatch):
 def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_the_grid():
     result = swept()
     assert [len(group) for group in result.plan.groups] == [6, 6]
-    assert result.history.loss.shape == (12, 12)
     assert result.history.observed["norm"].shape == (12, 4)
+    assert result.to_xarray()["diverged_at"].dims == ("width", "rate", "seed")
+    assert {*GRID.axes, "loss"} <= set(result.to_dataframe()["width", "rate", "seed", "steps"].columns)
+    assert len(repr(result)) < 300
     for member in (0, 4, 11):
         values = {name: column[member] for name, column in GRID.values.items()}
         root, order = jax.random.split(jax.random.key(7))
@@ -110,9 +112,8 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
     assert fresh.history.loss.shape == (1, 12)
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
-    (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="`folder` must be a folder"):
-        swept(folder=tmp_path / "file")
+        swept(folder=tmp_path / module.MANIFEST)
 
 
 def network(key):
@@ -142,8 +143,6 @@ def test_batch_normalisation_is_swept(few, made, tmp_path):
                 np.testing.assert_array_equal(one, other[np.array(members)])
     with pytest.raises(ValueError, match=r"`aux` must have as many members as `grid` \(12\), got 2"):
         fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": jnp.ones(2)})
-    with pytest.raises(TypeError, match=r"`loss` must take 3 arguments \(model, batch, key\), got \(model, state"):
-        fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": None})
 
 
 def test_wrong_calls():
@@ -151,28 +150,17 @@ def test_wrong_calls():
         swept(memory_budget=1000)
     with pytest.raises(TypeError, match="`grid` must hold numbers"):
         swept(grid=Grid(width=[4], rule=["a", "b"], seed=[0]))
+    result = swept(grid=Grid(width=[4, 5], rate=[0.1]))
     with pytest.raises(ValueError, match="`members` must be places"):
-        swept(grid=Grid(width=[4], rate=[0.1], seed=[0])).models_of([1])
+        result.models_of([2])
     with pytest.raises(ValueError, match="`members` must be some of one shape"):
-        swept(grid=Grid(width=[4, 5], rate=[0.1])).models_of([0, 1])
-    for wrong in (Grid(widht=[4, 8], width=[4], rate=[0.1]), Grid(width=[4], rate=[0.1], other=[1, 2])):
-        with pytest.raises(ValueError, match="`grid` must hold nothing but seeds"):
-            swept(grid=wrong)
+        result.models_of([0, 1])
+    with pytest.raises(ValueError, match="`grid` must hold nothing but seeds"):
+        swept(grid=Grid(width=[4], rate=[0.1], other=[1, 2]))
     with pytest.raises(ValueError, match="`grid` must hold what the optimiser reads"):
         swept(grid=Grid(width=[4], decay=[0.1]))
     with pytest.raises(ValueError, match="`grid` must have other names"):
         swept(grid=Grid(width=[4], rate=[0.1], loss=[1]))
-
-
-def test_something_is_shown_before_anything_is_compiled(monkeypatch):
-    shown = []
-    monkeypatch.setattr(module, "estimated_bytes", lambda *_, **__: shown.append(len(meters)) or 1 / 0)
-    meters = []
-    with pytest.raises(ZeroDivisionError):
-        swept(progress=lambda total, text: meters.append(Meter(total, text)) or meters[-1])
-    assert shown == [1]
-    assert meters[0].steps == [0]
-    assert meters[0].closed == 1
 
 
 class Meter:
@@ -186,15 +174,12 @@ class Meter:
         self.closed += 1
 
 
-def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few, tmp_path):
+def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few, tmp_path, monkeypatch):
     meters = []
 
     def opened(total, text):
         meters.append(Meter(total, text))
         return meters[-1]
-
-    def observe(model, step, key):
-        return {}
 
     given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "folder": tmp_path, "progress": opened}
     result = swept(**given)
@@ -206,12 +191,11 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
         assert meter.steps == sorted(meter.steps)
         assert meter.text == str(result.plan)
-    with pytest.raises(RefusedFile):
-        swept(**given, save=Save(observe))
-    assert all(meter.closed == 1 for meter in meters)
+    monkeypatch.setattr(module, "estimated_bytes", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        swept(**given | {"folder": None, "progress": Broken})
-    assert Broken.closed == 1
+        swept(**given | {"folder": None})
+    assert meters[-1].steps == [0]  # before anything is compiled
+    assert all(meter.closed == 1 for meter in meters)
 
 
 class Terminated(Meter):
@@ -231,23 +215,6 @@ def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called(tmp_path):
         signal.signal(signal.SIGTERM, before)
     assert heard == [{"group-0000.ckpt", module.MANIFEST}]
     np.testing.assert_array_equal(swept(**given, folder=tmp_path).history.loss, swept(**given).history.loss)
-
-
-class Broken(Meter):
-    def advance(self, step, text):
-        if step:
-            raise ZeroDivisionError
-
-    def close(self):
-        Broken.closed = self.closed + 1
-
-
-def test_results_have_the_axes_of_the_grid():
-    result = swept(grid=Grid(width=[4], rate=[0.1, 0.2], seed=[5, 6]))
-    tables = result.to_dataframe()
-    assert {"width", "rate", "seed", "loss"} <= set(tables["width", "rate", "seed", "steps"].columns)
-    assert result.to_xarray()["diverged_at"].dims == ("width", "rate", "seed")
-    assert len(repr(result)) < 300
 
 
 def test_the_budget_sets_the_groups(tmp_path):
@@ -283,7 +250,7 @@ def test_what_is_observed_and_steps_in_turn_are_counted():
     assert alone.per_member >= fitting.COPIES * alone.model
     batched = needs(None, Layout(member_map="vmap"))
     assert batched.per_member > alone.per_member  # temporaries of all members at once
-    assert needs(None, Layout(member_map="unroll")).devices == alone.devices > batched.devices
+    assert alone.devices > batched.devices
 
 
 SCRIPT = """

@@ -62,13 +62,6 @@ def test_stacked_members_come_apart_again(kind):
     np.testing.assert_array_equal(stack(each, axis=1)["w"][:, 2], each[2]["w"])
 
 
-def test_parts_are_put_end_to_end():
-    first, second = ({"w": np.full((2, size), size)} for size in (1, 3))
-    np.testing.assert_array_equal(concatenate([first, second], axis=1)["w"], [[1, 3, 3, 3]] * 2)
-    assert isinstance(concatenate([first, second], axis=1)["w"], np.ndarray)
-    assert concatenate([first]) is first
-
-
 @pytest.mark.parametrize("join", [stack, concatenate])
 def test_nothing_and_other_shapes_are_not_joined(join):
     with pytest.raises(ValueError, match="`trees` must hold at least one PyTree, got none"):

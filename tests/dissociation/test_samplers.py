@@ -24,7 +24,6 @@ from dissociation.training import (
     fit,
     make_step,
 )
-from dissociation.training import _run as run_module
 from dissociation.training import _samplers as samplers_module
 
 SEEN = make_step(mean_of_batch, optax.sgd(0.0))
@@ -127,35 +126,6 @@ def test_a_sampler_of_ones_own(key):
     steps = np.diff(found.reshape(3, 3, 10), axis=2) % 50
     assert (steps == 1).all()
     assert len(np.unique(found.reshape(3, 3, 10)[:, :, 0])) > 5  # every member and every block begins elsewhere
-
-
-SAMPLERS = {
-    "own orders": lambda data: Epochs(data, 7, shared=False),
-    "draws": lambda data: Online(
-        lambda source, key: jax.tree.map(lambda leaf: leaf[jax.random.permutation(key, len(leaf))[:5]], source), data
-    ),
-    "of the host": lambda data: HostBatches(
-        lambda step: (jax.tree.map(lambda leaf, i=i: leaf[i % 4 : i % 4 + 6], data) for i in range(step, 100)), block=4
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_batches_are_the_same_however_steps_are_chunked_and_mapped(key, monkeypatch, name):
-    """The same bits for chunks of any length, members in a loop or one by one, and over devices."""
-    models, data = linear_members(key), regression(key, samples=30)
-    step = make_step(noisy_error, optax.adam(0.05))
-
-    def run(seconds, **layout):
-        monkeypatch.setattr(run_module, "CHUNK_SECONDS", seconds)
-        result = fit(models, step, SAMPLERS[name](data), num_steps=23, key=key, layout=Layout(**layout))
-        return weights(result), result.history.loss
-
-    whole = run(1e9, member_map="scan")
-    two = dissociation.member_mesh(jax.devices("cpu")[:2])
-    for other in (run(0.0, member_map="scan"), run(1e9, member_map="unroll"), run(1e9, member_map="scan", mesh=two)):
-        jax.tree.map(np.testing.assert_array_equal, whole, other)
 
 
 def in_order(data, size, begun=None):
