@@ -78,8 +78,6 @@ def test_stacked_data_must_belong_to_the_members(key):
         losses(Epochs(jnp.ones((2, 8)), 4, stacked=True), key, num_steps=1)
     with pytest.raises(ValueError, match="`source` must be given"):
         Online(lambda key: key, stacked=True)
-    with pytest.raises(ValueError, match="`batch_size` must be at most"):  # four members of three samples
-        Epochs(jnp.ones((4, 3)), 4, stacked=True)
     with pytest.raises(ValueError, match=r"`data` must agree .*\[1\] with \(4,\)"):
         Epochs((jnp.ones((3, 5)), jnp.ones((3, 4))), 2, stacked=True)
 
@@ -90,14 +88,10 @@ def test_draws_differ_by_step_and_by_member_unless_shared(key):
     shared = losses(Online(jax.random.normal, shared=True), key, num_steps=5)
     assert len(np.unique(shared)) == 5
     assert (shared == shared[0]).all()
-    # By hand: the first part of a key is that of the order, of a member the third.
-    order = jax.random.split(key)[0]
-    wanted = [jax.random.normal(jax.random.fold_in(order, step)) for step in range(5)]
-    np.testing.assert_array_equal(shared[0], wanted)
     member_keys = jax.random.split(jax.random.key(3), 3)
     found = losses(Online(jax.random.normal), member_keys, num_steps=5)
     for m in range(3):
-        order = jax.random.split(member_keys[m], 3)[2]
+        order = jax.random.split(member_keys[m], 3)[2]  # a member's third key draws
         wanted = [jax.random.normal(jax.random.fold_in(order, step)) for step in range(5)]
         np.testing.assert_array_equal(found[m], wanted)
 
@@ -184,15 +178,14 @@ def test_an_iterator_that_raises_passes_its_error_on(key):
         losses(HostBatches(lambda step: 1 // 0), key, num_steps=20)
 
 
-@pytest.mark.parametrize("block", [1, 16])
-def test_an_iterator_may_fill_one_buffer_again_and_again(key, block):
+def test_an_iterator_may_fill_one_buffer_again_and_again(key):
     def start(step):
         buffer = np.zeros((4, 3), np.float32)
         for i in range(step, 100):
             buffer[:] = i
             yield buffer
 
-    found = losses(HostBatches(start, block=block), key, num_steps=20)
+    found = losses(HostBatches(start, block=16), key, num_steps=20)
     np.testing.assert_array_equal(found, np.tile(np.arange(20.0), (3, 1)))
 
 
@@ -202,9 +195,6 @@ def test_batches_of_several_shapes_are_refused(key):
         sampler = HostBatches(lambda step: (np.ones(size, np.float32) for size in sizes[step:]), block=block)
         with pytest.raises(ValueError, match=r"`start` must give batches of one structure .*at step 3 .*smaller batch"):
             losses(sampler, key, num_steps=4)
-        kinds = HostBatches(lambda step: (np.ones(4, kind) for kind in ("f4", "f4", "f4", "i4")[step:]), block=block)
-        with pytest.raises(ValueError, match=r"int32\) at step 3"):
-            losses(kinds, key, num_steps=4)
 
 
 def batch_threads():
