@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import compilations
 from drawn import assert_only_draws
 from labels import assert_labelled
 
@@ -25,12 +24,6 @@ def small(tmp_path_factory):
     config = dataclasses.replace(eigenvectors.Config().quick(), num_epochs=20)
     folder = tmp_path_factory.mktemp("eigenvectors")
     return eigenvectors.compute(config, key=KEY, folder=folder), config, folder
-
-
-def test_another_decay_and_noise_compile_nothing_anew(small, caplog):
-    _, config, _ = small
-    other = dataclasses.replace(config, weight_decay=0.5, noise=0.3, digit=3)
-    assert compilations(caplog, lambda: eigenvectors.compute(other, key=KEY)) == []
 
 
 def test_similarity(small):
