@@ -11,15 +11,7 @@ import optax
 import pytest
 from linear_regression import squared_error, trained, weights
 
-from dissociation.training import (
-    Callback,
-    CsvLog,
-    EarlyStop,
-    FreezeDiverged,
-    Layout,
-    Progress,
-    Save,
-)
+from dissociation.training import Callback, CsvLog, EarlyStop, FreezeDiverged, Layout, Progress, Save
 from dissociation.training import _callbacks as callbacks_module
 
 

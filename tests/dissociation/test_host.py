@@ -16,15 +16,7 @@ from dissociation import figures
 from dissociation._core import checks
 from dissociation.figures import open_meter
 from dissociation.plotting import _axes as plotting
-from dissociation.plotting import (
-    band,
-    differences,
-    drawn_as,
-    heat,
-    letter,
-    look,
-    summarise,
-)
+from dissociation.plotting import band, differences, drawn_as, heat, letter, look, summarise
 from dissociation.training import _progress as progress_module
 from dissociation.training import log_spaced_steps
 from dissociation.training._progress import LineMeter

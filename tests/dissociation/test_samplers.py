@@ -14,16 +14,7 @@ import pytest
 from linear_regression import linear_members, mean_of_batch, noisy_error, regression, trained, weights
 
 import dissociation
-from dissociation.training import (
-    Epochs,
-    FullBatch,
-    HostBatches,
-    Layout,
-    Online,
-    Sampler,
-    fit,
-    make_step,
-)
+from dissociation.training import Epochs, FullBatch, HostBatches, Layout, Online, Sampler, fit, make_step
 from dissociation.training import _samplers as samplers_module
 
 SEEN = make_step(mean_of_batch, optax.sgd(0.0))

@@ -24,16 +24,7 @@ from linear_regression import (
 )
 
 import dissociation
-from dissociation.training import (
-    Epochs,
-    FullBatch,
-    Layout,
-    Online,
-    Progress,
-    Save,
-    fit,
-    make_step,
-)
+from dissociation.training import Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
 from dissociation.training import _chunk as chunk_module
 from dissociation.training import _run as run_module
 
