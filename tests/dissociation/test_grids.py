@@ -17,7 +17,6 @@ from linear_regression import Normalised, normalised_error, regression
 from dissociation._core.files import RefusedFile
 from dissociation.training import Epochs, Grid, Layout, Save, fit, fit_grid, make_step
 from dissociation.training import _checkpoint as checkpoints
-from dissociation.training import _fitting as fitting
 from dissociation.training import _grids as module
 from dissociation.training._run import Run
 
@@ -123,10 +122,9 @@ def test_batch_normalisation_is_swept(few, made, tmp_path):
     rates, seeds, keys = [0.1, 0.05, 0.01], range(4), jax.random.split(jax.random.key(7))
     grid, data = Grid(rate=rates, seed=seeds), regression(jax.random.key(0), samples=12)
     step = make_step(normalised_error, lambda values: optax.sgd(values["rate"]))
-    aux = lambda key: network(key)[1]  # noqa: E731
-    if made == "beforehand":
-        aux = eqx.filter_vmap(lambda _: network(jax.random.key(0))[1])(jnp.arange(12))
-    given = {"key": jax.random.key(7), "num_epochs": 2, "progress": None, "aux": aux, "folder": tmp_path / "kept"}
+    arrays = eqx.filter_vmap(lambda _: network(jax.random.key(0))[1])(jnp.arange(12))
+    given = {"key": jax.random.key(7), "num_epochs": 2, "progress": None, "folder": tmp_path / "kept"}
+    given["aux"] = arrays if made == "beforehand" else lambda key: network(key)[1]
     result = fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given)
     own = [jax.random.split(jax.random.fold_in(keys[0], seed)) for _ in rates for seed in seeds]
     models, states = eqx.filter_vmap(network)(jnp.stack([first for first, _ in own]))
@@ -233,24 +231,15 @@ def test_the_budget_sets_the_groups(tmp_path):
         swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=1, folder=tmp_path / "no")
 
 
-def test_what_is_observed_and_steps_in_turn_are_counted():
+def test_arrays_of_the_observation_are_counted():
     images = np.ones((500, 4096), np.float32)
-    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(4096, 1, key=key))(jax.random.split(jax.random.key(0), 4))
-    data = jnp.ones((10, 4096)), jnp.ones((10, 1))
 
-    def needs(observe, layout=Layout()):  # noqa: B008
-        step = make_step(
-            lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2), optax.sgd(0.1)
-        )
-        options = {"num_epochs": 1, "key": jax.random.key(0), "save": Save(observe), "layout": layout}
-        return fitting.estimated_bytes(models, step, Epochs(data, 5), **options)
+    def peak(observe):
+        grid = Grid(width=[4], rate=[0.1], seed=[0])
+        return swept(grid=grid, save=Save(observe), num_epochs=1).plan.peak_bytes
 
-    seen, alone = needs(lambda model, step, key: jnp.mean(jnp.exp(jax.vmap(model)(images)))), needs(None)
-    assert seen.fixed - alone.fixed >= images.nbytes
-    assert alone.per_member >= fitting.COPIES * alone.model
-    batched = needs(None, Layout(member_map="vmap"))
-    assert batched.per_member > alone.per_member  # temporaries of all members at once
-    assert alone.devices > batched.devices
+    seen = peak(lambda model, step, key: jnp.mean(jnp.exp(images * model.layers[0].bias[0])))
+    assert seen - peak(None) >= images.nbytes
 
 
 def test_a_sweep_from_before_layouts_were_stored_is_resumed(tmp_path):

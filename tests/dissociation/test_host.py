@@ -15,7 +15,6 @@ import dissociation
 from dissociation import figures
 from dissociation._core import checks
 from dissociation.figures import open_meter
-from dissociation.plotting import _axes as plotting
 from dissociation.plotting import band, differences, drawn_as, heat, letter, look, summarise
 from dissociation.training import _progress as progress_module
 from dissociation.training import log_spaced_steps
@@ -91,14 +90,9 @@ def test_a_summary_is_that_of_the_members_that_are_finite():
 
 def test_members_are_drawn_where_an_interval_would_mislead():
     curves = np.random.default_rng(0).normal(scale=0.01, size=(8, 5)) + np.linspace(0, 1, 5)
-    assert not plotting.draws_each(curves)
-    gone = np.where(np.arange(8)[:, None] < 3, np.nan, curves)
-    assert plotting.draws_each(gone)  # five are left
-    stuck = np.where(np.arange(8)[:, None] < 2, 0.0, curves)
-    assert plotting.draws_each(stuck)
-    assert not plotting.draws_each(np.where(np.arange(8)[:, None] < 1, 0.0, curves))  # one is no group
+    stuck, one = (np.where(np.arange(8)[:, None] < number, 0.0, curves) for number in (2, 1))  # one is no group
     x = np.arange(5.0)
-    for drawn, lines, bands in ((curves, 1, 1), (stuck, 9, 0), (curves[:3], 4, 0), (curves[:1], 1, 0)):
+    for drawn, lines, bands in ((curves, 1, 1), (stuck, 9, 0), (one, 1, 1), (curves[:3], 4, 0), (curves[:1], 1, 0)):
         _, axes = plt.subplots()
         band(axes, x, drawn, label="a", within=(0.0, 0.9))
         assert (len(axes.lines), len(axes.collections)) == (lines, bands)

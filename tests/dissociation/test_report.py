@@ -133,13 +133,10 @@ def test_a_page_that_comes_in_pieces_shows_its_trees_too(page, tmp_path):
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
-            if self.path == "/":
-                for piece in pieces:
-                    self.wfile.write(piece.encode())
-                    self.wfile.flush()
-                    time.sleep(0.3)
-                    if piece is not pieces[-1]:
-                        self.wfile.write(b"root.state.deferring = false;")
+            for piece in (pieces[0], f"root.state.deferring = false;{pieces[1]}") if self.path == "/" else ():
+                self.wfile.write(piece.encode())
+                self.wfile.flush()
+                time.sleep(0.3)
 
         def log_message(self, *_):
             pass
