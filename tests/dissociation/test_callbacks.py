@@ -20,13 +20,7 @@ def rated(rate):
 
 
 @pytest.mark.parametrize(
-    ("answer", "steps"),
-    [
-        (np.array([True]), 0),
-        ([False] * 3, 4),
-        (1, None),
-        (np.ones(2, bool), None),
-    ],
+    ("answer", "steps"), [(np.array([True]), 0), ([False] * 3, 4), (1, None), (np.ones(2, bool), None)]
 )
 def test_any_form_of_true_stops_and_what_is_none_is_refused(key, answer, steps):
     run = partial(trained, key, num_steps=4, save=Save(at=[0, 2]), callbacks=[lambda *_: answer])

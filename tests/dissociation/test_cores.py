@@ -169,8 +169,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "member_map"),
-    [("one output", "scan"), ("ten outputs", "unroll"), ("convolution", "unroll")],
+    ("kind", "member_map"), [("one output", "scan"), ("ten outputs", "unroll"), ("convolution", "unroll")]
 )
 def test_members_in_parallel_agree_with_one_after_another(three_cores, seen, kind, member_map, key):
     """Trained, observed with a decomposition, frozen; seven members, which three threads do not divide."""

@@ -280,17 +280,12 @@ def test_phases_chain(key):
     assert sorted(seen[0, 1:5]) == sorted(seen[0, 5:9]) == [1, 2, 4, 8]
 
 
-def convolutional(key):
-    parts = [eqx.nn.Conv2d(1, 2, 3, key=key), eqx.nn.Lambda(lambda x: jax.nn.relu(x).mean((1, 2)))]
-    return eqx.nn.Sequential([*parts, eqx.nn.Linear(2, 3, key=key)])
-
-
 def test_convolutions_are_kept_out_of_loops_on_a_cpu(key):
-    models = eqx.filter_vmap(convolutional)(jax.random.split(key, 2))
-    data = (jax.random.normal(key, (8, 1, 6, 6)), jax.nn.one_hot(jnp.arange(8) % 3, 3))
+    models = eqx.filter_vmap(lambda key: eqx.nn.Conv2d(1, 2, 3, key=key))(jax.random.split(key, 2))
+    data = jax.random.normal(key, (8, 1, 6, 6))
 
     def loss(model, batch, key):
-        return optax.softmax_cross_entropy(jax.vmap(model)(batch[0]), batch[1]).mean()
+        return jnp.mean(jax.vmap(model)(batch) ** 2)
 
     chosen = fit(models, make_step(loss, optax.sgd(0.1)), Epochs(data, 4), num_steps=1, key=key)
     assert chosen.member_map == ("unroll" if jax.default_backend() == "cpu" else "vmap")

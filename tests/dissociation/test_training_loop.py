@@ -18,11 +18,7 @@ def samplers(data):
     def draw(source, key):
         return jax.tree.map(lambda leaf: leaf[jax.random.permutation(key, len(leaf))[:5]], source)
 
-    return {
-        "remainder": Epochs(data, 4, shared=False),
-        "whole": FullBatch(data),
-        "draws": Online(draw, data),
-    }
+    return {"remainder": Epochs(data, 4, shared=False), "whole": FullBatch(data), "draws": Online(draw, data)}
 
 
 @pytest.mark.slow
