@@ -252,3 +252,12 @@ def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
     result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, x))
     assert set(seen) == {(1, 1), (2, 3)}
     np.testing.assert_allclose(result.models, alone.models, rtol=1e-5)
+
+
+def test_settings_of_one_thread_hold_in_parallel(three_cores, seen):
+    with jax.enable_x64(True):
+        x = jnp.arange(6.0) / 3
+        values = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(x)
+        assert seen == [(3, 3)]
+        assert values.dtype == jnp.float64
+        np.testing.assert_allclose(values, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15)

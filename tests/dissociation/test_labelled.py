@@ -1,6 +1,7 @@
 """Labelled arrays: what names do, tables against arrays, files that give everything back."""
 
 import dataclasses
+import json
 import re
 from unittest.mock import Mock
 
@@ -188,6 +189,13 @@ def test_what_is_no_file_of_results_is_refused_in_our_words(tmp_path, name, writ
         load_results(tmp_path / name)
     assert str(refused.value).startswith(f"{tmp_path / name} is ")
     assert "pickle" not in str(refused.value)
+
+
+def test_a_file_of_arrays_and_axes_alone_is_read(tmp_path):
+    axes = json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]})
+    np.savez(tmp_path / "x.npz", error=np.zeros((2, 3)), scales=np.arange(3), axes=axes)
+    found = load_results(tmp_path / "x.npz")
+    assert (found.dims["error"], list(found.coords)) == (("seeds", "scales"), ["scales"])
 
 
 def test_a_file_that_may_not_be_read_is_not_called_broken(everything, tmp_path, monkeypatch):
