@@ -146,9 +146,7 @@ OPTIONS = (
 
 def outcomes(said):
     """For each run of a process, what it printed and its digest."""
-    _, *parts = re.split("^digest ", "\n" + said, flags=re.MULTILINE)
-    printed = re.split("^digest .*$", said, flags=re.MULTILINE)[:-1]
-    return list(zip(printed, (part.splitlines()[0] for part in parts), strict=True))
+    return re.findall(r"(.*?)^digest (\S+)$", said, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow

@@ -71,13 +71,9 @@ def test_results_come_back_in_named_axes():
     grid = Grid(decay=[0.1, 0.3], name=["a", "b", "c"], seed=[4, 5])
     tree = {"loss": np.arange(12 * 7).reshape(12, 7), "last": jnp.arange(12.0), "none": None, "text": "kept"}
     found = grid.unflatten(tree)
-    assert found["loss"].shape == (2, 3, 2, 7)
-    assert found["last"].shape == (2, 3, 2)
-    assert found["none"] is None
-    assert found["text"] == "kept"
-    for member, values in zip(grid, tree["loss"], strict=True):
-        place = [0.1, 0.3].index(member["decay"]), "abc".index(member["name"]), [4, 5].index(member["seed"])
-        np.testing.assert_array_equal(found["loss"][place], values)
+    np.testing.assert_array_equal(found["loss"], tree["loss"].reshape(2, 3, 2, 7))
+    np.testing.assert_array_equal(found["last"], tree["last"].reshape(2, 3, 2))
+    assert (found["none"], found["text"]) == (None, "kept")
     with pytest.raises(ValueError, match=r"`tree` must hold arrays of 12 members, one for each of Grid.*got \(6,\)"):
         grid.unflatten(np.arange(6))
 
@@ -87,19 +83,12 @@ def test_splitting_and_joining_is_the_identity(name):
     grid = Grid(decay=[0.1, 0.3], width=[8, 64, 256], seed=[4, 5])
     parts, members = grid.split(name), list(grid)
     assert [value for value, _ in parts] == list(dict.fromkeys(member[name] for member in members))
-    results = []
-    for value, rest in parts:
-        own = [{name: value, **member} for member in rest]
-        results.append(
-            {"place": np.array([members.index(one) for one in own]), "twice": np.ones((len(rest), 2)) * value}
-        )
-    joined = grid.join(name, results)
-    np.testing.assert_array_equal(joined["place"], np.arange(12))
-    np.testing.assert_array_equal(joined["twice"][:, 0], grid.values[name])
+    results = [np.array([members.index({name: value, **member}) for member in rest]) for value, rest in parts]
+    np.testing.assert_array_equal(grid.join(name, results), np.arange(12))
     with pytest.raises(ValueError, match="`results` must have as many groups"):
         grid.join(name, results[:1])
     with pytest.raises(ValueError, match="`results` must hold arrays of equal shapes"):
-        grid.join(name, [{"place": np.ones((20, 2))}] * len(results))
+        grid.join(name, [np.ones((20, 2))] * len(results))
     with pytest.raises(ValueError, match="`name` must be one of 'seed', got 'width'"):
         (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).split("width")
 
