@@ -107,15 +107,12 @@ def test_models_are_kept(small):
 
 def test_models_and_series_of_another_run_are_refused(small, tmp_path):
     _, config, folder = small
-    for path in folder.iterdir():
-        if path.is_file():
-            shutil.copy(path, tmp_path)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     other = dataclasses.replace(config, num_steps=100)
     identity = {**read_identity(tmp_path), "config": json.loads(json.dumps(dataclasses.asdict(other)))}
-    kept = {"identity": identity, "digest": digest_of(identity)}
-    (tmp_path / "identity.json").write_text(json.dumps(kept))  # of a run whose files were replaced
+    (tmp_path / "identity.json").write_text(json.dumps({"identity": identity, "digest": digest_of(identity)}))
     for read, name in ((collapse.load_models, "models.ckpt"), (collapse.load_partial, "series.npz")):
-        with pytest.raises(ValueError, match=f"{name} belongs to another run"):
+        with pytest.raises(ValueError, match=f"{name} belongs to another run"):  # whose files were replaced
             read(other, tmp_path)
 
 
