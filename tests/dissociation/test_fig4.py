@@ -40,21 +40,14 @@ def rewritten(function):
     return rewrite
 
 
-@rewritten
-def scale(w_in, w_out, factor):
-    return scale_neurons(w_in=w_in, w_out=w_out, scale_factor=factor)
-
-
-@rewritten
-def duplicate(w_in, w_out, multiplier):
-    return duplicate_neurons(w_in=w_in, w_out=w_out, duplicate_multiplier=multiplier)
+scale = rewritten(lambda w, v, factor: scale_neurons(w_in=w, w_out=v, scale_factor=factor))
+duplicate = rewritten(lambda w, v, times: duplicate_neurons(w_in=w, w_out=v, duplicate_multiplier=times))
 
 
 @rewritten
 def add_zero(w_in, w_out, number, key):
-    return add_random_zero_neurons(
-        w_in=w_in, w_out=w_out, num_zero_groups=number, neurons_per_group=1, key=key
-    )  # fmt: skip
+    options = {"num_zero_groups": number, "neurons_per_group": 1, "key": key}
+    return add_random_zero_neurons(w_in=w_in, w_out=w_out, **options)
 
 
 def outputs(models, images):

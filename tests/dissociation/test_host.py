@@ -19,15 +19,6 @@ from dissociation.plotting import band, differences, drawn_as, heat, letter, loo
 from dissociation.training import _progress as progress_module
 from dissociation.training import log_spaced_steps
 from dissociation.training._progress import LineMeter
-from dissociation.training._samplers import steps_per_epoch
-
-
-def test_steps_per_epoch():
-    assert steps_per_epoch(60_000, 128) == 469
-    assert steps_per_epoch(60_000, 2048, drop_remainder=True) == 29
-    assert steps_per_epoch(7, None) == 1
-    with pytest.raises(ValueError, match=r"at most the number of samples \(7\), got 8"):
-        steps_per_epoch(7, 8)
 
 
 def test_log_spaced_steps():

@@ -67,6 +67,8 @@ def test_members_may_have_data_of_their_own(key, kind, shared):
 def test_stacked_data_must_belong_to_the_members(key):
     with pytest.raises(ValueError, match=r"`sampler` must have as many members as `models` \(3\), got 2"):
         losses(Epochs(jnp.ones((2, 8)), 4, stacked=True), key, num_steps=1)
+    with pytest.raises(ValueError, match=r"at most the number of samples \(7\), got 8"):
+        Epochs(jnp.ones((2, 7)), 8, stacked=True)
     with pytest.raises(ValueError, match="`source` must be given"):
         Online(lambda key: key, stacked=True)
     with pytest.raises(ValueError, match=r"`data` must agree .*\[1\] with \(4,\)"):
