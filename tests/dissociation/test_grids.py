@@ -202,7 +202,7 @@ class Terminated(Meter):
 
 def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called_and_keeps_its_layout(few, tmp_path, monkeypatch):
     """The bits of the first layout, though another number of cores is found."""
-    given, heard = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "save": Save(at=[3])}, []
+    given, heard = {"grid": Grid(width=[4], rate=[0.1], seed=range(6)), "save": Save(at=[3])}, []
     monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 2)
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append({path.name for path in tmp_path.iterdir()}))
     try:
@@ -214,7 +214,7 @@ def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called_and_keeps_its_
     whole = swept(**given, folder=tmp_path / "whole")
     monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
     np.testing.assert_array_equal(swept(**given, folder=tmp_path).history.loss, whole.history.loss)
-    assert json.loads((tmp_path / module.MANIFEST).read_text())["layout"]["threads"] == 2
+    assert checkpoints.read_header(tmp_path / "group-0002.ckpt")["layout"]["threads"] == 2
 
 
 def test_the_budget_sets_the_groups(tmp_path):
