@@ -1,6 +1,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import matplotlib.path
 import numpy as np
 import pytest
