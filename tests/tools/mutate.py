@@ -1,0 +1,213 @@
+"""Mutation testing: one small fault at a time, drawn by a seeded generator, and whether the module's tests notice.
+
+    python tests/tools/mutate.py --seed 0 --number 60 --out mutants.json
+
+A mutant is one change on one line of the library: a sign, a factor, a comparison, an axis, a count off by one, `and`
+for `or`, a minimum for a maximum. It is made in a copy of the tree, where the test files that import the module run
+until the first failure. A mutant that survives asks for a test, or changes nothing that can be seen.
+"""
+
+import argparse
+import ast
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SKIPPED = ("__main__.py", "__init__.py", "_cli.py", "_axes.py", "_progress.py")
+SWAPS = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "**": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+SWAPS |= {"==": "!=", "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min", "minimum": "maximum"}
+SWAPS |= {"maximum": "minimum", "sum": "mean", "mean": "sum", "all": "any", "any": "all", "argmax": "argmin"}
+SWAPS |= {"argmin": "argmax", "floor": "ceil", "ceil": "floor", "True": "False", "False": "True"}
+TESTED_BY = {
+    "dissociation.training._state": ["dissociation/test_training_state.py"],
+    "dissociation.training._samplers": ["dissociation/test_samplers.py", "dissociation/test_training_loop.py"],
+    "dissociation.training._batches": ["dissociation/test_samplers.py", "dissociation/test_callbacks.py"],
+    "dissociation.training._loop": ["dissociation/test_training_loop.py"],
+    "dissociation.training._chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
+    "dissociation.training._run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training._fitting": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training._callbacks": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
+    "dissociation.measures._softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
+    "dissociation.measures._coordinates": ["dissociation/test_nearest_information.py"],
+    "dissociation.measures._neighbours": ["dissociation/test_nearest_information.py"],
+    "dissociation.figures._eigenvector_measures": ["dissociation/test_eigenvectors.py"],
+    "dissociation.figures._members": ["dissociation/test_figures.py"],
+    "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
+    "dissociation.bilinear._rounding": ["dissociation/test_spectral_certificate.py"],
+    "dissociation._core.results": ["dissociation/test_labelling.py", "dissociation/test_validation.py"],
+    "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
+    "koopman._operators._perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
+    "koopman._operators._subspaces": ["koopman/test_operators.py"],
+    "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
+    "koopman._operators._kernel_operators": ["koopman/test_nystroem.py"],
+}
+"""Modules that are tested through others."""
+SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
+"""Defaults of settings, and what only guards: no logic to mutate."""
+
+
+def sites(path):
+    """Every possible mutation of a file: (line, first column, last column, replacement)."""
+    source = path.read_text()
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()]
+    lines = source.splitlines()
+    found = []
+    for before, token in itertools.pairwise(tokens):
+        new = SWAPS.get(token.string)
+        if token.string in "+-*/**" and before.string in "(,[{*=:return":  # a sign, or unpacking
+            new = "" if token.string == "-" else None
+        if token.type == tokenize.NUMBER:
+            value = ast.literal_eval(token.string)
+            new = str(value + 1) if isinstance(value, int) else repr(1.5 * value or 1.0)
+        words = lines[token.start[0] - 1].lstrip()
+        if new is None or SETTING.match(words) or words.startswith(("fail(", "checks.fail(", "import", "from")):
+            continue
+        found.append((token.start[0], token.start[1], token.end[1], new))
+    return found
+
+
+def is_python(source):
+    """Whether a mutated file can be compiled."""
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def uses(path, dotted, names):
+    """How many names of a module a test file takes: from it, through a folder's face, or by an imported folder."""
+    tree = ast.parse(path.read_text())
+    package, module = dotted.rsplit(".", 1)
+    faces = (package, package.partition(".")[0])
+    count, folders = 0, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            taken = {alias.name for alias in node.names}
+            count += len(taken) * (node.module == dotted) + (node.module == package and module in taken)
+            count += len(taken & names) * (node.module in faces)
+            folders |= {a.asname or a.name for a in node.names if f"{node.module}.{a.name}" in faces}
+        elif isinstance(node, ast.Import):
+            folders |= {alias.asname or alias.name for alias in node.names if alias.name in faces}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in folders}
+    return count + len(used & names)
+
+
+def tests_of(module, root):
+    """Test files that import a module of the library or its public names, its own first."""
+    dotted = ".".join(module.with_suffix("").parts)
+    files = [root / "tests" / own for own in TESTED_BY.get(dotted, ())]
+    if files:
+        return [str(path.relative_to(root)) for path in files]
+    body = ast.parse((root / module).read_text()).body
+    names = {n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")}
+    files = [path for path in sorted((root / "tests").rglob("test_*.py")) if path.parent.name != "notebooks"]
+    found = [(path, uses(path, dotted, names)) for path in files if path.name != "test_inputs.py"]
+    found = [(path, count) for path, count in found if count]
+    found.sort(key=lambda row: (module.stem.strip("_") not in row[0].stem, -row[1]))
+    return [str(path.relative_to(root)) for path, _ in found][:3]
+
+
+def draw(generator, number, root):
+    """Mutants drawn by lines over all modules: (module, line, first column, last column, replacement)."""
+    lines = []
+    for package in ("dissociation", "koopman"):
+        for path in sorted((root / package).rglob("*.py")):
+            if path.name not in SKIPPED and not path.stem.endswith("_drawing"):
+                by_line = {}
+                for site in sites(path):
+                    by_line.setdefault(site[0], []).append(site)
+                lines += [(path.relative_to(root), own) for own in by_line.values()]
+    mutants = ((path, *generator.choice(own)) for path, own in generator.sample(lines, len(lines)))
+    return list(itertools.islice((m for m in mutants if is_python(mutated(m, root)[0])), number))
+
+
+def mutated(mutant, root):
+    """The file's text with the mutation in it, and the line before and after."""
+    path, line, first, last, replacement = mutant
+    lines = (root / path).read_text().splitlines(keepends=True)
+    old = lines[line - 1]
+    lines[line - 1] = old[:first] + replacement + old[last:]
+    return "".join(lines), old.strip(), lines[line - 1].strip()
+
+
+def environment_of(root):
+    """Variables under which tests import the tree in `root`."""
+    return os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run(mutant, root, timeout):
+    """Whether the tests notice a mutant made in `root`; the file is put back."""
+    path, line = mutant[:2]
+    file = root / path
+    before = file.read_text()
+    text, old, new = mutated(mutant, root)
+    tests = tests_of(path, root)
+    row = {"module": str(path), "line": line, "old": old, "new": new, "tests": tests}
+    began = time.perf_counter()
+    try:
+        file.write_text(text)
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "",
+            "-n0",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+            str(path),
+        ]
+        status = subprocess.run(
+            words, cwd=root, env=environment_of(root), capture_output=True, timeout=timeout
+        ).returncode
+        row["outcome"] = {0: "survived", 1: "caught", 5: "no tests"}.get(status, "caught (import)")
+    except subprocess.TimeoutExpired:
+        row["outcome"] = "caught (time)"
+    finally:
+        file.write_text(before)
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--number", type=int, default=60)
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
+    options = parser.parse_args()
+    mutants = draw(random.Random(options.seed), options.number, ROOT)
+    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / "tree"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "results", "*.png", ".venv*"))
+        whole = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "tests/test_canary.py"]
+        subprocess.run(
+            whole, cwd=copy, env=environment_of(copy), check=True, stdout=subprocess.DEVNULL
+        )  # else every mutant would be "caught"
+        for mutant in mutants[len(rows) :]:
+            rows.append(run(mutant, copy, options.timeout))
+            sys.stdout.write(f"{len(rows):3d} {rows[-1]['outcome']:10s} {rows[-1]['module']}:{rows[-1]['line']}\n")
+            sys.stdout.flush()
+            options.out.write_text(json.dumps(rows, indent=1))
+    caught = sum(row["outcome"].startswith("caught") for row in rows)
+    sys.stdout.write(f"caught {caught} of {len(rows)}\n")
+
+
+if __name__ == "__main__":
+    main()
