@@ -355,7 +355,7 @@ def eigenvalue_distance(
     Array(1., dtype=float32)
     """
     gaps = lax.stop_gradient(eigenvalues_a[:, None] - eigenvalues_b[None])
-    rows, columns = optax.assignment.hungarian_algorithm(gaps.real**2 + gaps.imag**2)
+    rows, columns = optax.assignment.hungarian_algorithm(jnp.real(gaps) ** 2 + jnp.imag(gaps) ** 2)
     apart = eigenvalues_a[rows] - eigenvalues_b[columns]
     return norm(jnp.stack([apart.real, apart.imag]))
 

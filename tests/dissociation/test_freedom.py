@@ -81,7 +81,7 @@ def test_a_rewrite_of_the_network_approaches_either_end(end, networks, interval)
 def test_neurons_without_use_show_a_ten_thousandth_of_the_longest(networks, interval):
     """To the nearest power of two, which rounds nothing."""
     found, (group, _) = interval, networks[1]
-    factors = np.asarray(found.rewrite(group, end="high").factor, np.float64)
+    factors = np.asarray(found.rewrite(group, end="high").arrays[0], np.float64)
     unused = (found.high_weights == 0) & ~found.constant
     sizes = np.log2(factors * np.where(found.constant, 0.5, found.lengths))
     assert unused.sum() > 5
