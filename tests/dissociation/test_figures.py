@@ -16,7 +16,7 @@ from dissociation.data import load
 from dissociation.figures import Parts, figures, main, robustness, transfer
 from dissociation.figures import _members as members
 from dissociation.figures import _null_spaces as null_spaces
-from dissociation.figures._labels import flat_results_of
+from dissociation.figures._results import flat_results_of
 from dissociation.models import CNN
 from dissociation.rewrites import layer_inputs
 
