@@ -23,6 +23,8 @@ def squared_distances_with_size(
     If `by_order`, for ranks, those of near rows are sums of squared differences: n^2 p more if there are any.
     """
     norms = root(jnp.sum(x**2, 1))
+    # From the row nearest to the mean: an offset cancels, and differences of small integers stay integers, so that
+    # equal distances are equal.
     middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
     moved = x - x[middle][None]
     lengths = jnp.sum(moved**2, 1)

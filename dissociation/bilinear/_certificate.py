@@ -45,7 +45,7 @@ class Margins(Result):
 
 
 class DistanceCertificate(Result):
-    """How far an input is from another class.
+    """Distance from an input to another class.
 
     Attributes:
         radius: Certified: no input of another class is nearer. 0 if the input is misclassified, or may be within

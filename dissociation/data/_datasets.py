@@ -71,7 +71,7 @@ class Dataset(eqx.Module):
 
 
 def _classes_in(name: str, labels: Any) -> int:
-    """How many classes there are at least, as far as labels tell; 0 if they are traced integers."""
+    """Return the least number of classes that the labels allow; 0 for traced integers."""
     labels = as_array(name, labels, "integers [n] or one-hot rows [n, classes]", bare=True)
     if labels.ndim > 1:
         return labels.shape[1]

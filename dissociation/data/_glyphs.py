@@ -47,7 +47,7 @@ _BATCH = 1000  # Images drawn at once: 60 000 would need gigabytes of temporarie
 
 
 class Variation(NamedTuple):
-    """How far images of one digit differ; every number may be traced, and zeros give the font's own shape.
+    """Variation of the images of one digit; all numbers may be traced, and zeros give the shape of the font.
 
     Attributes:
         rotation: Largest angle, in radians, to either side.

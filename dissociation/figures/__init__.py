@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from dissociation.figures._artifacts import Parts, identity_of
     from dissociation.figures._cli import figures, main
     from dissociation.figures._command import run_command
-    from dissociation.figures._labels import results_of
     from dissociation.figures._members import DataName
     from dissociation.figures._protocol import Figure
     from dissociation.figures._report import Exhibit, exhibit_of, report_html
+    from dissociation.figures._results import results_of
     from dissociation.figures._seeds import cell, check_some_left, named_diverged
     from dissociation.training._members import per_batch
     from dissociation.training._progress import MeterFactory, open_meter

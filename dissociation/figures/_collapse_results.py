@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dissociation._core.checks import fail
-from dissociation.figures._labels import Results
+from dissociation.figures._results import Results
 from dissociation.measures._crossing import Median, Slope, first_cross, log_slope, median_crossing
 
 

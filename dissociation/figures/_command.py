@@ -27,9 +27,9 @@ from dissociation._core.files import RefusedFile, locked, write_bytes
 from dissociation._core.labelled import save_npz
 from dissociation.figures import _artifacts as artifacts
 from dissociation.figures import _provenance as provenance
-from dissociation.figures._labels import families_of, flat_results_of
 from dissociation.figures._protocol import Figure
 from dissociation.figures._report import exhibit_of, report_html
+from dissociation.figures._results import families_of, flat_results_of
 from dissociation.figures._runs import recorded
 from dissociation.plotting import _axes as plotting
 from dissociation.training import _distributed as distributed
@@ -44,7 +44,7 @@ _LONGEST_NAME = 60
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Where and how a figure is made."""
+    """Options of a run: folder, seed, resuming, processes."""
 
     out: Path = Path("results")
     """Folder in which every run has a folder of its own: the figure (PDF and PNG), its arrays (.npz), a description of

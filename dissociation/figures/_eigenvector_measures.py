@@ -176,7 +176,7 @@ def masking(
 
 @eqx.filter_jit
 def _classes(model: Any, images: Array, masks: Array, norms: Array) -> Array:
-    """What images with masks of some norms are taken for: [masks, norms, n]."""
+    """Return the predicted classes of images plus masks of some norms, [masks, norms, n]."""
     steps = masks[:, None] * norms[None, :, None]
     run = jax.lax.map(
         lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1), steps.reshape(-1, masks.shape[1])

@@ -1,7 +1,7 @@
 """Train stacked members, rewrite them, and measure the rewritten ones."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from dissociation._core.checks import check_choice, check_count, check_positive, fail
 from dissociation.data._datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
-from dissociation.figures._labels import Results
+from dissociation.figures._results import Results
 from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins
 from dissociation.measures._robustness import input_noise_error
 from dissociation.models._representations import representations
@@ -251,6 +251,15 @@ def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, ke
     """Return the certificate on `images`, and the rewritten network's error there as `clean_error`: a measure."""
     error = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
     return {**certify(model, rewritten, images)._asdict(), "clean_error": error}
+
+
+def certified(
+    found: Mapping[str, dict[str, np.ndarray]], variants: Iterable[str], alive: Bool[np.ndarray, " seeds"]
+) -> dict[str, dict[str, Any]]:
+    """Return `clean_error` and `certificates` by variant, from parts `<variant>_certificate` of `certify_members`."""
+    parts = {name: found[f"{name}_certificate"] for name in variants}
+    clean_error = {name: part.pop("clean_error") for name, part in parts.items()}
+    return {"clean_error": clean_error, "certificates": {name: worst(part, alive) for name, part in parts.items()}}
 
 
 def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:

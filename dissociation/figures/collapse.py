@@ -41,9 +41,9 @@ from dissociation.figures._collapse_measures import (
     spread_observations,
 )
 from dissociation.figures._collapse_results import assemble, crossing_table, series_of
-from dissociation.figures._labels import Results
 from dissociation.figures._members import DataConfig, check_fields, run
 from dissociation.figures._members import source as source
+from dissociation.figures._results import Results
 from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dissociation.bilinear._certificate import certified_accuracy
-from dissociation.figures._labels import Results
+from dissociation.figures._results import Results
 
 
 def similarity_table(results: Results, ranks: tuple[int, ...] = (1, 5, 20)) -> list[list[str]]:

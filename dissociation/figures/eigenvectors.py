@@ -21,9 +21,9 @@ from dissociation.figures import _eigenvector_measures as measures
 from dissociation.figures._artifacts import AnyMeter, Folder, Parts
 from dissociation.figures._eigenvector_drawing import draw
 from dissociation.figures._eigenvector_measures import ORDERS, pooled
-from dissociation.figures._labels import Results
 from dissociation.figures._members import DataConfig, check_fields, described, run
 from dissociation.figures._members import source as source
+from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell, check_some_left, masked_job, named_diverged, stand_ins
 from dissociation.plotting._axes import summarise
 from dissociation.recipes._bilinear import train_bilinear

@@ -22,9 +22,9 @@ from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._artifacts import AnyMeter, Folder, Parts
-from dissociation.figures._labels import Results
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
+from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell
 from dissociation.models._representations import member_representations, representations
 from dissociation.plotting import _axes as plotting

@@ -23,10 +23,10 @@ from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._artifacts import AnyMeter, Folder, Parts
-from dissociation.figures._labels import Results
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
+from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._robustness import input_noise_error, parameter_noise_error
 from dissociation.plotting import _axes as plotting
@@ -164,8 +164,6 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
         if (name, kind) != ("published_null", "parameter")
     }
     found = parts.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "measuring")
-    certificates = {name: found[f"{name}_certificate"] for name in variants}
-    clean_error = {name: part.pop("clean_error") for name, part in certificates.items()}
     return trained.results(
         config,
         data,
@@ -174,8 +172,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
         parameter_scales=np.asarray(scales["parameter"]),
         input_error={name: found[f"{name}_input"]["error"] for name in variants},
         parameter_error={name: found[f"{name}_parameter"]["error"] for name in variants if name != "published_null"},
-        clean_error=clean_error,
-        certificates={name: members.worst(part, trained.alive) for name, part in certificates.items()},
+        **members.certified(found, variants, trained.alive),
         null_space={name: float(value) for name, value in null_space.items() if np.ndim(value) == 0},
     )
 

@@ -20,8 +20,8 @@ from dissociation._core.checks import check_choice, check_count, check_distinct,
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._artifacts import AnyMeter, Folder, Parts
-from dissociation.figures._labels import Results
 from dissociation.figures._members import source as source
+from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell
 from dissociation.figures._similarity_drawing import REWRITES, draw, of_seeds
 from dissociation.models._representations import member_representations, representations

@@ -26,9 +26,9 @@ from dissociation.data._datasets import Dataset
 from dissociation.data._tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures import _members as members
 from dissociation.figures._artifacts import AnyMeter, Folder, Parts
-from dissociation.figures._labels import Results
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
+from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._probes import stable_step_size
 from dissociation.measures._transfer import transfer_errors
@@ -140,8 +140,6 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
         for name in variants
     }
     found = parts.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "probing")
-    certificates = {name: found[f"{name}_certificate"] for name in variants}
-    clean_error = {name: part.pop("clean_error") for name, part in certificates.items()}
     return trained.results(
         config,
         data,
@@ -153,8 +151,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
             }
             for task in TASKS
         },
-        clean_error=clean_error,
-        certificates={name: members.worst(part, trained.alive) for name, part in certificates.items()},
+        **members.certified(found, variants, trained.alive),
     )
 
 

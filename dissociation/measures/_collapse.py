@@ -70,7 +70,7 @@ class Collapse(Result):
 
 
 class Frame(Result):
-    """How far centred class means are from a simplex equiangular tight frame; 0 at the frame.
+    """Distances of centred class means from a simplex equiangular tight frame; 0 at the frame.
 
     Attributes:
         equinorm: Standard deviation of their norms over the mean norm.

@@ -29,7 +29,7 @@ class Encoder(eqx.Module):
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
 
     def layers(self, image: Float[Array | np.ndarray, "28 28"]) -> tuple[Array, Array, Array]:
-        """What the convolutions make of one image, [14, 14, 16] and [7, 7, 32], and its features."""
+        """Return the outputs of both convolutions for one image, [14, 14, 16] and [7, 7, 32], and its features."""
         hidden = [as_example("image", image, 28, 28)[:, :, None]]
         for convolution in self.convolutions:
             # The same as ReLU first, on a quarter of the values.

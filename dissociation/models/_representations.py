@@ -1,4 +1,8 @@
-"""What a network computes on the way from input to output, under one naming for all models."""
+"""Read a network's hidden layers and logits, under one naming for all models.
+
+Hidden layers in forward order are "hidden0", "hidden1", ...; the last of them, which the output layer reads, is
+"features"; the output is "logits".
+"""
 
 import functools
 from abc import abstractmethod

@@ -5,7 +5,7 @@ import numpy as np
 from dissociation import load_results
 from dissociation._core.labelled import save_npz
 from dissociation.figures import results_of
-from dissociation.figures._labels import families_of, flat_results_of
+from dissociation.figures._results import families_of, flat_results_of
 
 
 def assert_same(one, other):
