@@ -23,7 +23,8 @@ def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
     """Raises unless both are one program, without anything in it that depends on how many neurons a group has."""
     (one, results), (other, others) = (_flow(model, group) for model in (before, after))
     same = one.lengths == other.lengths and _same_steps(one.steps, other.steps) and _same_known(results, others)
-    if not same or [value.shape for value in results] != [value.shape for value in others]:
+    same = same and [value.shape for value in results] == [value.shape for value in others]
+    if not same or len(one.large) != len(other.large) or not all(map(_same_numbers, one.large, other.large)):
         fail("group", "be one whose number of neurons the function does not depend on", group.name)
 
 

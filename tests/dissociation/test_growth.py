@@ -208,6 +208,7 @@ def test_neurons_that_a_statistic_is_taken_over_do_not_grow(norm):
 COUNTING = {
     "a number": lambda y, n, x: y / n,
     "a constant": lambda y, n, x: y * np.full(2, 1.0 / n),
+    "a large constant": lambda y, n, x: y * jnp.asarray(np.full((70_000, 2), 1.0 / n))[0],
     "the last": lambda y, n, x: y + jnp.arange(9.0)[jnp.minimum(8, n + 0 * x[0].astype(int))],
     "a power": lambda y, n, x: y ** (n - 5),
     "turns of a loop": lambda y, n, x: jax.lax.fori_loop(0, n, lambda i, c: c * 1.1, y),
