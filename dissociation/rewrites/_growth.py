@@ -21,7 +21,7 @@ from dissociation.rewrites._axes import spread
 from dissociation.rewrites._comparison import check_defined, check_same_program
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups, parameters_of
 from dissociation.rewrites._neurons import copies_of, least_squares
-from dissociation.rewrites._rewrites import Made, Rewrite, current
+from dissociation.rewrites._rewrites import FunctionRewrite, Rewrite, current
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
@@ -56,7 +56,7 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
     """
     _check_grows(group, new=False)
     copies_of(group.size, multiplier, "multiplier")
-    return Made(_duplicated, (group, float(multiplier)), ())
+    return FunctionRewrite(_duplicated, (group, float(multiplier)), ())
 
 
 def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = True) -> None:
@@ -214,7 +214,7 @@ def add_nuisance(
     check_non_negative("incoming_std", incoming_std)
     if outgoing_std is not None:
         check_non_negative("outgoing_std", outgoing_std)
-    return Made(_with_nuisance, (group, num_groups, neurons_per_group), (key, incoming_std, outgoing_std))
+    return FunctionRewrite(_with_nuisance, (group, num_groups, neurons_per_group), (key, incoming_std, outgoing_std))
 
 
 def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array | None) -> Any:
@@ -266,4 +266,4 @@ def add_phantom(
     rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
     found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
     width = seen.rows.shape[1]
-    return Made(_with_phantom, (group,), (found[:, :width], found[:, width] if biases else None))
+    return FunctionRewrite(_with_phantom, (group,), (found[:, :width], found[:, width] if biases else None))

@@ -41,7 +41,7 @@ class Rewrite(eqx.Module):
         return compose([self, other])
 
 
-class Made(Rewrite):
+class FunctionRewrite(Rewrite):
     """The rewrite `function(model, *settings, *arrays)`."""
 
     function: Callable[..., Any] = eqx.field(static=True)
@@ -59,7 +59,7 @@ def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
             fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
-    return Made(_one_after_another, (), tuple(rewrites))
+    return FunctionRewrite(_one_after_another, (), tuple(rewrites))
 
 
 def _one_after_another(model: Any, *rewrites: Rewrite) -> Any:
@@ -144,12 +144,12 @@ def permute(
     if (permutation is None) == (key is None):
         fail("permutation", "be given, or `key` to draw it", "neither" if key is None else "both")
     if permutation is None:
-        return Made(_permuted, (group,), (None, key))
+        return FunctionRewrite(_permuted, (group,), (None, key))
     if permutation.ndim not in (1, 2):
         fail("permutation", "be of shape [neurons] or [copies, neurons]", permutation.shape)
     if not is_traced(permutation) and (np.sort(permutation) != np.arange(permutation.shape[-1])).any():
         fail("permutation", f"hold each of 0, ..., {permutation.shape[-1] - 1} once", np.asarray(permutation))
-    return Made(_permuted, (group,), (jnp.asarray(permutation), None))
+    return FunctionRewrite(_permuted, (group,), (jnp.asarray(permutation), None))
 
 
 def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor: Array) -> Any:
@@ -211,7 +211,7 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     exponents = group.scaling if scaling is None else group.scalings[scaling]
     for exponent in set(map(float, exponents)):
         _check_power(factor, exponent, factor.dtype)
-    return Made(_scaled, (group, tuple(map(float, exponents))), (factor,))
+    return FunctionRewrite(_scaled, (group, tuple(map(float, exponents))), (factor,))
 
 
 def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
@@ -265,7 +265,7 @@ def rotate(
     _check_rotates(group)
     if (matrix is None) == (key is None):
         fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
-    return Made(_rotated, (group,), (None if matrix is None else jnp.asarray(matrix), key))
+    return FunctionRewrite(_rotated, (group,), (None if matrix is None else jnp.asarray(matrix), key))
 
 
 def _check_rotates(group: NeuronGroup) -> None:
@@ -338,7 +338,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
     """
     check_non_negative("std", std)
     rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
-    return Made(_null_perturbed, (space.path, space.axes, rank), (jnp.asarray(space.basis, float), std, key))
+    return FunctionRewrite(_null_perturbed, (space.path, space.axes, rank), (jnp.asarray(space.basis, float), std, key))
 
 
 @validated
