@@ -139,20 +139,18 @@ def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
 
 def check_finite(name: str, array: ArrayLike) -> None:
     """Raise unless every known entry of `array` is finite, and names the first bad position."""
-    if is_traced(array) or _is_finite(array):
+    if is_traced(array):
         return
-    array = np.asarray(array)
-    position = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-    fail(name, "be finite", f"{array[position]} at index {position}")
-
-
-def _is_finite(array: ArrayLike) -> bool:
     if isinstance(array, jax.Array) and array.devices().pop().platform != "cpu":
         with jax.ensure_compile_time_eval():  # where the data are, also while a program around is traced
-            return bool(jnp.isfinite(array).all())
+            if bool(jnp.isfinite(array).all()):
+                return
     array = np.asarray(array)
     with np.errstate(all="ignore"):  # a sum is quicker than a mask; one that overflows is looked at again
-        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+        if bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all()):
+            return
+    position = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+    fail(name, "be finite", f"{array[position]} at index {position}")
 
 
 def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:

@@ -53,7 +53,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
-    _sync_folder(target.parent)
+    with suppress(OSError):  # bring the rename to the disk, if the system lets a folder be opened
+        descriptor = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def followed(path: str | os.PathLike[str]) -> Path:
@@ -131,13 +136,3 @@ def _lock_file(path: Path, subject: object) -> TextIO:
 def _without_links(path: str, flags: int) -> int:
     """Open a file of ours: through a symbolic link, another one would be written or emptied."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the rename to the disk, if the system lets a folder be opened."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

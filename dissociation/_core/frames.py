@@ -27,7 +27,12 @@ def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
     runs, steps = [], []
     for i, part in enumerate(parts):
         runs += _runs(f"{name}[{i}]" if several else name, part, several, steps) if is_table(part) else [part]
-    _check_same_step(name, steps)
+    for kind, step, spread in steps:
+        first, other, varies = steps[0]
+        # Steps of two trajectories may differ as much as those within one.
+        if kind == first and abs(step - other) > max(spread, varies) + 1e-6 * max(step, other):
+            unit = " s" if kind == "dates" else ""
+            fail(name, "have one time step", f"{other:.6g}{unit} and {step:.6g}{unit}", f"Resample them; {_ROWS}")
     if one and len(runs) > 1 and not several:
         fail(name, "be one trajectory", f"{len(runs)} runs", "Pass one at a time, frame.loc[[run]]")
     listed = several or (getattr(getattr(value, "index", None), "nlevels", 1) > 1 and not one)
@@ -126,15 +131,6 @@ def _may_be(label: Any, table: Any) -> bool:
         return False
     values = np.asarray(table[label])
     return values.dtype.kind in "iu" or (values.dtype.kind == "f" and bool((np.diff(values) > 0).all()))
-
-
-def _check_same_step(name: str, steps: list[Any]) -> None:
-    """Raise if the mean time steps of two trajectories differ by more than the steps within one vary."""
-    for first, step, spread in steps:
-        kind, other, varies = steps[0]
-        if first == kind and abs(step - other) > max(spread, varies) + 1e-6 * max(step, other):
-            unit = " s" if kind == "dates" else ""
-            fail(name, "have one time step", f"{other:.6g}{unit} and {step:.6g}{unit}", f"Resample them; {_ROWS}")
 
 
 def _check_steps(name: str, index: Any, found: list[Any]) -> None:

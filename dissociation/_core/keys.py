@@ -49,8 +49,7 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
     except ImportError as error:
         warn(f"{error} Until then it draws other numbers.")
         return jax.random.normal(key, shape, dtype)
-    pairs = generator.bind(words[0], words[1], jnp.zeros_like(counts), counts)
-    first, second = map(_normal_of_bits, pairs)
+    first, second = map(_normal_of_bits, generator.bind(words[0], words[1], jnp.zeros_like(counts), counts))
     # Joined end to end, they would be computed element by element where XLA on a CPU joins inside of a loop.
     both = jnp.zeros((2, half), jnp.float32).at[0].set(first).at[1].set(second)
     return both.reshape(-1)[:size].reshape(shape).astype(kind)

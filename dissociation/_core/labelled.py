@@ -178,8 +178,7 @@ class Labelled:
             if axis in places:
                 columns.setdefault(name, values[places[axis]])
         for name in names:
-            order = [self.dims[name].index(axis) for axis in axes]
-            columns[name] = self.arrays[name].transpose(order).reshape(-1)
+            columns[name] = self.arrays[name].transpose([self.dims[name].index(axis) for axis in axes]).reshape(-1)
         return columns
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -198,18 +197,15 @@ class Labelled:
         if target.suffix == ".npz":
             save_npz(target, self, {})
         elif target.suffix == ".nc":
-            write_bytes(target, self._netcdf())
+            _extra("h5netcdf")
+            kinds = {name: array.dtype.str for name, array in {**self.arrays, **self.coords}.items()}
+            rest = json.dumps({"dtypes": kinds, "attrs": self.attrs})
+            drawn = io.BytesIO()
+            self.to_xarray().assign_attrs({_REST: rest}).to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True)
+            write_bytes(target, drawn.getvalue())
         else:
             fail("path", "end in .npz or .nc", target.name)
         return target
-
-    def _netcdf(self) -> bytes:
-        _extra("h5netcdf")
-        kinds = {name: array.dtype.str for name, array in {**self.arrays, **self.coords}.items()}
-        rest = json.dumps({"dtypes": kinds, "attrs": self.attrs})
-        drawn = io.BytesIO()
-        self.to_xarray().assign_attrs({_REST: rest}).to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True)
-        return drawn.getvalue()
 
 
 def label(
@@ -235,7 +231,7 @@ def label(
         if len(axes[name]) != array.ndim:
             fail("dims", f"name the axes of {name}, of shape {array.shape}", axes[name])
     axes = _told_apart(axes, {**known, **beside}, {axis for name in beside for axis in axes[name]})
-    for axis in {axis for names in axes.values() for axis in names} - beside.keys():
+    for axis in sorted({axis for names in axes.values() for axis in names} - beside.keys()):
         if axis.startswith("other_") and (same := axis.removeprefix("other_")) in beside:
             beside[axis], axes[axis] = beside[same], (axis,)
     every = {**known, **beside}

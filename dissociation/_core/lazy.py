@@ -18,7 +18,12 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     def getattribute(name: str) -> Any:
         module = sys.modules[package]
         if not homes:
-            homes.update(_homes(str(module.__file__)))
+            import ast  # here, because `import dissociation` takes milliseconds
+
+            with open(str(module.__file__), encoding="utf-8") as file:
+                blocks = [node.body for node in ast.parse(file.read()).body if isinstance(node, ast.If)]
+            imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+            homes.update({alias.name: str(node.module) for node in imports for alias in node.names})
         if name == "__version__" and "." not in package:
             from importlib.metadata import version
 
@@ -38,13 +43,3 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
         return sorted([*sys.modules[package].__all__, *version])
 
     return getattribute, listed
-
-
-def _homes(path: str) -> dict[str, str]:
-    """Return the module that defines each name imported under `if TYPE_CHECKING:`."""
-    import ast  # here, because `import dissociation` takes milliseconds
-
-    with open(path, encoding="utf-8") as file:
-        blocks = [node.body for node in ast.parse(file.read()).body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}

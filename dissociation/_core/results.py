@@ -127,7 +127,8 @@ def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Ite
     if isinstance(tree, str):
         yield name or "text", tree, None, ""
     elif (fields := _record(tree)) is not None:
-        hints, units = _hints(type(tree)), getattr(tree, "UNITS", {})
+        bases, units = reversed(type(tree).__mro__), getattr(tree, "UNITS", {})
+        hints = {k: hint for base in bases for k, hint in base.__dict__.get("__annotations__", {}).items()}
         axes = getattr(tree, "AXES", ())
         for field, static in fields.items():
             value, inner = getattr(tree, field), f"{name}_{field}" if name else field
@@ -154,12 +155,6 @@ def _record(tree: Any) -> dict[str, bool] | None:
 def _is_leaf(tree: Sequence[Any]) -> bool:
     """Return True if a list is an array: of plain numbers, at least one."""
     return bool(tree) and all(isinstance(item, bool | int | float | complex | np.generic) for item in tree)
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    return {
-        name: hint for base in reversed(kind.__mro__) for name, hint in base.__dict__.get("__annotations__", {}).items()
-    }
 
 
 def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front) -> tuple[Any, tuple[str, ...]]:

@@ -13,7 +13,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, overload
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, overload
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,9 @@ class _Rule:
 
     def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
         """Return the argument as the function takes it, or raise an error that names it."""
-        if (value is None and self.optional) or self._is_instance(value) or (self.function and callable(value)):
+        text = isinstance(value, (str, bytes)) and collections.abc.Sequence in self.instances  # a sequence too
+        instance = isinstance(value, self.instances) and not text
+        if (value is None and self.optional) or instance or (self.function and callable(value)):
             return value
         value = as_trajectories(name, value, one=not self.listed) if self.in_time else value
         if self.listed and holds_arrays(value):
@@ -165,20 +167,17 @@ class _Rule:
             return self._admit_array(name, value, bound, may_be_empty)
         if self.sequence:
             return self._admit_sequence(name, value, may_be_empty)
-        return self._refuse(name, value)
-
-    def _refuse(self, name: str, value: Any) -> NoReturn:
         if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
             wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
             fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
         advice = ""
         if self.numbers and hasattr(value, "__float__"):  # a scalar of another library
             advice = f"Pass {self.numbers[0].__name__}(...)"
-        fail_kind(name, f"be {self._words()}", describe(value), advice)
-
-    def _is_instance(self, value: Any) -> bool:
-        text = isinstance(value, (str, bytes))  # which is a sequence too
-        return isinstance(value, self.instances) and not (text and collections.abc.Sequence in self.instances)
+        words = ["a function"] if self.function else []
+        words += ["text" if kind is str else f"of type {kind.__name__}" for kind in self.instances]
+        words += [f"a list of arrays of {kind.words}" for kind in self.listed]
+        words += [self._number_words] if self.numbers else []
+        return fail_kind(name, f"be {' or '.join(words)}", describe(value), advice)
 
     @functools.cached_property
     def _has_axes(self) -> bool:
@@ -189,12 +188,6 @@ class _Rule:
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) or is_traced(value):
             return value.ndim == 0 or not (self._has_axes or self.sequence)
         return isinstance(value, (bool, int, float, complex))
-
-    def _words(self) -> str:
-        words = ["a function"] if self.function else []
-        words += ["text" if kind is str else f"of type {kind.__name__}" for kind in self.instances]
-        words += [f"a list of arrays of {kind.words}" for kind in self.listed]
-        return " or ".join([*words, self._number_words] if self.numbers else words)
 
     @property
     def _number_words(self) -> str:
@@ -219,8 +212,7 @@ class _Rule:
         array = as_array(name, value, words, bare=True)
         if array.ndim:
             fail(name, f"be {words}", f"shape {array.shape}")
-        single = any(kind.fits(0) for kind in self.arrays)
-        if single and (float in kinds or complex in kinds or is_traced(array)):
+        if any(kind.fits(0) for kind in self.arrays) and (float in kinds or complex in kinds or is_traced(array)):
             return _placed(name, as_numbers(name, array, self.arrays[0].numbers), self.arrays[0])
         if is_traced(array):
             fail_kind(name, f"be {words} that is known when the program is traced", "a traced value")
@@ -269,20 +261,15 @@ def _admitted(
     if most is not None:
         refuse_nested(name, value, array, most)
     kind = next((kind for kind in kinds if kind.fits(array.ndim)), kinds[0])
-    array = _of_kind(name, array, kind)
-    kind.check(name, array.shape, bound)
-    return _placed(name, array, kind)
-
-
-def _of_kind(name: str, array: Any, kind: _Kind) -> Any:
-    """Return numbers of a kind: all digits if they stay on the host, else with a warning of digits that are lost."""
     counts = number_kind(array.dtype) == "int"
     if "float" in kind.numbers and not (counts and "int" in kind.numbers):
         if not kind.on_host:
             warn_narrowed(name, array)
-        elif counts and not is_traced(array):
+        elif counts and not is_traced(array):  # all digits, as it stays on the host
             array = np.asarray(array, np.float64)
-    return as_numbers(name, array, kind.numbers)
+    array = as_numbers(name, array, kind.numbers)
+    kind.check(name, array.shape, bound)
+    return _placed(name, array, kind)
 
 
 def _placed(name: str, array: Any, kind: _Kind) -> Any:
@@ -335,22 +322,17 @@ def _sorted_in(member: Any) -> tuple[str, Any]:
         return "numbers", member
     if origin is collections.abc.Callable:
         return "function", member
-    if origin in _SEQUENCES and (sorted_in := _sequence_sorted_in(member)):
-        return sorted_in
+    if origin in _SEQUENCES:
+        first, *rest = typing.get_args(member)
+        if first in (int, float):
+            return "sequence", first
+        slot, item = _sorted_in(next(_members(first)))
+        if slot == "arrays" and (rest == [...] or not rest):
+            return "listed", item._replace(on_device=False)  # each function converts them together
     kind = origin or member
     if isinstance(kind, type) and kind not in (Any, object, jax.Array, np.ndarray):
         return "instances", kind
     return "free", member  # Any, bare arrays, type variables, names that stand for later
-
-
-def _sequence_sorted_in(member: Any) -> tuple[str, Any] | None:
-    first, *rest = typing.get_args(member)
-    if first in (int, float):
-        return "sequence", first
-    slot, item = _sorted_in(next(_members(first)))
-    if slot == "arrays" and (rest == [...] or not rest):
-        return "listed", item._replace(on_device=False)  # each function converts them together
-    return None
 
 
 _SEQUENCES = (collections.abc.Sequence, tuple, list)

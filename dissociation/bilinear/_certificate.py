@@ -98,8 +98,7 @@ def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Arra
     if len(model.layers) != 1:
         fail("source", "have one layer: more make no quadratic form", len(model.layers))
     forms, lift = compact_forms(model, None, 0, "input")
-    constant = forms.shape[1] > min(model.embed.shape)
-    size = forms.shape[1] - constant
+    size = forms.shape[1] - (forms.shape[1] > min(model.embed.shape))
     lift = lift[: model.embed.shape[1], :size]
     layer, lengths = model.layers[0], jnp.sum(model.embed**2, 1)[:, None]
     biases = biases_of(layer)
@@ -127,13 +126,12 @@ def _from_components(spectrum: Spectrum) -> Callable[[Array, Array], tuple[Array
         weights = jnp.concatenate([spectrum.values[first], -spectrum.values[second]])
         lift, root = jnp.linalg.qr(rows[:, :width].T)
         inner = jnp.concatenate([root, rows[:, width:].T])  # the constant coordinate is its own
-        form = product(inner * weights[None], inner.T)
         bias = rows[:, width] if spectrum.constant else jnp.zeros_like(weights)
         none, size = jnp.zeros(width, rows.dtype), jnp.zeros_like(weights)
         factors = Factors(
             rows[:, :width], rows[:, :width], bias, bias, weights, none, size, size, jnp.abs(weights), none
         )
-        return _in_eigenbasis(form, root.shape[0], lift, factors)
+        return _in_eigenbasis(product(inner * weights[None], inner.T), root.shape[0], lift, factors)
 
     return make
 
@@ -145,8 +143,7 @@ def _in_eigenbasis(form: Array, size: int, lift: Array, factors: Factors) -> tup
     zero = jnp.zeros(size, form.dtype)
     slopes, offset = (form[:size, size], form[size, size]) if form.shape[0] > size else (zero, zero[0])
     directions, linear = product(lift, vectors).T, product(vectors.T, slopes[:, None])[:, 0]
-    rounding = bound_rounding(factors, values, directions, linear)
-    return values + undefined, directions, linear, offset, rounding
+    return values + undefined, directions, linear, offset, bound_rounding(factors, values, directions, linear)
 
 
 @validated
@@ -216,10 +213,9 @@ def _errors(
     coordinate = eps * image.shape[0] ** 0.5 * length
     sums = eps * (3 + values.shape[1] ** 0.5)
     sizes = jnp.abs(values * along) + jnp.abs(linear)
-    offset = jnp.abs(source.offset[rows])
     at_input = quadratic * length**2 + 2 * slope * length + constant
     at_input += 2 * coordinate * jnp.linalg.norm(sizes, axis=1) + sums * (
-        2 * jnp.sum(jnp.abs(along) * sizes, 1) + offset
+        2 * jnp.sum(jnp.abs(along) * sizes, 1) + jnp.abs(source.offset[rows])
     )
     largest = jnp.max(jnp.abs(values), 1)
     gradient = quadratic * length + slope + largest * coordinate + eps * jnp.linalg.norm(sizes, axis=1)
@@ -243,8 +239,7 @@ def _path(values: Array, slopes: Array, start: Array, base: Array) -> tuple[Call
         w, rest = jax.nn.sigmoid(-place), jax.nn.sigmoid(place)
         return -rest * slopes / (w * unit + rest * jnp.maximum(values - base, 0.0))
 
-    edge = jnp.asarray(-2 * np.log(float(limits.eps)), values.dtype)
-    return multiplier, step, edge
+    return multiplier, step, jnp.asarray(-2 * np.log(float(limits.eps)), values.dtype)
 
 
 def _bisect(is_positive: Callable[[Array], Array], edge: Array) -> tuple[Array, Array]:
@@ -283,8 +278,7 @@ def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
     square = tilt**2 - jnp.minimum(bottom, 0.0) * rest
     root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
     further = jnp.where(tilt > 0, -1.0, 1.0) * rest / jnp.where(root > 0, jnp.abs(tilt) + root, 1.0)
-    hard = y.at[lowest].add(further)
-    y = jnp.where(reached, y, jnp.where(curved, hard, jnp.inf))
+    y = jnp.where(reached, y, jnp.where(curved, y.at[lowest].add(further), jnp.inf))
     return jnp.where(start <= 0, 0.0, y)
 
 
@@ -328,8 +322,7 @@ def _certified(
     squared = jnp.sum(y**2) + m * value + end * (bottom - jax.lax.stop_gradient(bottom))
     radius = jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1.0)), 0.0) * (1 - rounding)
     radius = jnp.where(jnp.isnan(squared), jnp.nan, radius)
-    never = (base == 0) & (margin(step(edge)) > 0)
-    return jnp.where(outside, 0.0, jnp.where(never, jnp.inf, radius))
+    return jnp.where(outside, 0.0, jnp.where((base == 0) & (margin(step(edge)) > 0), jnp.inf, radius))
 
 
 @validated

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count, check_finite, fail
+from dissociation._core.checks import check_choice, check_count, fail
 from dissociation._core.linalg import product
 from dissociation._core.validation import validated
 from dissociation.models._bilinear import BilinearLayer, BilinearNetwork
@@ -175,12 +175,11 @@ def _has_constant(model: BilinearNetwork, layer: int) -> bool:
     return model.residual or model.layers[layer].left_bias is not None
 
 
-@validated
+@validated(finite=("importance",))
 def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
     """Return the same components, the most important first."""
     if importance.shape != spectrum.values.shape:
         fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
-    check_finite("importance", importance)
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
     moved = [
         jnp.take_along_axis(spectrum.values, order, 1),
@@ -263,8 +262,7 @@ def truncated_outputs(
     Returns:
         Outputs by number of components.
     """
-    added = jnp.cumsum(contributions(spectrum, x), 2)
-    return jnp.pad(added, ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
+    return jnp.pad(jnp.cumsum(contributions(spectrum, x), 2), ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
 
 
 @validated
@@ -304,6 +302,5 @@ def adversarial_mask(
     ):
         if not 0 <= value < limit:
             fail(name, f"be within the spectrum's {limit}", value)
-    rows = spectrum.vectors[:, :against].reshape(-1, width)
-    mask = jnp.linalg.pinv(rows)[:, output * against + component]
+    mask = jnp.linalg.pinv(spectrum.vectors[:, :against].reshape(-1, width))[:, output * against + component]
     return mask * (norm / jnp.linalg.norm(mask))

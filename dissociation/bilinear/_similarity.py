@@ -96,8 +96,7 @@ def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
         From -1 to 1 per output.
     """
     inner = jnp.einsum("oi,oij,oj->o", a.values, overlaps(a, b) ** 2, b.values, precision="highest")
-    sizes = jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1)
-    return inner / sizes
+    return inner / (jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1))
 
 
 @validated
@@ -122,13 +121,11 @@ class Interval(NamedTuple):
 
 
 @validated
-def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float = 0.9) -> Interval:
-    """Return Student's interval for the mean over the first axis, which holds if samples are independent."""
-    count = check_count("samples", samples.shape[0], minimum=2)
-    check_level(level)
-    values = jnp.asarray(samples)
+def student_interval(samples: Float[Array | np.ndarray, "n *rest"]) -> Interval:
+    """Return Student's 90 % interval for the mean over the first axis, which holds if samples are independent."""
+    count, values = check_count("samples", samples.shape[0], minimum=2), jnp.asarray(samples)
     mean = jnp.mean(values, 0)
-    half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * jnp.std(values, axis=0, ddof=1) / count**0.5
+    half = float(stats.t.ppf(0.95, count - 1)) * jnp.std(values, axis=0, ddof=1) / count**0.5
     return Interval(mean, mean - half, mean + half)
 
 

@@ -85,8 +85,13 @@ def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | Non
 
 def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
     sizes = (("num_train", train),) * 2 + (("num_test", test),) * 2
-    arrays = mnist_data(folder=folder)
-    return tuple(_leading(name, array, number) for (name, number), array in zip(sizes, arrays, strict=True))
+    arrays = list(mnist_data(folder=folder))
+    for i, (name, number) in enumerate(sizes):
+        if number is not None and number > len(arrays[i]):
+            fail(name, f"be at most {len(arrays[i])}, which is all of MNIST", number)
+        if number is not None and number < len(arrays[i]):
+            arrays[i] = arrays[i][:number].copy()  # so that the rest can be freed
+    return tuple(arrays)
 
 
 SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
@@ -126,20 +131,10 @@ def load(
         The data set, float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
 
     Raises:
-        TypeError: If a number of images is no Python integer.
-        ValueError: If the name is unknown, a number is below 1, or more of MNIST is asked for than there is.
+        ValueError: If more of MNIST is asked for than there is.
     """
     check_choice("name", name, NAMES)
     for argument, number in (("num_train", num_train), ("num_test", num_test)):
         if number is not None:
             check_count(argument, number, minimum=1)
     return Dataset(name, *SOURCES[name][1](num_train, num_test, folder, key))
-
-
-def _leading(argument: str, array: np.ndarray, number: int | None) -> np.ndarray:
-    """The first `number` rows, copied so that the rest can be freed."""
-    if number is None or number == len(array):
-        return array
-    if number > len(array):
-        fail(argument, f"be at most {len(array)}, which is all of MNIST", number)
-    return array[:number].copy()

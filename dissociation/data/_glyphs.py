@@ -1,11 +1,8 @@
 """Digits drawn by code: a built-in stand-in for MNIST that needs no file and no download.
 
-The digits of matplotlib's bundled fonts become signed distance fields once, on the host. An image is one such
-field, read through a random smooth map of the plane and turned into ink: with `x` a pixel and `u` the map,
-
-    image(x) = clip(ink * step((field(u(x)) + weight) / blur) + noise * N(0, 1), 0, 1) * (x is off the border)
-
-so that stroke weight is an offset of the field and blur the width of its edge.
+The digits of matplotlib's bundled fonts become signed distance fields once, on the host. An image is one such field,
+read through a random smooth map of the plane and turned into ink, see `draw_glyph`: stroke weight is an offset of the
+field, and blur the width of its edge.
 """
 
 from functools import lru_cache, partial
@@ -176,8 +173,7 @@ def draw_glyph(
     # In low precision the product can round up to the number of fonts.
     font = jnp.minimum((font * num_fonts).astype(int), num_fonts - 1)
     column, row = (source.T / SIDE + 0.5) * (samples - 1)
-    field = templates[font, label]
-    distance = jax.scipy.ndimage.map_coordinates(field, [row, column], order=1, mode="nearest")
+    distance = jax.scipy.ndimage.map_coordinates(templates[font, label], [row, column], order=1, mode="nearest")
 
     weight = variation.weight * (1.25 * weight - 0.25)
     coverage = jnp.clip((distance + weight) / (1 + variation.blur * blur) + 0.5, 0, 1)
@@ -208,9 +204,6 @@ def draw_glyphs(
         variation: How much images vary; None is `Variation()`.
         border: Rows and columns on each side that are exactly zero.
         batch_size: Images drawn at once, at least 1.
-
-    Raises:
-        ValueError: If an argument is out of range; the message names it.
     """
     check_count("batch_size", batch_size, minimum=1)
     check_classes("labels", labels, NUM_CLASSES)
@@ -307,15 +300,10 @@ def glyph_data(
     Returns:
         `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1]
         and one-hot labels [n, 10].
-
-    Raises:
-        TypeError: If a number of images is no Python integer.
-        ValueError: If it is below 1.
     """
     check_count("num_train", num_train, minimum=1)
     check_count("num_test", num_test, minimum=1)
     variation = Variation() if variation is None else variation
-    splits = _draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation)
-    images, labels = jax.device_get(splits)
+    images, labels = jax.device_get(_draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation))
     parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
     return tuple(part.copy() for part in parts)  # writable, as MNIST's are

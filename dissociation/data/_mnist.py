@@ -72,9 +72,11 @@ def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | 
         ValueError: If a file is corrupt, truncated, or not the original.
         ConnectionError: If no file is found and no mirror answers in time.
     """
-    files = {name: _read(_find(name, folder), name) for name in CHECKSUMS}
     train_images, train_labels, test_images, test_labels = (
-        _images(array) if array.ndim == 3 else _one_hot(array) for array in files.values()
+        array.reshape(len(array), -1).astype(np.float32) / np.float32(255)
+        if array.ndim == 3
+        else np.eye(NUM_CLASSES, dtype=np.float32)[array]
+        for array in [_read(_find(name, folder), name) for name in CHECKSUMS]
     )
     if permute_train:
         order = np.random.default_rng(PERMUTATION_SEED).permutation(len(train_images))
@@ -226,11 +228,3 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > 2 * DOWNLOAD_SECONDS:
                 shutil.rmtree(path)
-
-
-def _images(array: UInt8[np.ndarray, "n height width"]) -> Float[np.ndarray, "n pixels"]:
-    return array.reshape(len(array), -1).astype(np.float32) / np.float32(255)
-
-
-def _one_hot(labels: UInt8[np.ndarray, " n"]) -> Float[np.ndarray, "n classes"]:
-    return np.eye(NUM_CLASSES, dtype=np.float32)[labels]

@@ -60,9 +60,6 @@ def rotated_quarters(
     Returns:
         `(images, labels)`: the turned images in the shape and dtype that they came in, and one-hot labels [n, 4],
         column k for k quarter turns; the labels' dtype is the images', float32 for integer images.
-
-    Raises:
-        ValueError: If the images are not square, or fewer than four.
     """
     images = jnp.asarray(images)
     side, num = _side(images), images.shape[0]
@@ -75,8 +72,7 @@ def rotated_quarters(
     turned = jnp.concatenate([jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)])
     turns = np.repeat(np.arange(NUM_QUARTERS), [len(quarter) for quarter in quarters])
     last = jax.random.permutation(last_key, num)
-    labels = jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)
-    return turned.reshape(images.shape)[last], labels[last]
+    return turned.reshape(images.shape)[last], jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)[last]
 
 
 @validated

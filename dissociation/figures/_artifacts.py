@@ -10,7 +10,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,8 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
     """Return what two equal runs have in common: configuration, hashes of key and data, and precision."""
-    precision = str(jnp.result_type(float))
     prints = {"key": checkpoint.fingerprint(key), "data": checkpoint.fingerprint(data)}
-    return {"config": as_json(config), **prints, "precision": precision}
+    return {"config": as_json(config), **prints, "precision": str(jnp.result_type(float))}
 
 
 def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -154,28 +153,24 @@ class Parts:
         return self
 
     def _take(self) -> None:
-        if self.folder is None:
+        if (folder := self.folder) is None:
             return
         with ExitStack() as stack:
-            stack.enter_context(locked(self.folder / ".lock", self.folder))
-            self._open(self.folder)
-            self._held = stack.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-    def _open(self, folder: Path) -> None:
-        if (folder / IDENTITY).exists():
-            if different := differences(read_identity(folder), self.identity):
+            stack.enter_context(locked(folder / ".lock", folder))
+            if not (folder / IDENTITY).exists():
+                if any(not path.name.startswith(".") for path in folder.iterdir()):
+                    raise RefusedFile(f"{folder / IDENTITY} is missing. {_anew(folder)}")
+                kept = {"identity": self.identity, "digest": self.digest}
+                write_bytes(folder / IDENTITY, json.dumps(kept, indent=2).encode())
+            elif different := differences(read_identity(folder), self.identity):
                 raise RefusedFile(
                     f"`folder` must hold parts of the same run, got {folder}, whose {checks.that_differ(different)}. "
                     "Name another folder, or delete this one to begin anew."
                 )
-            return
-        if any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise RefusedFile(f"{folder / IDENTITY} is missing. {_anew(folder)}")
-        kept = {"identity": self.identity, "digest": self.digest}
-        write_bytes(folder / IDENTITY, json.dumps(kept, indent=2).encode())
+            self._held = stack.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     def path(self, name: str) -> Path | None:
         """Return the path of a part's own file `name`; None without a folder."""
@@ -212,12 +207,9 @@ class Parts:
     def get_all(self, jobs: Mapping[str, Callable[[], Mapping[str, Any]]], title: str) -> dict[str, Arrays]:
         """Return the parts that `jobs` compute, by name, and show progress under a title; see `get`."""
         found = {}
-        meter = open_meter(self.progress, len(jobs), title)
-        try:
+        with closing(open_meter(self.progress, len(jobs), title)) as meter:
             for done, (name, compute) in enumerate(jobs.items()):
                 meter.advance(done, name.replace("_", " "))
                 found[name] = self.get(name, compute)
             meter.advance(len(jobs), "done")
-        finally:
-            meter.close()
         return found

@@ -46,25 +46,15 @@ def spread_observations(num_steps: int, number: int) -> np.ndarray:
 
 
 class Information(eqx.Module):
-    """The expensive measures of one network, on test images.
+    """The expensive measures of one network, on test images."""
 
-    Attributes:
-        images: Standardised images X.
-        labels: One-hot Y.
-        codes: Compressed and whitened images.
-        feature_noise: Standard deviation of the noise on whitened features.
-        num_neighbours: Neighbours of the estimators.
-        smoothing: Noise of smoothed information, in units of the features' spread.
-        num_smoothed: Images for smoothed information.
-    """
-
-    images: Float[Array, "n d"]
-    labels: Float[Array, "n classes"]
-    codes: Float[Array, "n code"]
-    feature_noise: float = eqx.field(static=True)
+    images: Float[Array, "n d"]  # standardised
+    labels: Float[Array, "n classes"]  # one-hot
+    codes: Float[Array, "n code"]  # compressed and whitened images
+    feature_noise: float = eqx.field(static=True)  # standard deviation of the noise on whitened features
     num_neighbours: int = eqx.field(static=True)
-    smoothing: float = eqx.field(static=True)
-    num_smoothed: int = eqx.field(static=True)
+    smoothing: float = eqx.field(static=True)  # noise of smoothed information over the features' spread
+    num_smoothed: int = eqx.field(static=True)  # images for smoothed information
 
     def __call__(self, model: Any, key: Array) -> dict[str, Array]:
         """Return measures by name: "null" of shuffled pairs, "free" of a bandwidth that follows the features' scale.
@@ -97,8 +87,7 @@ class Information(eqx.Module):
         spread = jnp.sqrt(jnp.mean(jnp.sum((some - jnp.mean(some, 0)[None]) ** 2, 1)))
         noise = self.smoothing * jnp.maximum(spread, jnp.finfo(some.dtype).tiny)
         smoothed = smoothed_information(some, truth[: self.num_smoothed], noise, key=keys[3])
-        named = {"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}
-        return {**found, **named}
+        return {**found, **{"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}}
 
 
 def compressed(
@@ -138,10 +127,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
     "test" is the training images after the first `num_train`, and all test images.
     """
     train = data.train_images[:num_train], data.train_labels[:num_train]
-    rest = (
-        [data.train_images[num_train:], data.test_images],
-        [data.train_labels[num_train:], data.test_labels],
-    )
+    rest = ([data.train_images[num_train:], data.test_images], [data.train_labels[num_train:], data.test_labels])
     test = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
 
     margins = {}

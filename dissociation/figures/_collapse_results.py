@@ -12,18 +12,13 @@ from dissociation.measures._crossing import Median, Slope, first_cross, log_slop
 class Crossings(NamedTuple):
     """Steps at which the networks of a sweep crossed the thresholds.
 
-    Attributes:
-        first: First steps, [decay, seed], or NaN, see `first_crossings`.
-        median: Medians over the seeds that did not diverge with their 90 % intervals, [decay, 3], or NaN; of "delay"
-            over seeds that fitted.
-        line: Slope and intercept of log collapse time on log weight decay; NaN if too few networks crossed.
-        slope: A sentence on the slopes of collapse time and of delay.
+    Medians are over the seeds that did not diverge, with 90 % intervals, [decay, 3]; of "delay" over seeds that fitted.
     """
 
-    first: dict[str, np.ndarray]
-    median: dict[str, np.ndarray]
-    line: np.ndarray
-    slope: str
+    first: dict[str, np.ndarray]  # [decay, seed], or NaN, see `first_crossings`
+    median: dict[str, np.ndarray]  # or NaN
+    line: np.ndarray  # slope and intercept of log collapse time on log weight decay; NaN if too few networks crossed
+    slope: str  # a sentence on the slopes of collapse time and of delay
 
 
 def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> Crossings:
@@ -114,16 +109,16 @@ def assemble(
     margins: dict[str, np.ndarray],
     diverged_at: np.ndarray | None,
     seconds: dict[str, float],
+    member: Any = None,
 ) -> Results:
     """Return results of flat series [members, time]; `diverged_at` is None for a sweep under way."""
-    grid = len(config.weight_decays), len(config.seeds)
+    grid, steps = (len(config.weight_decays), len(config.seeds)), np.asarray(steps)
     # The numbers of a network that is not finite may look plausible: its accuracy is that of the first class.
     finite = np.isfinite(flat["train_loss"])
     if diverged_at is None:  # of a sweep under way: the first observation that shows it
-        steps = np.asarray(steps)
         diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
     flat = {name: np.where(finite, values, np.nan) for name, values in flat.items()}
-    shaped = {name: np.asarray(leaf).reshape(*grid, -1) for name, leaf in flat.items()}
+    shaped = {name: leaf.reshape(*grid, -1) for name, leaf in flat.items()}
     expensive = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
     series = {name: leaf for name, leaf in shaped.items() if name not in expensive}
     measured = np.isin(steps, config.information_steps())
@@ -131,13 +126,14 @@ def assemble(
         config=config,
         data=data,
         series=series,
-        time_step=np.asarray(steps),
+        time_step=steps,
         information={name: leaf[:, :, measured] for name, leaf in shaped.items() if name in expensive},
-        information_step=np.asarray(steps)[measured],
+        information_step=steps[measured],
         margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
-        crossings=crossings(config, series, np.asarray(steps)),
+        crossings=crossings(config, series, steps),
         diverged_at=np.asarray(diverged_at).reshape(grid),
         seconds=seconds,
+        member=member,
     )
 
 

@@ -231,15 +231,16 @@ def _finish(
     written.append(stem.with_suffix(".json"))
     artifacts.save_description(written[-1], description)
     written.append(folder / "report.html")
-    sections = {name: found for name, found in description.items() if name.startswith("certificates")}
-    sections["settings"] = dataclasses.asdict(config)
-    if (model := getattr(results, "member", None)) is not None:
-        sections["one of the networks"] = model
+    model = getattr(results, "member", None)
     memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
-    sections["run"] = {"command": shlex.join(words), "seed": run.seed, **provenance.environment(), **memory}
-    sections["seconds"] = description["seconds"]
-    page = report_html(figure.SHOWS.rstrip("."), [exhibit], sections)
-    write_bytes(written[-1], page.encode())
+    sections = {
+        **{name: found for name, found in description.items() if name.startswith("certificates")},
+        "settings": dataclasses.asdict(config),
+        **({} if model is None else {"one of the networks": model}),
+        "run": {"command": shlex.join(words), "seed": run.seed, **provenance.environment(), **memory},
+        "seconds": description["seconds"],
+    }
+    write_bytes(written[-1], report_html(figure.SHOWS.rstrip("."), [exhibit], sections).encode())
     print(f"\n{exhibit.text()}")
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     kept = jax.config.values["jax_compilation_cache_dir"]

@@ -99,9 +99,8 @@ def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.
     first = {size: _first(leading[size]["magnitude"]) for size in sizes}
     for i, size in enumerate(sizes):
         for j, other in enumerate(sizes[: i + 1]):
-            one, two = first[size], first[other]
             pairs = compared_pairs(alive, size, other)
-            similarity = np.asarray(_each_pair(rank_similarity, one, two, pairs))
+            similarity = np.asarray(_each_pair(rank_similarity, first[size], first[other], pairs))
             known = similarity[alive[size][pairs[0]] & alive[other][pairs[1]]]
             table[i, j] = table[j, i] = known.mean() if known.size else np.nan
     return {"top": table}

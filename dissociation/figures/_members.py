@@ -1,8 +1,8 @@
 """Train stacked members, rewrite them, and measure the rewritten ones."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -28,29 +28,40 @@ from dissociation.training._members import per_batch, take
 
 if TYPE_CHECKING:
     DataName = str
+    ModelName = str
 else:
     _HELP = f"Data set: {', or '.join(shown for shown, _ in SOURCES.values())}."
     DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
+    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_mnist`.")]
 
 FACTORS = (1e-15, 1e15)
 """Scale factors between which squares of what they scale stay within float32."""
-
-if TYPE_CHECKING:
-    ModelName = str
-else:
-    _HELP = "Architecture; see `recipes.fit_mnist`."
-    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help=_HELP)]
 
 MAX_WEIGHTS = 2**28
 """Incoming weights that a rewritten layer may have: a GiB of float32."""
 
 
+def check_fields(config: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
+    """Check fields of a configuration one by one."""
+    for name in names:
+        check(name, getattr(config, name), **options)
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Base of settings: the dataset."""
+    """Base of settings: the dataset. Subclasses also have `num_test` and the field that `LOADED` names."""
+
+    LOADED: ClassVar[str] = "num_train"
+    """Name of the number of training images to load."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
+
+    def __post_init__(self):
+        check_choice("data", self.data, NAMES)
+        for name in (self.LOADED, "num_test"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), minimum=1)
 
     def check_data(self, data: Dataset) -> None:
         """Raise if a setting does not fit the dataset."""
@@ -75,14 +86,11 @@ class Config(DataConfig):
     """Test images; None takes the data set's own number."""
 
     def __post_init__(self: Any):
-        check_source(self)
+        super().__post_init__()
         check_choice("model", self.model, NETWORKS)
-        for name in ("num_seeds", "width"):
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("num_epochs", "num_zero"):
-            check_count(name, getattr(self, name))
-        for name in ("scale_factor", "duplicate_multiplier"):
-            check_positive(name, getattr(self, name))
+        check_fields(self, check_count, "num_seeds", "width", minimum=1)
+        check_fields(self, check_count, "num_epochs", "num_zero")
+        check_fields(self, check_positive, "scale_factor", "duplicate_multiplier")
         least, most = FACTORS
         if not least <= self.scale_factor <= most:
             fail("scale_factor", f"lie from {least:g} to {most:g}", self.scale_factor)
@@ -103,19 +111,10 @@ class Config(DataConfig):
             fail(name, f"leave a layer of `width` {self.width} at most {MAX_WEIGHTS} weights", getattr(self, name))
 
 
-def check_source(config: Any, sizes: Sequence[str] = ("num_train", "num_test")) -> None:
-    """Raise unless `data` is known, and the fields that `sizes` names are counts or None."""
-    check_choice("data", config.data, NAMES)
-    for name in sizes:
-        if getattr(config, name) is not None:
-            check_count(name, getattr(config, name), minimum=1)
-
-
 def source(config: Any, dataset: Dataset | None = None) -> Dataset:
     """Return the dataset that a figure's configuration names, or the given one, and check that it fits."""
-    data = dataset
-    if data is None:
-        data = load(config.data, num_train=config.num_train, num_test=config.num_test)
+    sizes = {"num_train": getattr(config, config.LOADED), "num_test": config.num_test}
+    data = load(config.data, **sizes) if dataset is None else dataset
     config.check_data(data)
     return data
 
@@ -168,23 +167,14 @@ def neuron_rewrites(config: Any, group: NeuronGroup) -> dict[str, Callable[[Any,
 
 
 class Trained(NamedTuple):
-    """Trained networks.
+    """Trained networks."""
 
-    Attributes:
-        models: Stacked models; those that diverged are replaced, see `_seeds.stand_ins`.
-        alive: Which networks did not diverge, [seeds].
-        diverged_at: The step at which a network diverged, or -1: [seeds].
-        test_error: Error along training, NaN from where a network diverged: [seeds, epochs + 1].
-        seconds: Wall time.
-        observed: All observations, [seeds, epochs + 1, ...] each.
-    """
-
-    models: Any
-    alive: np.ndarray
-    diverged_at: np.ndarray
-    test_error: np.ndarray
-    seconds: float
-    observed: dict[str, np.ndarray]
+    models: Any  # stacked; those that diverged are replaced, see `_seeds.stand_ins`
+    alive: np.ndarray  # True for networks that did not diverge, [seeds]
+    diverged_at: np.ndarray  # the step at which a network diverged, or -1: [seeds]
+    test_error: np.ndarray  # along training, NaN from where a network diverged: [seeds, epochs + 1]
+    seconds: float  # wall time
+    observed: dict[str, np.ndarray]  # all observations, [seeds, epochs + 1, ...] each
 
     def results(self, config: Any, data: Dataset, parts: Parts, **found: Any) -> Results:
         """Return results with those that all figures of trained members share."""
@@ -259,9 +249,8 @@ def _measured(measure: Any, stacked: Any) -> Any:
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
     """Return the certificate on `images`, and the rewritten network's error there as `clean_error`: a measure."""
-    certificate = certify(model, rewritten, images)
     error = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
-    return {**certificate._asdict(), "clean_error": error}
+    return {**certify(model, rewritten, images)._asdict(), "clean_error": error}
 
 
 def certified(

@@ -23,14 +23,13 @@ SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_num_cpu_devic
 
 def environment() -> dict[str, Any]:
     """Versions, devices, switches of JAX and XLA, the machine, and the commit of a checkout, as JSON has it."""
-    switches = {name: jax.config.values[name] for name in SWITCHES if name in jax.config.values}
     found = {
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in PACKAGES},
         "devices": [str(device) for device in jax.devices()],
         "kind of device": jax.devices()[0].device_kind,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        **switches,
+        **{name: jax.config.values[name] for name in SWITCHES if name in jax.config.values},
         "machine": f"{platform.platform()}, {os.cpu_count()} processors",
         "commit": commit(),
     }

@@ -42,8 +42,8 @@ class Exhibit(NamedTuple):
         source = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
         headline, caption = html.escape(self.headline), html.escape(self.caption)
         image = f'<img style="max-width: 100%" alt="{caption}" src="{source}">'
-        words = f"<figcaption>{caption}</figcaption>"
-        return f"<p>{headline}</p>\n<figure>{image}\n{words}</figure>\n{Table(self.table)._repr_html_()}"
+        figure = f"<figure>{image}\n<figcaption>{caption}</figcaption></figure>"
+        return f"<p>{headline}</p>\n{figure}\n{Table(self.table)._repr_html_()}"
 
 
 def exhibit_of(figure: Figure, results: Any) -> Exhibit:

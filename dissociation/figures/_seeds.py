@@ -36,8 +36,7 @@ def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
     """
     if alive.all():
         return models
-    places = np.where(alive, np.arange(len(alive)), int(np.argmax(alive)))
-    return take(models, places)
+    return take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
 
 
 def masked(values: Mapping[str, Any], alive: Bool[np.ndarray, "*members"]) -> Arrays:

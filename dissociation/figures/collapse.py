@@ -27,9 +27,9 @@ from dissociation._core.checks import (
     fail,
 )
 from dissociation._core.files import RefusedFile
-from dissociation.data._datasets import Dataset, load
+from dissociation.data._datasets import Dataset
 from dissociation.figures import _collapse_drawing as drawing
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, check_parts_of, identity_of, read_part
+from dissociation.figures._artifacts import AnyMeter, Folder, Parts, check_parts_of, read_part
 from dissociation.figures._collapse_drawing import draw
 from dissociation.figures._collapse_measures import (
     SAVED,
@@ -41,7 +41,8 @@ from dissociation.figures._collapse_measures import (
     spread_observations,
 )
 from dissociation.figures._collapse_results import assemble, crossing_table, series_of
-from dissociation.figures._members import DataConfig, check_source
+from dissociation.figures._members import DataConfig, check_fields, run
+from dissociation.figures._members import source as source
 from dissociation.figures._results import Results
 from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
@@ -86,6 +87,8 @@ _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_sco
 @dataclasses.dataclass(frozen=True)
 class Config(DataConfig):
     """The networks, and what is measured on them."""
+
+    LOADED = "num_loaded"
 
     weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
     """AdamW's."""
@@ -143,20 +146,18 @@ class Config(DataConfig):
     """Test images; all by default."""
 
     def __post_init__(self):
-        check_source(self, ("num_loaded", "num_test"))
+        super().__post_init__()
         check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         check_choice("network", self.network, ("mlp", "cnn"))
-        for name in ("weight_decays", "seeds"):
-            check_distinct(name, getattr(self, name))
+        check_fields(self, check_distinct, "weight_decays", "seeds")
         check_non_negative("weight_decays", np.asarray(self.weight_decays))
         for seed in self.seeds:
             check_seed("seeds", seed)
         check_count("num_information", self.num_information)
-        for name in ("num_steps", "num_train", "batch_size", "width", "depth", "num_images", "num_neighbours", "code",
-                     "compression_epochs", "num_smoothed"):  # fmt: skip
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold"):
-            check_positive(name, getattr(self, name))
+        counts = ("num_steps", "num_train", "batch_size", "width", "depth", "num_images", "num_neighbours", "code")
+        check_fields(self, check_count, *counts, "compression_epochs", "num_smoothed", minimum=1)
+        positive = ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold")
+        check_fields(self, check_positive, *positive)
         if self.batch_size > self.num_train:
             fail("batch_size", f"be at most `num_train` ({self.num_train})", self.batch_size)
         for name in ("accuracy_threshold", "test_threshold"):
@@ -174,16 +175,15 @@ class Config(DataConfig):
             fail("num_train", f"be at most the number of training images ({len(data.train_images)})", self.num_train)
         measured = min(self.num_images, len(data.test_images))
         if self.num_information and measured <= self.num_neighbours:
-            wanted = f"be below the number of images ({measured} test images)"
-            fail("num_neighbours", wanted, self.num_neighbours)
+            fail("num_neighbours", f"be below the number of images ({measured} test images)", self.num_neighbours)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
-        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_train": 200, "width": 32}
-        small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
-        small |= {"accuracy_threshold": 0.9, "test_threshold": 0.5}  # and crosses them
-        few = {"num_information": 9, "num_images": 300, "compression_epochs": 2, "num_loaded": 400, "num_test": 300}
-        return dataclasses.replace(self, **small, **few)
+        return dataclasses.replace(
+            self, weight_decays=(0.3, 0.03), seeds=(42, 43), num_steps=1000, num_train=200, width=32,
+            init_scale=2.0, learning_rate=3e-3, accuracy_threshold=0.9, test_threshold=0.5,  # learns and crosses these
+            num_information=9, num_images=300, compression_epochs=2, num_loaded=400, num_test=300,
+        )  # fmt: skip
 
     def information_steps(self) -> np.ndarray:
         """`num_information` observations, nearest to steps evenly spaced in the logarithm; all if there are no more."""
@@ -204,18 +204,7 @@ def compute(
     `key` is that of the autoencoder that compresses images; networks follow from `config.seeds`. `folder` also keeps
     the series so far, see `load_partial`. `mesh` is that of `training.Layout`.
     """
-    data = source(config, dataset)
-    with Parts(folder, identity_of(config, key, data), progress) as parts:
-        return _computed(config, key, data, parts, mesh)
-
-
-def source(config: Config, dataset: Dataset | None = None) -> Dataset:
-    """Return the dataset that the configuration names, or the given one, and check that it fits."""
-    data = dataset
-    if data is None:
-        data = load(config.data, num_train=config.num_loaded, num_test=config.num_test)
-    config.check_data(data)
-    return data
+    return run(partial(_computed, mesh=mesh), config, key, dataset, folder, progress)
 
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mesh | str | None) -> Results:
@@ -247,8 +236,8 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mes
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
     parts.save(SAVED, {"time_step": steps, **series})  # whole, even if the file was deleted during the run
-    found = assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
-    return found._replace(member=take(trained.models, 0))
+    member = take(trained.models, 0)
+    return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds, member)
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
@@ -306,13 +295,21 @@ def _network_options(config: Config) -> dict[str, Any]:
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """Return the arrays of the figure by their names in an `.npz` file."""
     config, crossings = results.config, results.crossings
-    steps = {"time_step": results.time_step, "information_step": results.information_step}
-    members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
-    members |= {"bounds": np.asarray(("median", "low", "high")), "coefficients": np.asarray(("slope", "intercept"))}
-    members |= {"diverged_at": results.diverged_at, "collapse_line": crossings.line}
-    members |= {f"first_{name}": values for name, values in crossings.first.items()}
-    members |= {f"median_{name}": values for name, values in crossings.median.items()}
-    return {**steps, **members, **results.series, **results.information, **results.margins}
+    return {
+        "time_step": results.time_step,
+        "information_step": results.information_step,
+        "weight_decays": np.asarray(config.weight_decays),
+        "seeds": np.asarray(config.seeds),
+        "bounds": np.asarray(("median", "low", "high")),
+        "coefficients": np.asarray(("slope", "intercept")),
+        "diverged_at": results.diverged_at,
+        "collapse_line": crossings.line,
+        **{f"first_{name}": values for name, values in crossings.first.items()},
+        **{f"median_{name}": values for name, values in crossings.median.items()},
+        **results.series,
+        **results.information,
+        **results.margins,
+    }
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -347,8 +344,7 @@ def table(results: Results) -> list[list[str]]:
     """Return a header and a row per weight decay: when networks fitted and collapsed, and how they end."""
     rows = crossing_table(results.config.weight_decays, results.crossings)
     rows[0] += ["test accuracy", "RNC1", "NC2"]
-    names = ("test_accuracy", "rnc1_score", "nc2_score")
     for index, row in enumerate(rows[1:]):
-        ends = [results.series[name][index, :, -1] for name in names]
+        ends = [results.series[name][index, :, -1] for name in (("test_accuracy", "rnc1_score", "nc2_score"))]
         row += [number(values, form) for values, form in zip(ends, (".4f", ".2g", ".3g"), strict=True)]
     return rows

@@ -58,6 +58,5 @@ def certified_table(
     rows = [["components", *(f"{level:g}" for level in levels), "median radius"]]
     for kept, radii in sorted(results.radii.items(), key=lambda item: item[0] or np.inf):
         shares = np.asarray(certified_accuracy(radii, np.asarray(levels, radii.dtype)))
-        name = str(kept) if kept else "all"
-        rows.append([name, *(f"{share:.2f}" for share in shares), f"{np.median(radii):.3f}"])
+        rows.append([str(kept) if kept else "all", *(f"{share:.2f}" for share in shares), f"{np.median(radii):.3f}"])
     return rows

@@ -21,7 +21,7 @@ from dissociation.figures import _eigenvector_measures as measures
 from dissociation.figures._artifacts import AnyMeter, Folder, Parts
 from dissociation.figures._eigenvector_drawing import draw
 from dissociation.figures._eigenvector_measures import ORDERS, pooled
-from dissociation.figures._members import DataConfig, check_source, described, run
+from dissociation.figures._members import DataConfig, check_fields, described, run
 from dissociation.figures._members import source as source
 from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell, check_some_left, masked_job, named_diverged, stand_ins
@@ -105,21 +105,19 @@ class Config(DataConfig):
     """Test images; all by default."""
 
     def __post_init__(self):
-        check_source(self)
+        super().__post_init__()
         check_distinct("sizes", self.sizes)
         for size in self.sizes:
             check_count("sizes", size, minimum=1)
-        for name in ("large", "num_epochs", "batch_size", "num_ranks", "num_components", "num_certified"):
-            check_count(name, getattr(self, name), minimum=1)
-        check_non_negative("weight_decay", self.weight_decay)
-        check_non_negative("noise", self.noise)
+        counts = ("large", "num_epochs", "batch_size", "num_ranks", "num_components", "num_certified")
+        check_fields(self, check_count, *counts, minimum=1)
+        check_fields(self, check_non_negative, "weight_decay", "noise")
         check_non_negative("mask_norms", np.asarray(self.mask_norms))
         if not 0 <= check_count("digit", self.digit) <= 9:
             fail("digit", "be a digit from 0 to 9", self.digit)
         if self.reference not in self.sizes:
             fail("reference", f"be one of the sizes {self.sizes}", self.reference)
-        for name in ("num_seeds", "num_large_seeds"):
-            check_count(name, getattr(self, name), minimum=2)
+        check_fields(self, check_count, "num_seeds", "num_large_seeds", minimum=2)
 
     def seeds(self, size: int) -> int:
         """Return the number of networks of a size."""
@@ -127,9 +125,10 @@ class Config(DataConfig):
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
-        small = {"sizes": (12, 24), "reference": 24, "num_seeds": 3, "num_epochs": 10, "batch_size": 100}
-        few = {"num_ranks": 5, "num_components": 10, "num_certified": 10, "num_train": 1000, "num_test": 200}
-        return dataclasses.replace(self, **small, **few)
+        return dataclasses.replace(
+            self, sizes=(12, 24), reference=24, num_seeds=3, num_epochs=10, batch_size=100, num_ranks=5,
+            num_components=10, num_certified=10, num_train=1000, num_test=200,
+        )  # fmt: skip
 
 
 def compute(
@@ -141,11 +140,9 @@ def compute(
 
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
-    history: dict[int, dict[str, np.ndarray]] = {}
-    error: dict[int, dict[str, np.ndarray]] = {}
-    full_error, leading, forms = {}, {}, {}
+    history, error, full_error, leading = {}, {}, {}, {}
+    forms, diverged_at, alive = {}, {}, {}
     reference: Any = ()
-    diverged_at, alive = {}, {}
     for size in config.sizes:
         trained = train_bilinear(
             data,
@@ -157,7 +154,10 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
             **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
         )
         parts.seconds[f"training size {size}"] = trained.seconds
-        history[size] = _finite_history(trained.history.observed)
+        observed = trained.history.observed
+        # From where a network diverged its accuracy would be that of the first class.
+        finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
+        history[size] = {name: np.where(finite, values, np.nan) for name, values in observed.items()}
         diverged_at[size] = trained.diverged_at
         alive[size] = check_some_left(trained.diverged_at, f"networks of size {size}")
         models = stand_ins(trained.models, alive[size])
@@ -211,12 +211,6 @@ def _intervals(
     return {by: measures.intervals(similarity[by], pairs, alive[size], other) for by in names}
 
 
-def _finite_history(observed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a history with NaN from where a network diverged: its accuracy would be that of the first class."""
-    finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
-    return {name: np.where(finite, values, np.nan) for name, values in observed.items()}
-
-
 def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
     """Return the least number of components per class that costs less than `drop` of accuracy, mean over seeds.
 
@@ -224,16 +218,25 @@ def components_needed(results: Results, order: str = "magnitude", drop: float = 
     """
     needed = {}
     for size, errors in results.error.items():
-        lost = summarise(errors[order] - results.full_error[size][:, None]).mean
-        enough = np.flatnonzero(lost < drop)
+        enough = np.flatnonzero(summarise(errors[order] - results.full_error[size][:, None]).mean < drop)
         needed[size] = float(enough[0]) if len(enough) else np.inf
     return needed
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """Return the arrays of the figure by their names in an `.npz` file."""
-    flat = {"top": results.top, "values": results.values, "leading": results.leading, **results.explained}
-    flat |= results.masks
+    flat = {
+        "top": results.top,
+        "values": results.values,
+        "leading": results.leading,
+        **results.explained,
+        **results.masks,
+        "sizes": np.asarray(results.config.sizes),
+        "norms": np.asarray(results.config.mask_norms),
+        "bounds": np.asarray(("mean", "low", "high")),
+        "ends": np.asarray(("positive", "negative")),
+        "kinds": np.asarray(("members", "pairs")),
+    }
     for size in results.config.sizes:
         flat |= {f"{name}_{size}": part for name, part in results.history[size].items()}
         flat |= {f"similarity_{name}_{size}": part for name, part in results.similarity[size].items()}
@@ -241,9 +244,6 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
         flat |= {f"interval_{name}_{size}": part for name, part in results.intervals[size].items()}
         flat |= {f"pairs_{size}": results.pairs[size], f"full_error_{size}": results.full_error[size]}
         flat |= {f"diverged_at_{size}": results.diverged_at[size]}
-    flat |= {"sizes": np.asarray(results.config.sizes), "norms": np.asarray(results.config.mask_norms)}
-    flat |= {"bounds": np.asarray(("mean", "low", "high")), "ends": np.asarray(("positive", "negative"))}
-    flat |= {"kinds": np.asarray(("members", "pairs"))}
     return flat | {f"radii_{kept}": part for kept, part in results.radii.items()}
 
 

@@ -31,7 +31,7 @@ from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._certificate import certify
 from dissociation.rewrites._freedom import ENDS, cka_freedom
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups
-from dissociation.rewrites._rewrites import scale
+from dissociation.rewrites._rewrites import Rewrite, scale
 from dissociation.similarity._kernels import linear_cka
 from dissociation.training._members import take
 
@@ -143,8 +143,7 @@ def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -
     """Return layers that are vectors of neurons with their groups: both of the perceptron, of others the last."""
     groups = {"features": members.rewritten_group(models, example)}
     if config.model == "mlp":
-        first = neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]
-        groups = {"hidden0": first} | groups
+        groups = {"hidden0": neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]} | groups
     return groups
 
 
@@ -161,18 +160,18 @@ def _freedom(
         for name in _INTERVALS:
             tables[name][pair] = getattr(free, name)
     for end in ENDS:
-        factors = jnp.stack([free.rewrite(group, end=end).factor for free in found])
-        for (i, j), own in zip(pairs, factors, strict=True):
+        for (i, j), free in zip(pairs, found, strict=True):
             model = take(models, i)
-            value, change = _compared(model, _scaled(model, group, own), layer, images, all_images, represented[j])
+            scaled = _rewritten(model, free.rewrite(group, end=end))
+            value, change = _compared(model, scaled, layer, images, all_images, represented[j])
             tables[f"approached_{end}"][i, j], tables[f"change_{end}"][i, j] = float(value), float(change)
     return tables
 
 
 @eqx.filter_jit
-def _scaled(model: Any, group: NeuronGroup, factors: Array) -> Any:
-    """Scale in a program of its own: fused with what follows, it would be rounded differently from the weights."""
-    return scale(group, factors)(model)
+def _rewritten(model: Any, rewrite: Rewrite) -> Any:
+    """Rewrite in a program of its own: fused with what follows, it would be rounded differently from the weights."""
+    return rewrite(model)
 
 
 @eqx.filter_jit
@@ -193,13 +192,12 @@ def _moved(
     everything = np.concatenate([data.train_images, data.test_images])
     weights = moved_weights(config.model, models, group, everything[:1])
     bases = null_spaces(config.model, models, weights.path, everything, config.num_seeds)["basis"]
-    variants: dict[str, Any] = {**members.neuron_rewrites(config, group)}
-    variants["null_perturbed"] = null_perturbed(weights, config.null_scale)
 
     def unevenly(model: Any, key: Array) -> Any:
         return scale(group, jnp.exp(config.spread * jax.random.normal(key, (group.size,))))(model)
 
-    variants["unevenly"] = unevenly
+    moved: dict[str, Any] = {"null_perturbed": null_perturbed(weights, config.null_scale), "unevenly": unevenly}
+    variants = members.neuron_rewrites(config, group) | moved
     found = {}
     for index, name in enumerate(REWRITES):
 

@@ -111,14 +111,14 @@ def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[s
     """
     moved = null_perturbed(weights, config.null_scale)
     neurons = members.neuron_rewrites(config, group)
-    variants = {
+    return {
         "trained": neurons["trained"],
         "null_perturbed": moved,
         "duplicated": neurons["duplicated"],
         "scaled": neurons["scaled"],
         "nuisance": neurons["zero"],
+        **({"published_null": moved} if config.published_null else {}),
     }
-    return variants | ({"published_null": moved} if config.published_null else {})
 
 
 def compute(
@@ -247,15 +247,11 @@ def table(results: Results) -> list[list[str]]:
     """Return a header and a row per variant: errors (%) clean and at two noise scales, and changes of the function."""
     at_input = int(np.argmin(np.abs(results.input_scales - 0.37)))
     at_parameter = int(np.argmin(np.abs(results.parameter_scales - 0.01)))
-    header = [
-        "variant",
-        "clean",
+    noises = [
         f"inputs +{results.input_scales[at_input]:.2g}",
         f"parameters +{results.parameter_scales[at_parameter]:.2g}",
-        "largest change of a logit",
-        "predictions changed",
     ]
-    rows = [header]
+    rows = [["variant", "clean", *noises, "largest change of a logit", "predictions changed"]]
     for name, clean in results.clean_error.items():
         noisy = [results.input_error[name][:, at_input]]
         if name in results.parameter_error:

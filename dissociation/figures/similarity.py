@@ -106,10 +106,6 @@ class Config(members.Config):
             check_distinct(name, getattr(self, name))
             for measure in getattr(self, name):
                 check_choice(name, measure, SIMILARITIES if name == "measures" else REPRESENTATIONAL)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        """Raise unless there are enough samples for blocks, and for measures of few features."""
         if self.num_blocks > self.num_samples:
             fail("num_blocks", f"be at most `num_samples` ({self.num_samples})", self.num_blocks)
         left = self.num_samples - -(-self.num_samples // self.num_blocks)
@@ -150,15 +146,13 @@ def compute(
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
-    held_out = HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))
-    observe = Snapshots(held_out, images)
+    observe = Snapshots(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images)
     trained = members.train_members(config, key=train_key, data=data, parts=parts, observe=observe)
     keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
     layers = member_representations(trained.models, images)
     items = tuple((layer, seed) for layer in layers for seed in range(config.num_seeds))
     group = members.rewritten_group(trained.models, images[0])
-    variants = members.neuron_rewrites(config, group)
-    variants["permuted"] = lambda model, key: permute(group, key=key)(model)
+    variants = members.neuron_rewrites(config, group) | {"permuted": lambda model, key: permute(group, key=key)(model)}
     rewritten = {
         name: members.measure_members(variants[name], eqx.Partial(members.represent, images), trained.models, own, own)
         for name, own in zip(REWRITES, keys, strict=True)
@@ -265,14 +259,12 @@ def _without(
     gone = {len(alive): ~alive, len(items): np.array([not alive[seed] for _, seed in items])}
     masked = {}
     for name, value in part.items():
-        value = np.array(value, float)
+        masked[name] = np.array(value, float)
         if name in ("course", "calibrated"):  # of the others already
-            masked[name] = value
             continue
         for axis, size in enumerate(value.shape):
             if size in gone:
-                value[(slice(None),) * axis + (gone[size],)] = np.nan
-        masked[name] = value
+                masked[name][(slice(None),) * axis + (gone[size],)] = np.nan
     return masked
 
 
@@ -319,8 +311,7 @@ def describe(results: Results) -> dict[str, Any]:
 def table(results: Results) -> list[list[str]]:
     """Return a header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
-    header = ["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]
-    rows = [header]
+    rows = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]]
     for name in dict.fromkeys((*results.matrices, *results.rewritten)):
         cells = [""] * (len(layers) + 1)
         if name in results.matrices:

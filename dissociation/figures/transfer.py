@@ -50,12 +50,7 @@ AXES = {
 
 UNITS = {"budgets": "samples"}
 
-LABELS = {
-    "trained": "trained",
-    "scaled": "scaled",
-    "duplicated": "duplicated",
-    "zero": "zero neurons",
-}
+LABELS = {"trained": "trained", "scaled": "scaled", "duplicated": "duplicated", "zero": "zero neurons"}
 """What the variants are called in the figure, in the order of its legend."""
 
 TASKS = {"rotation": "quarter turns", "coarse": "least prime factor"}
@@ -90,9 +85,8 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        check_count("num_budgets", self.num_budgets, minimum=1)
+        members.check_fields(self, check_count, "num_budgets", "gradient_steps", minimum=1)
         check_count("num_splits", self.num_splits, minimum=2)
-        check_count("gradient_steps", self.gradient_steps, minimum=1)
         check_distinct("probes", self.probes)
         for name in self.probes:
             check_choice("probes", name, PROBES)
@@ -199,8 +193,8 @@ def caption(results: Results) -> str:
     count = len(results.config.probes)
     rows = ["abcdefghijkl"[first : first + count] for first in range(0, 4 * count, count)]
     a, c, e, g = (", ".join(row) for row in rows)
-    tasks = results.transfer_error.values()
-    curves = [errors for probes in tasks for variants in probes.values() for errors in variants.values()]
+    probes = [variants for task in results.transfer_error.values() for variants in task.values()]
+    curves = [errors for variants in probes for errors in variants.values()]
     return (
         "Error of linear probes on the last hidden layer of trained networks, and of rewrites that keep their "
         f"function, by the number of test images (up to {results.budgets[-1]}) they learn from: "
@@ -227,8 +221,7 @@ def describe(results: Results) -> dict[str, Any]:
 def table(results: Results) -> list[list[str]]:
     """Return a header and a row per variant: transfer errors (%) with all samples, and changes of the function."""
     names = [(task, probe) for task in TASKS for probe in results.config.probes]
-    header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
-    rows = [header]
+    rows = [["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]]
     for variant, certificate in results.certificates.items():
         errors = [results.transfer_error[task][probe][variant][:, -1] for task, probe in names]
         cells = [cell(error, factor=100, unit=" %") for error in errors]
@@ -282,5 +275,4 @@ def _errors(
     options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps, "step_size": step}
     # As published: rows as the test set has them, in contiguous folds.
     options |= {"key": None, "folds": "contiguous", "num_splits": config.num_splits}
-    error = transfer_errors(features, labels, fractions=fractions, probe=kind, **options)
-    return {"error": error}
+    return {"error": transfer_errors(features, labels, fractions=fractions, probe=kind, **options)}

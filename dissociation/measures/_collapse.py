@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dissociation._core.checks import check_classes, check_count, check_finite, check_same_length, fail, is_traced, warn
+from dissociation._core.checks import check_classes, check_count, check_same_length, fail, is_traced, warn
 from dissociation._core.distances import root
 from dissociation._core.linalg import finite_part, product, scale_of
 from dissociation._core.results import Result
@@ -83,7 +83,7 @@ class Frame(Result):
     maximal_angle: Float[Array, ""]
 
 
-@validated(empty=("features", "labels"))
+@validated(finite=("features",), empty=("features", "labels"))
 def class_moments(features: Features, labels: Classes, num_classes: int, *, scatter: bool = False) -> ClassMoments:
     """Moments of features by class, in two passes.
 
@@ -101,7 +101,6 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
     """
     count = check_count("num_classes", num_classes, minimum=1)
     check_classes("labels", labels, count)
-    check_finite("features", features)
     return _class_moments(jnp.asarray(features), jnp.asarray(labels), count, scatter)
 
 
@@ -361,11 +360,10 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
     weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
     weights = weights / scale_of(jnp.max(jnp.abs(weights)))
     size = jnp.linalg.norm(means)
-    apart = weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)
-    return jnp.sum(apart**2)
+    return jnp.sum((weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)) ** 2)
 
 
-@validated
+@validated(finite=("features",))
 def nearest_centre_agreement(
     features: Features, logits: Float[Array | np.ndarray, "n classes"], moments: ClassMoments
 ) -> Float[Array, ""]:
@@ -375,7 +373,6 @@ def nearest_centre_agreement(
     """
     check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
     check_same_length("moments", moments.means.shape[1], "features", features.shape[1], "dimensions")
-    check_finite("features", features)
     return _agreement(jnp.asarray(features), jnp.asarray(logits), moments)
 
 

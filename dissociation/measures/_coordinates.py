@@ -31,8 +31,7 @@ def normal_scores(points: Array) -> Array:
     Ranks of a sample are independent of its ordered values, so these are samples of a distribution with Gaussian
     margins and the same information. Quantiles of a Gaussian are spaced evenly, which biases neighbours.
     """
-    key = named_key("normal scores")
-    scores = jax.random.normal(key, points.shape[::-1], jnp.float32).astype(points.dtype)
+    scores = jax.random.normal(named_key("normal scores"), points.shape[::-1], jnp.float32).astype(points.dtype)
 
     def replaced(column: Array, sample: Array) -> Array:
         return jnp.sort(sample)[jnp.searchsorted(jnp.sort(column), column)]

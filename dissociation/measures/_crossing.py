@@ -134,8 +134,7 @@ def median_crossing(
     bounded = one_side <= 1 - level
     if not crossed.any():
         return Median(np.inf, float(ends.min()) if bounded else -np.inf, np.inf)
-    data = stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])
-    survival = stats.ecdf(data).sf
+    survival = stats.ecdf(stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])).sf
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # where all or none have crossed, there are no limits
         limits = survival.confidence_interval(level, method="log-log")

@@ -132,8 +132,7 @@ def information_plane(
     check_positive("sigma", sigma)
     check_positive("epsilon", epsilon)
     keys = jax.random.split(key, passes)
-    arrays = (jnp.asarray(part) for part in (features, inputs, labels))
-    return _plane(*arrays, keys=keys, sigma=sigma, epsilon=epsilon, size=size, bandwidth=bandwidth)
+    return _plane(features, inputs, labels, keys=keys, sigma=sigma, epsilon=epsilon, size=size, bandwidth=bandwidth)
 
 
 @partial(jax.jit, static_argnames=("size", "bandwidth"))

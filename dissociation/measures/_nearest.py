@@ -94,8 +94,7 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
     if len(terms) > count:
         fail("num_neighbours", f"be at least {len(terms)} in {width} dimensions", num_neighbours)
     order = np.arange(1, count + 1)
-    conditions = np.exp(gammaln(order[None] + 2 * terms[:, None] / width) - gammaln(order)[None])
-    return np.linalg.pinv(conditions)[:, 0]
+    return np.linalg.pinv(np.exp(gammaln(order[None] + 2 * terms[:, None] / width) - gammaln(order)[None]))[:, 0]
 
 
 @validated
@@ -130,8 +129,7 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
 @partial(jax.jit, static_argnames=("count", "block"))
 def _entropy(points: Array, count: int, block: int) -> Estimate:
     white, logs = whitened(points[permutation(len(points))])
-    terms = _entropy_terms(white, count, block) + logs
-    groups = num_parts(len(white), count)
+    groups, terms = num_parts(len(white), count), _entropy_terms(white, count, block) + logs
     return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
 
 
@@ -297,13 +295,9 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
     known = own[1] > count  # a half of the class has neighbours enough
     values = jnp.minimum(*(jnp.mean(level, 1, where=known) for level in (terms, held)))
     same = (jnp.mean(known) > 1 - _SMALL) & (jnp.abs(values[0] - values[1]) <= 3 * error)
-    return _capped(_where(whole.reliable & same, whole.value, error), jnp.mean(most), jnp.mean(held[0]))
-
-
-def _capped(estimate: Estimate, most: Array, entropy: Array) -> Estimate:
-    """Return an information of at most `entropy`; not reliable more than three errors above `most`."""
-    reliable = estimate.reliable & (estimate.value <= most + 3 * estimate.error + 1e-3)
-    return _where(reliable, jnp.minimum(estimate.value, entropy), estimate.error)
+    found = _where(whole.reliable & same, whole.value, error)
+    reliable = found.reliable & (found.value <= jnp.mean(most) + 3 * found.error + 1e-3)
+    return _where(reliable, jnp.minimum(found.value, jnp.mean(held[0])), found.error)
 
 
 def _where(reliable: Array, value: Array, error: Array) -> Estimate:

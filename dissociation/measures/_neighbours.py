@@ -96,8 +96,7 @@ def smallest(
 def _by_group(number: int, groups: int, width: int) -> np.ndarray:
     """Return the samples of group 0 (i % groups), 2, 4 ... 1, 3 ..., each filled up to `width` with `number`."""
     first = np.concatenate([np.arange(groups)[half::2] for half in range(2)])
-    index = first[:, None] + groups * np.arange(width)[None]
-    return np.minimum(index, number).reshape(-1)
+    return np.minimum(first[:, None] + groups * np.arange(width)[None], number).reshape(-1)
 
 
 def _least(values: Array, count: int) -> Array:

@@ -85,8 +85,7 @@ def crossval_softmax_predict(
     >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
-    fit, ids = _converged(x, y, num_splits, ridge=ridge, **options)
+    fit, ids = _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
         advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
@@ -95,8 +94,7 @@ def crossval_softmax_predict(
             f"{gap:.1e}): their probabilities are NaN. {advice}"
         )
     # Samples in no fold are beyond the last one, and keep their zeros.
-    known = jnp.append(fit.converged, True)[ids]
-    return jnp.where(known[:, None], fit.probabilities, jnp.nan)
+    return jnp.where(jnp.append(fit.converged, True)[ids][:, None], fit.probabilities, jnp.nan)
 
 
 @validated
@@ -140,11 +138,10 @@ def crossval_softmax_fit(
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
-    options = {"folds": folds, "key": key, "num_samples": num_samples, "tol": tol, "max_steps": max_steps}
-    return _converged(x, y, num_splits, ridge=ridge, **options)[0]
+    return _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)[0]
 
 
-def _converged(x, y, num_splits, *, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
+def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
     check_positive("ridge", ridge)
@@ -205,8 +202,7 @@ def crossval_gradient_predict(
         warn_unstable(x, count, step_size)
     if not is_traced(num_steps) and int(num_steps) < 0:
         fail("num_steps", "be at least 0", num_steps)
-    steps = jnp.asarray(num_steps, jnp.int32)
-    size = jnp.asarray(step_size, x.dtype)
+    steps, size = jnp.asarray(num_steps, jnp.int32), jnp.asarray(step_size, x.dtype)
     return _descend_in_turn(x, y, count, key, steps, size, num_splits=num_splits, folds=folds)
 
 
@@ -214,8 +210,7 @@ def crossval_gradient_predict(
 @jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     """Return the step 1 / L of `crossval_gradient_predict` for all of `x`; steps below twice it are stable."""
-    ones = jnp.ones((x.shape[0], 1), x.dtype)
-    return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, ones], 1))
+    return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
 
 
 def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
@@ -244,7 +239,7 @@ def _prepare(
         num_samples = size
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
         fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
-    features = no_derivative(jnp.asarray(x), "A cross-validated probe, as a function of its features,")
+    features = no_derivative(x, "A cross-validated probe, as a function of its features,")
     return features, jnp.asarray(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
 
 
@@ -252,8 +247,7 @@ def _prepare(
 @partial(jax.jit, static_argnames=("num_splits", "folds", "limit"))
 def _solve_in_turn(x, y, count, key, ridge, tol, *, num_splits: int, folds: str, limit: int):
     ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
-    fit = sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol)
-    return fit, ids
+    return sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol), ids
 
 
 @partial(jax.jit, static_argnames=("num_splits", "folds"))

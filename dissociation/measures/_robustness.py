@@ -81,7 +81,11 @@ def input_noise_error(
     if noise.shape != images.shape:
         checks.fail("noise", f"have the shape of `images` {images.shape}", noise.shape)
     _check_outputs(model, images, labels)
-    still, moving, tail = _split_first_layer(model, jnp.asarray(images), jnp.asarray(noise))
+    images, moving = jnp.asarray(images), jnp.asarray(noise)
+    with jax.default_matmul_precision("highest"):
+        still, tail = _apply_first_layer(model, images)
+        if still is not images:  # without the bias, which the noise does not carry
+            moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(moving)
 
     def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
         return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
@@ -155,15 +159,4 @@ def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
     layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
-    tail = eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
-    return jax.vmap(layers[0])(images), tail
-
-
-def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, Any]:
-    with jax.default_matmul_precision("highest"):
-        still, tail = _apply_first_layer(model, images)
-        if still is images:
-            return images, noise, model
-        # Without the bias, which the noise does not carry.
-        moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(noise)
-    return still, moving, tail
+    return jax.vmap(layers[0])(images), eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())

@@ -122,7 +122,6 @@ def _smoothed(
     whole, within = _log_mixtures(points, owners, features, labels, scale, block)
     zx, zy = -jnp.mean(whole) - offset, jnp.mean(within - whole)
     longest = jnp.max(jnp.sum((features - jnp.mean(features, 0)[None]) ** 2, 1))
-    coarse = jnp.finfo(features.dtype).eps * longest > 0.1 * noise**2
-    saturated = (zx > 0.99 * jnp.log(number)) | coarse
+    saturated = (zx > 0.99 * jnp.log(number)) | (jnp.finfo(features.dtype).eps * longest > 0.1 * noise**2)
     zx, zy = (jnp.where(saturated, jnp.nan, value) for value in (zx, zy))
     return SmoothedInformation(zx, zy, zx - zy, saturated)

@@ -158,8 +158,7 @@ def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, A
 
 
 def _range(data: Array, chosen: Array) -> Array:
-    largest = jnp.max(data, 0, where=chosen, initial=-jnp.inf)
-    return largest - jnp.min(data, 0, where=chosen, initial=jnp.inf)
+    return jnp.max(data, 0, where=chosen, initial=-jnp.inf) - jnp.min(data, 0, where=chosen, initial=jnp.inf)
 
 
 def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tuple[_Problem, Array, Array]:
@@ -176,10 +175,9 @@ def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tupl
 
     average, scale = lax.map(moments, mask)
     average, scale = average.at[:, -1].set(0.0), scale.at[:, -1].set(1.0)
-    present = _product(mask, y) > 0
     penalty = jnp.full((data.shape[1],), ridge).at[-1].set(0.0)
     rows = scale[:, None], average[:, None], penalty[None, None]
-    offset = jnp.where(present, 0.0, _NEVER).astype(x.dtype)[:, :, None]
+    offset = jnp.where(_product(mask, y) > 0, 0.0, _NEVER).astype(x.dtype)[:, :, None]
     return _Problem(data, y.T, mask[:, None], offset, *rows), mean, deviation
 
 
@@ -229,8 +227,7 @@ class _Pairs(NamedTuple):
 
     def add(self, visit: Array, weights: Array, gradient: Array) -> "_Pairs":
         inner = _dot(weights, gradient)
-        sizes = jnp.sqrt(_dot(weights, weights) * _dot(gradient, gradient))
-        good = inner > jnp.finfo(inner.dtype).eps * sizes
+        good = inner > jnp.finfo(inner.dtype).eps * jnp.sqrt(_dot(weights, weights) * _dot(gradient, gradient))
         inverse = jnp.where(good, 1.0 / jnp.where(good, inner, 1.0), 0.0)
         slot = visit % _MEMORY
         return _Pairs(*(old.at[slot].set(new) for old, new in zip(self, (weights, gradient, inverse), strict=True)))
@@ -271,9 +268,6 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
     """
     slack = 8 * jnp.finfo(logits.dtype).eps * jnp.abs(value)
 
-    def going(state):
-        return jnp.any(state[1]) & (state[2] < 25)
-
     def body(state):
         length, on, count = state
         there = logits + length[:, None, None] * change
@@ -285,7 +279,8 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
         shorter = length * jnp.clip(-slope / jnp.where(new_slope > slope, new_slope - slope, 1.0), 0.1, 0.7)
         return jnp.where(on & ~done, shorter, length), on & ~done, count + 1
 
-    length, failed, _ = lax.while_loop(going, body, (active.astype(logits.dtype), active, 0))
+    start = active.astype(logits.dtype), active, 0
+    length, failed, _ = lax.while_loop(lambda state: jnp.any(state[1]) & (state[2] < 25), body, start)
     return jnp.where(failed, 0.0, length)
 
 
@@ -306,9 +301,6 @@ class _State(NamedTuple):
 def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
     """Return every fold's minimum, by L-BFGS in a metric that the folds share; see `crossval_softmax_fit`."""
     problem, mean, deviation = build(x, y, ids, ridge, num_splits)
-
-    def going(state):
-        return jnp.any(state.active) & (state.visits <= limit)
 
     def body(state):
         weights, logits, visit = state.weights, state.logits, state.visits
@@ -346,7 +338,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         restart=jnp.asarray(False),
         visits=jnp.asarray(0),
     )
-    state = lax.while_loop(going, body, state)
+    state = lax.while_loop(lambda state: jnp.any(state.active) & (state.visits <= limit), body, state)
     gap = state.square / (2 * ridge * state.value)
     raw = problem.plain(state.weights)
     coefficients = raw[:, :, :-1] * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[None, None]
@@ -379,8 +371,7 @@ def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
 
 def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int) -> Array:
     """Return held-out probabilities after gradient steps; with a `step_size` of zero, each fold's stable one."""
-    used = (ids < num_splits)[:, None]
-    data = jnp.where(used, jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
+    data = jnp.where((ids < num_splits)[:, None], jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
     mask = _fold_masks(ids, num_splits, x.dtype)
     # On the sum of losses the bound holds for every fold, whose training part is a subset; a mean divides it by m_f.
     bound = 0.5 * largest_eigenvalue(data)
@@ -391,6 +382,5 @@ def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: A
     def body(_, weights):
         return weights - rate * problem.pull_back(problem.residual(problem.probabilities(problem.logits(weights))))
 
-    zero = jnp.zeros((num_splits, y.shape[1], data.shape[1]), x.dtype)
-    weights = lax.fori_loop(0, num_steps, body, zero)
+    weights = lax.fori_loop(0, num_steps, body, jnp.zeros((num_splits, y.shape[1], data.shape[1]), x.dtype))
     return _held_out(problem.probabilities(problem.logits(weights)), ids)

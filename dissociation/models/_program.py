@@ -35,8 +35,7 @@ class _Single(eqx.nn.Linear):
 def _single(layer: eqx.nn.Linear) -> _Single:
     """Return a copy of `layer` that raises if it is called with stacked weights."""
     single = object.__new__(_Single)
-    for name, value in vars(layer).items():
-        object.__setattr__(single, name, value)
+    vars(single).update(vars(layer))
     return single
 
 

@@ -23,8 +23,7 @@ class ResidualBlock(eqx.Module):
 
     @validated
     def __init__(self, channels: int, *, init: str = "pytorch", key: PRNGKey):
-        keys = jax.random.split(key)
-        self.first, self.second = (Convolution(channels, channels, init=init, key=k) for k in keys)
+        self.first, self.second = (Convolution(channels, channels, init=init, key=k) for k in jax.random.split(key))
 
     def __call__(self, x: Float[Array, "h w c"]) -> Float[Array, "h w c"]:
         """The block's output."""

@@ -82,8 +82,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
     values = np.asarray(values, float)
     finite = np.isfinite(values)
     count = finite.sum(0)
-    known = np.where(finite, values, 0.0)
-    mean = np.where(count > 0, known.sum(0) / np.maximum(count, 1), np.nan)
+    mean = np.where(count > 0, np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1), np.nan)
     squares = (np.where(finite, values - mean, 0.0) ** 2).sum(0)
     return Summary(mean, np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan), count)
 

@@ -102,8 +102,7 @@ class Table:
 
     def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows)
-        return "\n".join(lines)
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows)
 
     def _repr_html_(self) -> str:
         names, *rows = ([html.escape(cell) for cell in row] for row in self.rows)

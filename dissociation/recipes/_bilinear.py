@@ -61,9 +61,6 @@ def train_bilinear(
         What `fit` returns; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and
         "validation_accuracy" without noise, each [seeds, epochs + 1].
 
-    Raises:
-        ValueError: If an option is out of range.
-
     References:
         Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 4.
     """

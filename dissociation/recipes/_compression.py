@@ -48,9 +48,6 @@ def train_compression(
 
     Returns:
         The trained autoencoder. It is lossy: information about its code is a lower bound of that about the image.
-
-    Raises:
-        ValueError: If a count is below 1, or images are integers above 1.
     """
     size = check_count("code", code, minimum=1)
     for name, value in (("num_epochs", num_epochs), ("batch_size", batch_size)):

@@ -104,9 +104,6 @@ def train_grokking(
         What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is
         summed over classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under
         "expensive" those of `measures`, NaN at the steps that are not in `measure_at`.
-
-    Raises:
-        ValueError: If an option is out of range, or `measure_at` holds other steps.
     """
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
     check_positive("learning_rate", learning_rate)
@@ -157,9 +154,6 @@ def initial_models(
         init_scale: One positive factor for all, or one per member.
         network: "mlp" or "cnn".
         options: Options of `models.MLP` or `models.CNN`.
-
-    Raises:
-        ValueError: If a factor is not positive, or their number is neither one nor that of the keys.
     """
     check_choice("network", network, ("mlp", "cnn"))
     scales = np.atleast_1d(np.asarray(init_scale, float))

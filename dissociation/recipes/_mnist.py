@@ -46,20 +46,10 @@ def train_mnist(
 ) -> eqx.nn.MLP:
     """Train stacked networks; see `fit_mnist`, which returns the history too.
 
-    Args:
-        num_epochs: Passes over the training images; 0 returns the fresh networks.
-        num_seeds: Number of networks.
-        key: Split once, into one key per network and one for the order of batches; None means
-            `jax.random.PRNGKey(37)`.
-        dataset: "mnist", "glyphs", or a loaded `Dataset`.
-        width: Units in each of the two hidden layers.
-        progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
+    Arguments are those of `fit_mnist`.
 
     Returns:
         An `eqx.nn.MLP` without biases whose `layers[i].weight` carries the seeds first.
-
-    Raises:
-        ValueError: If a count is negative or the dataset is unknown.
     """
     return fit_mnist(
         num_epochs=num_epochs, num_seeds=num_seeds, key=key, dataset=dataset, width=width, progress=progress
@@ -105,9 +95,6 @@ def fit_mnist(
     Returns:
         A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each, or what
         `observe` gave.
-
-    Raises:
-        ValueError: If a count is negative or the dataset is unknown.
     """
     key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
     data = load(dataset) if isinstance(dataset, str) else dataset
@@ -144,9 +131,6 @@ def fresh_networks(
         num_inputs: Inputs of each.
         num_classes: Outputs of each.
         width: Units in each hidden layer.
-
-    Returns:
-        A stacked `eqx.nn.MLP`.
     """
     count = check_count("num_seeds", num_seeds, minimum=1)
     for name, value in (("num_inputs", num_inputs), ("num_classes", num_classes), ("width", width)):

@@ -118,4 +118,3 @@ RULES: dict[str, Rule] = {
     "stack": _stack,
     "tile": _tile,
 }
-"""By names of primitives."""

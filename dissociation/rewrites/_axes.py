@@ -322,8 +322,7 @@ class Atoms:
         for axis in (a, b):
             if isinstance(axis, Sum):
                 ends |= set(np.cumsum([size_of(part) for part in axis.parts]).tolist())
-        cuts = sorted(ends)
-        sizes = [stop - start for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+        sizes = np.diff(sorted(ends)).tolist()
         for one, other in zip(self.cut(a, sizes), self.cut(b, sizes), strict=True):
             self.unite(one, other)
 
@@ -334,9 +333,8 @@ class Atoms:
         if len(sizes) == 1:
             return [axis]
         if isinstance(axis, Order):
-            stops = np.cumsum(sizes)
-            pieces = [self.taken(axis, np.arange(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True)]
-            return [self.resolve(piece) for piece in pieces]
+            pieces = np.split(np.arange(size_of(axis)), np.cumsum(sizes)[:-1])
+            return [self.resolve(self.taken(axis, piece)) for piece in pieces]
         if isinstance(axis, Leaf):
             reason = self._reasons[axis.atom]
             self._refine(axis.atom, Sum(tuple(self.new(size, reason) for size in sizes)))
@@ -379,7 +377,9 @@ class Atoms:
                 own = size_of(parts[0])
                 if own > size or size % own:
                     if own % size:
-                        return self._ungrouped(axis, sizes)
+                        reason = "its indices are grouped in two ways"
+                        self.freeze(axis, reason)
+                        return [self.new(length, reason) for length in sizes]
                     parts[:1] = self._halved(parts[0], size, own // size)
                     continue
                 factor.append(parts.pop(0))
@@ -403,11 +403,6 @@ class Atoms:
             self.unite(rows[0], row)
             self.tied.append((rows[0], row))
         return [self.new(outer, "parts that were put end to end"), rows[0]]
-
-    def _ungrouped(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:
-        reason = "its indices are grouped in two ways"
-        self.freeze(axis, reason)
-        return [self.new(size, reason) for size in sizes]
 
     def occurrences(self, axis: Axis | None) -> list[Placed]:
         """The `leaves` of an axis, each with the places of its indices: [size of its atom, times it is repeated]."""

@@ -1,8 +1,4 @@
-"""How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients.
-
-Homogeneous neurons may be scaled by positive factors. Projected gradients on the logarithms of the factors, from
-several starts, find networks with a low and a high value; the truth may lie further out, never further in.
-"""
+"""How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +17,7 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.rewrites._freedom import ENDS, scale_activity
 from dissociation.rewrites._groups import NeuronGroup
-from dissociation.rewrites._rewrites import Scale
+from dissociation.rewrites._rewrites import Rewrite
 from dissociation.similarity._base import in_common_dtype
 from dissociation.similarity._measures import MEASURES
 from dissociation.training._loop import train
@@ -54,7 +50,7 @@ class Bounds(NamedTuple):
 
     __repr__ = printed
 
-    def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Scale:
+    def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Rewrite:
         """Return the rewrite of a network that gives an end, "low" or "high": see `rewrites.scale`.
 
         Args:
@@ -63,8 +59,7 @@ class Bounds(NamedTuple):
             side: "x" or "y", of which the network is; both have to be rewritten where both were free.
 
         Raises:
-            ValueError: If `end` or `side` is another word, or the group is not homogeneous of a positive degree in one
-                way.
+            ValueError: If the group is not homogeneous of a positive degree in one way.
         """
         check_choice("end", end, ENDS)
         check_choice("side", side, SIDES)
@@ -187,8 +182,7 @@ def _starts(
     of_y = jnp.zeros_like(own[1])
     if both:
         others = [jax.lax.map(lambda one, i=i: measure(x[:, i][:, None], one[:, None]), y.T) for i in firsts]
-        seconds = jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])])
-        of_y = _single(seconds, y.shape[1], limit)
+        of_y = _single(jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])]), y.shape[1], limit)
     keys = jax.random.split(key, 2)
     spreads = jnp.linspace(0.5, 2.0, number - 4, dtype=x.dtype)[:, None]
     sides = zip((_single(firsts, x.shape[1], limit), jnp.broadcast_to(of_y, (2, y.shape[1]))), own, keys, strict=True)

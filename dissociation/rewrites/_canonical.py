@@ -1,8 +1,6 @@
 """One network for all that differ by rewrites: dead neurons dropped, copies merged, lengths one, in a stable order.
 
-On the host, in float64. Two networks that compute the same function for every input because one was rewritten into the
-other (permuted, scaled, duplicated, neurons without effect added, alone or in sets that cancel) have one canonical form
-up to rounding. Pairs of neurons that are affine together, relu(z) - relu(-z) = z, are not looked for.
+On the host, in float64. Networks of one function that were rewritten into each other have one form up to rounding.
 """
 
 import dataclasses
@@ -169,8 +167,7 @@ def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: 
         seen = layer_inputs(model, inputs, slot.path, call=call)
         lengths = [size if k in seen.axes else 1 for k, size in enumerate(slot.shape)]
         columns = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
-        active = np.asarray((seen.rows != 0).any(0))
-        silent &= ~slot.rows(active[columns]).any(1)
+        silent &= ~slot.rows(np.asarray((seen.rows != 0).any(0))[columns]).any(1)
     for slot in read:
         blocks = slot.blocks(leaves[slot.leaf])
         blocks[silent] = 0
@@ -186,21 +183,18 @@ def _with(leaves: Arrays, model: Any) -> Any:
 
 def _refused(group: NeuronGroup) -> str:
     """Why a group has no canonical form; empty if it has."""
-    if group.copies > 1:
-        return f"in {group.copies} copies"
-    if group.normalised:
-        return "normalised"
-    if not len(group.scalings):
-        return "not homogeneous"
-    if len(group.scalings) > 1:
-        return f"scaled in {len(group.scalings)} ways"
-    if group.degree != 1:
-        return "of no one degree" if group.degree is None else f"of degree {group.degree:g}"
-    if not np.all(group.scaling):
-        return "made by what does not scale with it"
-    if any(has_order(slot.layout) for slot in group.slots):
-        return "read in another order"
-    return "" if group.cancelling else "not just multiplied and summed by what reads it"
+    reasons = {
+        f"in {group.copies} copies": group.copies > 1,
+        "normalised": group.normalised,
+        "not homogeneous": not len(group.scalings),
+        f"scaled in {len(group.scalings)} ways": len(group.scalings) > 1,
+        "of no one degree": group.degree is None,
+        f"of degree {group.degree or 0.0:g}": group.degree != 1,
+        "made by what does not scale with it": not np.all(group.scaling),
+        "read in another order": any(has_order(slot.layout) for slot in group.slots),
+        "not just multiplied and summed by what reads it": not group.cancelling,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
@@ -293,8 +287,7 @@ def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
             owners.setdefault((slot.leaf, slot.axis), set()).add(name)
     sequence: dict[str, list[int]] = {}
     while left := {name: group for name, group in groups.items() if name not in sequence}:
-        name, slots = _next(left, owners)
-        sequence[name] = slots
+        sequence |= [_next(left, owners)]
     return sequence
 
 

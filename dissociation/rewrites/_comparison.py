@@ -1,33 +1,30 @@
 """Whether a model computes as another does, but for the number of neurons in a group; and whether it is defined."""
 
-import math
-from collections.abc import Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation._core._compat import jex
 from dissociation._core.checks import fail, fail_kind, is_traced
-from dissociation.models._program import bound, program_of
-from dissociation.rewrites._flow import FEW
-from dissociation.rewrites._groups import NeuronGroup, group_report
+from dissociation.models._program import program_of
+from dissociation.rewrites._flow import Flow, Step, Value
+from dissociation.rewrites._groups import NeuronGroup, flow_of
+from dissociation.training._traced import trace
 
 KEPT_SIZE = (
     "If a module keeps its size in a field, `rewrites.refitted.register` what makes it anew; a size that is written in "
     "its code has to be read off its arrays"
 )
-LOOPS = ("scan", "while")
-"""What is handed to the programs of these is not what they begin with each time."""
 
 
 def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
     """Raises unless both are one program, without anything in it that depends on how many neurons a group has."""
-    one, other = (list(_operations(model, group)) for model in (before, after))
-    lengths = [group_report(model, group.example, call=group.call).lengths for model in (before, after)]
-    if len(one) != len(other) or not all(map(_same_operation, one, other)) or lengths[0] != lengths[1]:
+    (one, results), (other, others) = (_flow(model, group) for model in (before, after))
+    same = one.lengths == other.lengths and _same_steps(one.steps, other.steps) and _same_known(results, others)
+    same = same and [value.shape for value in results] == [value.shape for value in others]
+    if not same or len(one.large) != len(other.large) or not all(map(_same_numbers, one.large, other.large)):
         fail("group", "be one whose number of neurons the function does not depend on", group.name)
 
 
@@ -40,10 +37,10 @@ def check_defined(before: Any, after: Any, group: NeuronGroup) -> None:
     numbers = [jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)) for model in (before, after)]
     if any(map(is_traced, [*numbers[0], *numbers[1]])):
         return
-    if PARTIAL.isdisjoint(operation.name for operation in _operations(after, group)):
+    runs = [program_of(model, group.call) for model in (before, after)]
+    if PARTIAL.isdisjoint(trace(runs[1].run, runs[1].leaves, group.example).code.primitives):
         return
     examples = jax.tree.map(_drawn_like, group.example)
-    runs = [program_of(model, group.call) for model in (before, after)]
     one, other = ([np.isfinite(y) for y in jax.vmap(run, (None, 0))(leaves, examples)] for _, leaves, run in runs)
     if any((kept & ~still).any() for kept, still in zip(one, other, strict=True)):
         wanted = "be one whose new neurons are finite, whatever weights are drawn"
@@ -59,83 +56,47 @@ def _drawn_like(leaf: Any) -> Any:
     return drawn.at[::2].set(jnp.abs(drawn[::2]))
 
 
-class _Operation(NamedTuple):
-    """An operation: the shapes of its operands and results, plain parameters, and operands that are known."""
-
-    name: str
-    given: tuple[Any, ...]
-    made: tuple[Any, ...]
-    params: dict[str, Any]
-    numbers: tuple[np.ndarray, ...]
-
-
-def _operations(model: Any, group: NeuronGroup) -> Iterator[_Operation]:
+def _flow(model: Any, group: NeuronGroup) -> tuple[Flow, list[Value]]:
+    """The operations of a model, and its outputs."""
     _, leaves, program = program_of(model, group.call)
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
     try:
-        jaxpr = jax.make_jaxpr(program)(shapes, group.example)
+        traced = jax.make_jaxpr(program)(shapes, group.example)
     except Exception as error:
         wanted = f"run with another number of neurons in {group.name}"
         fail_kind("model", wanted, f"{type(error).__name__}: {error}", KEPT_SIZE)
-    return _operations_in(jaxpr)
+    flow, _, outputs = flow_of(traced, leaves)
+    return flow, outputs
 
 
-def _operations_in(
-    closed: Any, given: list[Any] | None = None, *, handed_on: bool = False
-) -> Generator[_Operation, None, list[Any]]:
-    """The operations of a program that depend on its inputs, in order; what follows from constants is computed."""
-    known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, map(_as_known, closed.consts), strict=True))
-    known |= {} if given is None else dict(zip(closed.jaxpr.invars, given, strict=True))
-
-    def read(variable: Any) -> Any:
-        return _as_known(variable.val) if isinstance(variable, jex.Literal) else known.get(variable)
-
-    for equation in closed.jaxpr.eqns:
-        operands = [read(variable) for variable in equation.invars]
-        parts = [inner for value in equation.params.values() for inner in _programs_in(value)]
-        few = all(math.prod(shape) <= FEW for shape in _shapes(equation.outvars))
-        if few and not parts and all(operand is not None for operand in operands):
-            with jax.ensure_compile_time_eval():
-                results = bound(equation, [jnp.asarray(operand) for operand in operands])
-            known |= dict(zip(equation.outvars, map(_as_known, results), strict=True))
-            continue
-        numbers = tuple(operand for operand in operands if operand is not None)
-        params = {name: value for name, value in equation.params.items() if _is_plain(value)}
-        yield _Operation(equation.primitive.name, _shapes(equation.invars), _shapes(equation.outvars), params, numbers)
-        for inner in parts:
-            whole = (
-                len(parts) == 1 and len(inner.jaxpr.invars) == len(operands) and equation.primitive.name not in LOOPS
-            )
-            into = operands if whole else [None] * len(inner.jaxpr.invars)
-            results = yield from _operations_in(inner, into, handed_on=whole)
-            known |= dict(zip(equation.outvars, results, strict=True)) if whole else {}
-    shapes = _shapes(closed.jaxpr.outvars)
-    results = [read(variable) for variable in closed.jaxpr.outvars]
-    numbers = () if handed_on else tuple(value for value in results if value is not None)
-    yield _Operation("results", (), (), {"shapes": shapes} if given is None else {}, numbers)
-    return results
+def _same_steps(one: list[Step], other: list[Step]) -> bool:
+    return len(one) == len(other) and all(map(_same_step, one, other))
 
 
-def _shapes(variables: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(getattr(variable.aval, "shape", ())) for variable in variables)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a parameter is numbers or words, and no function or program, which are other objects each time."""
-    plain = isinstance(value, int | float | str | tuple)
-    return plain and not list(_programs_in(value)) and " at 0x" not in repr(value)
-
-
-def _same_operation(one: _Operation, other: _Operation) -> bool:
-    if one.name != other.name or len(one.numbers) != len(other.numbers):
+def _same_step(one: Step, other: Step) -> bool:
+    if (one.name, len(one.parts)) != (other.name, len(other.parts)) or not _same_known(one.operands, other.operands):
         return False
-    if not all(map(_same_numbers, one.numbers, other.numbers)):
-        return False
-    if one.given == other.given and one.name != "broadcast_in_dim":  # nothing in it has neurons
-        return one.made == other.made and one.params == other.params
+    for part, twin in zip(one.parts, other.parts, strict=True):
+        if not _same_steps(part.steps, twin.steps) or not _same_known(part.outputs, twin.outputs):
+            return False
+    params = [{name: value for name, value in step.params.items() if _is_plain(name, value)} for step in (one, other)]
+    given = [[value.shape for value in step.operands] for step in (one, other)]
+    if given[0] == given[1] and one.name != "broadcast_in_dim":  # nothing in it has neurons
+        order = [None if (own := step.params.get("indices")) is None else own.tolist() for step in (one, other)]
+        return one.shapes == other.shapes and params[0] == params[1] and order[0] == order[1]
     # Shapes and slices follow the neurons; other numbers do not, but for the groups of a convolution.
-    plain = [{k: v for k, v in each.params.items() if isinstance(v, int | float | str)} for each in (one, other)]
+    plain = [{name: value for name, value in own.items() if not isinstance(value, tuple)} for own in params]
     return plain[0] == plain[1] or one.name == "conv_general_dilated"
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Whether a parameter is numbers or words, and no function or program, which are other objects each time."""
+    return name != "branches" and isinstance(value, int | float | str | tuple) and " at 0x" not in repr(value)
+
+
+def _same_known(one: list[Value], other: list[Value]) -> bool:
+    known = [[value.known for value in values if value.known is not None] for values in (one, other)]
+    return len(known[0]) == len(known[1]) and all(map(_same_numbers, *known))
 
 
 def _same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
@@ -143,17 +104,3 @@ def _same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
     if one.shape == other.shape:
         return one.tobytes() == other.tobytes()
     return np.array_equal(np.unique(one), np.unique(other), equal_nan=one.dtype.kind in "fc")
-
-
-def _as_known(value: Any) -> np.ndarray | None:
-    if is_traced(value) or jnp.issubdtype(jnp.asarray(value).dtype, jax.dtypes.prng_key):
-        return None
-    return np.asarray(value)
-
-
-def _programs_in(value: Any) -> Iterator[Any]:
-    for inner in value if isinstance(value, tuple) else (value,):
-        if isinstance(inner, jex.Jaxpr):
-            yield jex.ClosedJaxpr(inner, ())
-        elif isinstance(inner, jex.ClosedJaxpr):
-            yield inner

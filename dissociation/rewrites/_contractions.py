@@ -90,4 +90,3 @@ RULES: dict[str, Rule] = {
     "fft": _fourier,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
 }
-"""By names of primitives."""

@@ -21,7 +21,8 @@ from dissociation.rewrites._labels import Copies, Label, Marks, thin
 LONGEST = 256
 """Turns of a loop whose copies are told apart."""
 
-Labels = list[Label | None]
+Labels = list[Any]
+"""By operand or result; None where the atom has none. Of the only operand that has axes there are always labels."""
 Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
 
 
@@ -60,10 +61,8 @@ def _one_by_one(copies: Copies, step: Step, labels: Labels, axes: list[int], ato
 
 
 def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    (label,), gone = labels, tuple(int(k) for k in step.params["axes"])
-    if label is None or axes[0] in gone:
-        return [None]
-    return [copies.along(label, gone).squeeze(gone)]
+    gone = tuple(int(k) for k in step.params["axes"])
+    return [None if axes[0] in gone else copies.along(labels[0], gone).squeeze(gone)]
 
 
 def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -79,7 +78,7 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
 
 def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of an operation that only moves entries."""
-    return None if labels[0] is None else [MOVES[step.name](step, labels[0])]
+    return [MOVES[step.name](step, labels[0])]
 
 
 def _reshape(step: Step, label: Label) -> Label:
@@ -148,8 +147,6 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
     label = labels[0]
     for k, size in enumerate(step.results[0].shape):
         start: Any = step.operands[1 + k].known
-        if label is None:
-            return None
         if size < label.shape[k] and start is None:  # any of them may be read
             label = np.broadcast_to(copies.along(label, (k,)), (*label.shape[:k], size, *label.shape[k + 1 :]))
         elif size < label.shape[k]:
@@ -158,9 +155,7 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
 
 
 def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    whole, ends = labels[0], np.cumsum(step.params["sizes"])[:-1]
-    parts: Labels = [] if whole is None else [*np.split(whole, ends, step.params["axis"])]
-    return parts
+    return [*np.split(labels[0], np.cumsum(step.params["sizes"])[:-1], step.params["axis"])]
 
 
 def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -175,20 +170,16 @@ def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: i
 
 
 def _pad(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    if labels[0] is None:
-        return None
     with jax.ensure_compile_time_eval():
         return [np.asarray(jax.lax.pad(np.ascontiguousarray(labels[0]), -1, step.params["padding_config"]))]
 
 
 def _unstack(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    return None if labels[0] is None else [*np.moveaxis(labels[0], step.params["axis"], 0)]
+    return [*np.moveaxis(labels[0], step.params["axis"], 0)]
 
 
 def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of `fft`."""
-    if labels[0] is None:
-        return None
     over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
     return [np.broadcast_to(copies.along(labels[0], tuple(over)), step.results[0].shape)]
 
@@ -262,8 +253,6 @@ def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], at
 
 def _window(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     (label,), shape, widths = labels, step.results[0].shape, step.params["window_dimensions"]
-    if label is None:
-        return None
     over = tuple(k for k, width in enumerate(widths) if width > 1 or label.shape[k] != shape[k])
     return None if axes[0] in over else [np.broadcast_to(copies.along(label, over), shape)]
 
@@ -311,14 +300,11 @@ def _settled(copies: Copies, programs: list[list[Step]], carry: list[Value], aft
             run(copies, steps)
         for value, new in [(v, copies.marks(w)) for v, w in zip(carry, after, strict=True)]:
             before = copies.marks(value)
-            both = {
-                atom: copies.same([own[atom] for own in (before, new) if atom in own], value.shape)
-                for atom in before | new
-            }
-            grown |= any(
-                atom not in before or ((label >= 0) & (before[atom] < 0)).any() for atom, label in both.items()
-            )
-            copies.mark(value, both)
+            for atom in before | new:
+                label = copies.same([own[atom] for own in (before, new) if atom in own], value.shape)
+                grown |= atom not in before or bool(((label >= 0) & (before[atom] < 0)).any())
+                new[atom] = label
+            copies.mark(value, new)
 
 
 def _while(copies: Copies, step: Step) -> None:
@@ -372,7 +358,6 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
 }
-"""By names of primitives."""
 
 
 def copies_told_apart(

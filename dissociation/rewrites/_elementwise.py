@@ -24,21 +24,12 @@ ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 CUMULATED = "a cumulative operation runs along it"
 
 
-def _like_sum(flow: Flow, step: Step) -> list[Value]:
-    return [flow.summed(step.operands, linear=LIKE_SUMS[step.name])]
-
-
 def _same(flow: Flow, step: Step) -> list[Value]:
     value = step.operands[0]
     kind = step.params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
         return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
-    known = value.known if kind is not None else None
-    return [Value(value.shape, value.axes, value.zero, known, value.endless)]
-
-
-def _all_same(flow: Flow, step: Step) -> list[Value]:
-    return step.operands
+    return [Value(value.shape, value.axes, value.zero, None if kind is None else value.known, value.endless)]
 
 
 def _power(flow: Flow, step: Step) -> list[Value]:
@@ -143,23 +134,20 @@ def _top(flow: Flow, step: Step) -> list[Value]:
     return [largest, places]
 
 
-def _bits(flow: Flow, step: Step) -> list[Value]:
-    return _mixed(flow, step) if step.shapes[0] == step.operands[0].shape else flow.unknown(step)
-
-
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(LIKE_SUMS, _like_sum),
+    **dict.fromkeys(LIKE_SUMS, lambda flow, step: [flow.summed(step.operands, linear=LIKE_SUMS[step.name])]),
     **dict.fromkeys(SAME, _same),
     **dict.fromkeys((*POWERS, "integer_pow", "pow"), _power),
     **dict.fromkeys((*COMPARISONS, *MIXED), _mixed),
     **dict.fromkeys(("mul", "div"), _product),
     **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(ALONG, _along),
-    **dict.fromkeys(("optimization_barrier", "name", "sharding_constraint"), _all_same),
+    **dict.fromkeys(("optimization_barrier", "name", "sharding_constraint"), lambda flow, step: step.operands),
     **dict.fromkeys(("argmax", "argmin"), _argument),
     "select_n": _select,
     "sort": _sort,
     "top_k": _top,
-    "bitcast_convert_type": _bits,
+    "bitcast_convert_type": lambda flow, step: (
+        _mixed(flow, step) if step.shapes[0] == step.operands[0].shape else flow.unknown(step)
+    ),
 }
-"""By names of primitives."""

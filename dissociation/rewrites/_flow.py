@@ -89,6 +89,7 @@ class Flow:
         lengths: Of axes along which nothing differs, over which is summed.
         referred: Axes that are read or written at indices which follow from values along them.
         steps: What was done, in order.
+        large: Constants too large to be followed.
     """
 
     atoms: Atoms = field(default_factory=Atoms)
@@ -99,6 +100,7 @@ class Flow:
     lengths: list[int] = field(default_factory=list)
     referred: list[Axis] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    large: list[np.ndarray] = field(default_factory=list)
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
         """A value of new atoms, frozen if a reason is given."""
@@ -115,6 +117,7 @@ class Flow:
             even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None)
         known = array if array.size <= FEW else None
+        self.large += [array] if known is None else []
         endless = bool(np.issubdtype(array.dtype, np.inexact) and array.size and not np.isfinite(array).any())
         return Value(array.shape, axes, not array.any(), known, endless)
 
@@ -285,4 +288,4 @@ class Flow:
 
 
 Rule = Callable[[Flow, Step], list[Value]]
-"""What is known of the results of an operation."""
+"""What is known of the results of an operation; tables of rules are by names of primitives."""

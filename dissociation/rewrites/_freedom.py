@@ -30,7 +30,7 @@ from dissociation._core.results import printed
 from dissociation._core.validation import validated
 from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup
-from dissociation.rewrites._rewrites import Rotate, Scale, rotate, scale
+from dissociation.rewrites._rewrites import Rewrite, rotate, scale
 
 ENDS = ("low", "high")
 SMALLEST = 1e-4
@@ -62,7 +62,7 @@ class Freedom(NamedTuple):
 
     __repr__ = printed
 
-    def rewrite(self, group: NeuronGroup, *, end: str) -> Scale:
+    def rewrite(self, group: NeuronGroup, *, end: str) -> Rewrite:
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.scale`.
 
         Raises:
@@ -77,7 +77,7 @@ class Freedom(NamedTuple):
         return scale_activity(group, np.where(self.constant, 1.0, factors), free)
 
 
-def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Scale:
+def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Rewrite:
     """The rewrite that multiplies what neurons show by these factors, [neurons].
 
     Where the factors are `free`, powers of two are taken, on the host, which round nothing.
@@ -112,8 +112,7 @@ def cka_freedom(
     constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
     norms = np.linalg.norm(neurons, axis=(0, 2))
     unit = neurons[:, ~constant] / norms[~constant, None]  # of neurons of length 1: weights are in their units
-    size = np.linalg.norm(other.T @ other)
-    gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / size
+    gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / np.linalg.norm(other.T @ other)
     gram = _inner_squares(unit)
     own = norms[~constant] ** 2
     best, residual = _largest(gram, gains)
@@ -153,7 +152,7 @@ class LinearFreedom(NamedTuple):
 
     __repr__ = printed
 
-    def rewrite(self, group: NeuronGroup, *, end: str) -> Rotate:
+    def rewrite(self, group: NeuronGroup, *, end: str) -> Rewrite:
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.rotate`.
 
         Raises:
@@ -183,8 +182,7 @@ def linear_cka_freedom(
             about its square, and rounding of the function grows as its inverse.
 
     Raises:
-        ValueError: If the numbers of samples differ, all neurons or the reference are constant, or `smallest` is out
-            of range.
+        ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
 
     References:
         Braun, Grant and Saxe (2025), on which representations linear networks of one function may have.

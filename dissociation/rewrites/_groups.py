@@ -162,12 +162,10 @@ class GroupReport(NamedTuple):
     Attributes:
         groups: By name.
         frozen: For every array and axis that cannot be permuted as a whole, why.
-        lengths: Of axes without neurons over which the program sums.
     """
 
     groups: dict[str, NeuronGroup]
     frozen: dict[str, str]
-    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [repr(group) for group in self.groups.values()]
@@ -269,20 +267,26 @@ def group_report(
         fail_kind("model", "take `example`", f"{type(model).__name__}: {error}", _CALLED)
     if not traced.jaxpr.outvars:
         fail_kind("model", "return arrays for `example`", f"{type(model).__name__}, which returns none", _CALLED)
-    flow = Flow(Atoms(single=single))
-    made = [flow.array(leaf.shape) for leaf in leaves]
-    given = [flow.array(leaf.shape) for leaf in jax.tree.leaves(shapes[1])]
-    for value in given:
-        flow.freeze(value, "the input has it")
-    read = [*traced.jaxpr.outvars, *(v for equation in traced.jaxpr.eqns for v in equation.invars)]
-    used = {v for v in read if not hasattr(v, "val")}
-    for variable, value in zip(traced.jaxpr.invars, made, strict=False):
-        if variable not in used:
-            flow.freeze(value, "the function does not depend on it")
-    for value in follow(flow, traced.jaxpr, [flow.constant(const) for const in traced.consts], [*made, *given]):
+    flow, made, results = flow_of(traced, leaves, single=single)
+    for value in results:
         flow.freeze(value, "the output has it")
         flow.atoms.freeze(value.refers, "its indices are what is asked for")
     return _read(flow, paths, made, model, shapes[1], call)
+
+
+def flow_of(traced: Any, leaves: Sequence[Any], *, single: bool = False) -> tuple[Flow, list[Value], list[Value]]:
+    """What is read off a program of parameters `leaves` and inputs; what is known of parameters and of results."""
+    flow, jaxpr = Flow(Atoms(single=single)), traced.jaxpr
+    arguments = [flow.array(variable.aval.shape) for variable in jaxpr.invars]
+    made = arguments[: len(leaves)]
+    for value in arguments[len(leaves) :]:
+        flow.freeze(value, "the input has it")
+    read = [*jaxpr.outvars, *(v for equation in jaxpr.eqns for v in equation.invars)]
+    used = {v for v in read if not hasattr(v, "val")}
+    for variable, value in zip(jaxpr.invars, made, strict=False):
+        if variable not in used:
+            flow.freeze(value, "the function does not depend on it")
+    return flow, made, follow(flow, jaxpr, [flow.constant(const) for const in traced.consts], arguments)
 
 
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
@@ -342,7 +346,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
             copies=copies.get(atom, 1),
             structure=structure,
         )
-    return GroupReport(groups, frozen, tuple(flow.lengths))
+    return GroupReport(groups, frozen)
 
 
 def _name_of(slots: list[Slot]) -> str:
@@ -358,8 +362,7 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
     """The equations of each atom: (name, coefficient) of every occurrence, and what they add up to."""
     rows: dict[int, list[Row]] = {}
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
-    even = [Equation(((axis, 1.0),)) for axis in flow.atoms.even]
-    for terms, adds_up in (*flow.equations, *ties, *even):
+    for terms, adds_up in (*flow.equations, *ties, *[Equation(((axis, 1.0),)) for axis in flow.atoms.even]):
         total = -1.0 if adds_up else 0.0
         if any(has_order(flow.atoms.resolve(axis)) for axis, _ in terms):
             _place_by_place(flow, terms, total, rows)

@@ -21,34 +21,27 @@ from dissociation.rewrites._axes import spread
 from dissociation.rewrites._comparison import check_defined, check_same_program
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups, parameters_of
 from dissociation.rewrites._neurons import copies_of, least_squares
-from dissociation.rewrites._rewrites import Rewrite, current
+from dissociation.rewrites._rewrites import FunctionRewrite, Rewrite, current
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
 
-class Duplicate(Rewrite):
-    """See `duplicate`."""
+def _duplicated(model: Any, group: NeuronGroup, multiplier: float) -> Any:
+    group = current(group, model)
+    _check_grows(group, new=False)
+    original = copies_of(group.size, multiplier)
+    copies = np.bincount(original, minlength=group.size)[original]
+    exponents: Any = group.sharing
 
-    multiplier: float = eqx.field(static=True)
-    group: NeuronGroup = eqx.field(static=True)
+    def change(array: Array, index: int, owner: np.ndarray) -> Array:
+        vector = np.where(owner >= 0, copies[owner] ** float(exponents[index]), 1.0)
+        return array * jnp.asarray(vector.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
 
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        _check_grows(group, new=False)
-        original = copies_of(group.size, self.multiplier)
-        copies = np.bincount(original, minlength=group.size)[original]
-        exponents: Any = group.sharing
-
-        def change(array: Array, index: int, owner: np.ndarray) -> Array:
-            vector = np.where(owner >= 0, copies[owner] ** float(exponents[index]), 1.0)
-            return array * jnp.asarray(vector.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
-
-        return _resized(model, group, original, change)
+    return _resized(model, group, original, change)
 
 
 @validated
-def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Duplicate:
+def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
     """Return the rewrite that repeats the neurons of a group, and shares what reads them over the copies of each.
 
     The copies come as whole groups one after another; see `_neurons.duplicate_neurons`.
@@ -63,7 +56,7 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Duplicate:
     """
     _check_grows(group, new=False)
     copies_of(group.size, multiplier, "multiplier")
-    return Duplicate(float(multiplier), group)
+    return FunctionRewrite(_duplicated, (group, float(multiplier)), ())
 
 
 def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = True) -> None:
@@ -77,14 +70,15 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
-Fill = Callable[[Array, int, np.ndarray], Array]
-"""Changes an array whose neurons lie along the first axis at those of one slot, by its number and their owners."""
 Owners = dict[tuple[int, int], dict[int, np.ndarray]]
 """By array and axis, and by number of a slot: which neuron is at each place, -1: none."""
 
 
-def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -> Any:
-    """The model with other neurons in a group."""
+def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array]) -> Any:
+    """The model with other neurons in a group.
+
+    `fill` changes an array, its neurons along the first axis, at those of one slot, by its number and their owners.
+    """
     leaves, tree, rest = parameters_of(model)
     owners: Owners = {}
     for (leaf, axis), own in group.by_axis().items():
@@ -114,75 +108,68 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
 def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
     """Raises unless the program is the same, and has the neurons as a group at the places that they were given."""
     check_same_program(before, after, group)
-    wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for place, own in owners.items():
-        pairs = (zip(owner.tolist(), range(len(owner)), strict=True) for owner in own.values())
-        wanted[place] = {pair for some in pairs for pair in some if pair[0] >= 0}
+    wanted = {
+        (*place, neuron, at)
+        for place, own in owners.items()
+        for owner in own.values()
+        for at, neuron in enumerate(owner.tolist())
+        if neuron >= 0
+    }
     for other in neuron_groups(after, group.example, call=group.call).values():
-        if other.size == size and {(slot.leaf, slot.axis) for slot in other.slots} == set(wanted):
-            found: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in wanted}
-            for slot in other.slots:
-                rows = enumerate(slot.positions.tolist())
-                found[slot.leaf, slot.axis] |= {(neuron, place) for neuron, row in rows for place in row}
-            if found == wanted:
-                return
+        rows = [(slot, neuron, row) for slot in other.slots for neuron, row in enumerate(slot.positions.tolist())]
+        found = {(slot.leaf, slot.axis, neuron, at) for slot, neuron, row in rows for at in row}
+        if other.size == size and found == wanted:
+            return
     fail("group", "be one whose neurons the program does not count", group.name)
 
 
-class AddNuisance(Rewrite):
-    """See `add_nuisance`."""
+def _with_nuisance(
+    model: Any,
+    group: NeuronGroup,
+    num_groups: int,
+    size: int,
+    key: PRNGKey,
+    incoming_std: Scalar,
+    outgoing_std: Scalar | None,
+) -> Any:
+    """`size` is the number of neurons in each of the new groups."""
+    group = current(group, model)
+    _check_grows(group, size)
+    count = num_groups * size
+    if count == 0:
+        return model
+    original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
+    keys = {}
+    for each, outgoing in zip(jax.random.split(key), (False, True), strict=True):
+        own = [index for index, slot in enumerate(group.slots) if slot.outgoing == outgoing]
+        keys |= dict(zip(own, [each] if len(own) < 2 else jax.random.split(each, len(own)), strict=False))
+    member = np.repeat(np.arange(num_groups), size)
 
-    key: PRNGKey
-    incoming_std: Scalar
-    outgoing_std: Scalar | None
-    num_groups: int = eqx.field(static=True)
-    neurons_per_group: int = eqx.field(static=True)
-    group: NeuronGroup = eqx.field(static=True)
+    def change(array: Array, index: int, owner: np.ndarray) -> Array:
+        places = _places(owner, owner >= group.size, count)
+        shape = (places.shape[1], *array.shape[1:])
+        known = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
+        if group.slots[index].outgoing and size == 1:
+            values = jnp.zeros((count, *shape), array.dtype)
+        elif group.slots[index].outgoing:  # they add up to zero in each group of new neurons
+            std = jnp.sqrt(jnp.mean(known**2)) if outgoing_std is None else outgoing_std
+            drawn = jax.random.normal(keys[index], (num_groups, size, *shape), array.dtype)
+            centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
+            std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
+            values = (std * centred).reshape(count, *shape)
+        elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
+            pick = jax.random.randint(keys[index], (num_groups,), 0, group.size)
+            old = _places(owner, (owner >= 0) & (owner < group.size), group.size)
+            values = array[jnp.asarray(old)[pick]][member]
+        else:
+            drawn = jax.random.normal(keys[index], (num_groups, *shape), array.dtype)
+            drawn = jnp.where(jnp.all(known > 0), jnp.abs(drawn), drawn)
+            values = (jnp.asarray(incoming_std, array.dtype) * drawn)[member]
+        return array.at[places].set(values)
 
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        _check_grows(group, self.neurons_per_group)
-        count, size = self.num_groups * self.neurons_per_group, self.neurons_per_group
-        if count == 0:
-            return model
-        original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
-        keys = {}
-        for key, outgoing in zip(jax.random.split(self.key), (False, True), strict=True):
-            own = [index for index, slot in enumerate(group.slots) if slot.outgoing == outgoing]
-            keys |= dict(zip(own, [key] if len(own) < 2 else jax.random.split(key, len(own)), strict=False))
-        member = np.repeat(np.arange(self.num_groups), size)
-
-        def change(array: Array, index: int, owner: np.ndarray) -> Array:
-            places = _places(owner, owner >= group.size, count)
-            shape = (count, places.shape[1], *array.shape[1:])
-            if group.slots[index].outgoing:
-                values = self._cancelling(keys[index], shape, array, places)
-            elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
-                pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
-                old = _places(owner, (owner >= 0) & (owner < group.size), group.size)
-                values = array[jnp.asarray(old)[pick]][member]
-            else:
-                drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
-                old = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
-                drawn = jnp.where(jnp.all(old > 0), jnp.abs(drawn), drawn)
-                values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]
-            return array.at[places].set(values)
-
-        grown = _resized(model, group, original, change)
-        check_defined(model, grown, group)
-        return grown
-
-    def _cancelling(self, key: Array, shape: tuple[int, ...], array: Array, places: np.ndarray) -> Array:
-        """Outgoing weights that add up to zero in each group of new neurons."""
-        size = self.neurons_per_group
-        if size == 1:
-            return jnp.zeros(shape, array.dtype)
-        known = np.setdiff1d(np.arange(array.shape[0]), places)
-        std = jnp.sqrt(jnp.mean(array[known] ** 2)) if self.outgoing_std is None else self.outgoing_std
-        drawn = jax.random.normal(key, (self.num_groups, size, *shape[1:]), array.dtype)
-        centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
-        return (jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5 * centred).reshape(shape)
+    grown = _resized(model, group, original, change)
+    check_defined(model, grown, group)
+    return grown
 
 
 def _places(owner: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
@@ -200,7 +187,7 @@ def add_nuisance(
     key: PRNGKey,
     incoming_std: Scalar = 1.0,
     outgoing_std: Scalar | None = None,
-) -> AddNuisance:
+) -> Rewrite:
     """Return the rewrite that appends random neurons without effect to a group, in sets that cancel out.
 
     Neurons of one set share what makes them: draws of N(0, incoming_std^2) for matrices and kernels (their magnitudes
@@ -218,7 +205,6 @@ def add_nuisance(
             are there.
 
     Raises:
-        TypeError: If a count is no integer.
         ValueError: If the group cannot grow, or an option is out of range; the rewrite raises it too where its new
             neurons are not finite, as behind a logarithm of what is drawn.
     """
@@ -228,30 +214,23 @@ def add_nuisance(
     check_non_negative("incoming_std", incoming_std)
     if outgoing_std is not None:
         check_non_negative("outgoing_std", outgoing_std)
-    return AddNuisance(key, incoming_std, outgoing_std, num_groups, neurons_per_group, group)
+    return FunctionRewrite(_with_nuisance, (group, num_groups, neurons_per_group), (key, incoming_std, outgoing_std))
 
 
-class AddPhantom(Rewrite):
-    """See `add_phantom`."""
+def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array | None) -> Any:
+    """`incoming` is [new, features], `bias` [new]."""
+    group = current(group, model)
+    _check_grows(group)
+    count = len(incoming)
+    original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
 
-    incoming: Float[Array, "new features"]
-    bias: Float[Array, " new"] | None
-    group: NeuronGroup = eqx.field(static=True)
+    def change(array: Array, index: int, owner: np.ndarray) -> Array:
+        values: Any = 0.0
+        if not group.slots[index].outgoing:
+            values = bias if array.ndim == 1 else incoming.reshape(count, *array.shape[1:])
+        return array.at[np.flatnonzero(owner >= group.size)].set(values)
 
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        _check_grows(group)
-        count = len(self.incoming)
-        original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
-
-        def change(array: Array, index: int, owner: np.ndarray) -> Array:
-            values: Any = 0.0
-            if not group.slots[index].outgoing:
-                values = self.bias if array.ndim == 1 else self.incoming.reshape(count, *array.shape[1:])
-            return array.at[np.flatnonzero(owner >= group.size)].set(values)
-
-        return _resized(model, group, original, change)
+    return _resized(model, group, original, change)
 
 
 @validated(finite=("pattern",))
@@ -262,7 +241,7 @@ def add_phantom(
     pattern: Float[Array | np.ndarray, "vectors new"],
     *,
     rtol: Scalar | None = None,
-) -> AddPhantom:
+) -> Rewrite:
     """Return the rewrite that appends neurons without effect, whose preactivations show a pattern on some inputs.
 
     Args:
@@ -287,4 +266,4 @@ def add_phantom(
     rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
     found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
     width = seen.rows.shape[1]
-    return AddPhantom(found[:, :width], found[:, width] if biases else None, group)
+    return FunctionRewrite(_with_phantom, (group,), (found[:, :width], found[:, width] if biases else None))

@@ -130,8 +130,7 @@ def gather(flow: Flow, step: Step) -> list[Value]:
             if start is not None and count == 1 and not alone:
                 axis = flow.atoms.taken(axis, start[0] + np.arange(size))
             elif start is not None and size == 1 and len(parts) == 1 and not batching:
-                flat = Value((count,), [flow.atoms.taken(axis, start)])
-                batch, axis = flow.regrouped(flat, where.shape[:-1]), UNIT
+                batch, axis = flow.regrouped(Value((count,), [flow.atoms.taken(axis, start)]), where.shape[:-1]), UNIT
             else:
                 flow.freeze(value, "it is read at given places", [k])
                 axis = flow.atoms.new(size, "it is read at given places")
@@ -321,4 +320,3 @@ RULES: dict[str, Rule] = {
     "gather": gather,
     **dict.fromkeys(WRITES, scatter),
 }
-"""By names of primitives."""

@@ -53,9 +53,8 @@ class Copies:
     def begin(self, index: int, value: Value, free: set[int]) -> None:
         """Labels a parameter: every row of neurons is a copy of its own."""
         marks: Marks = {}
-        atoms = self.flow.atoms
         for k, axis in enumerate(value.axes):
-            for leaf, positions in atoms.occurrences(axis):
+            for leaf, positions in self.flow.atoms.occurrences(axis):
                 if leaf.atom not in free:
                     continue
                 shape = [positions.shape[1] if j == k else size for j, size in enumerate(value.shape)]

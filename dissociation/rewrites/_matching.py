@@ -1,8 +1,6 @@
 """Matching the neurons of two networks: the permutations of all groups that bring one closest to another.
 
-Weight matching ascends <a, P(b)> over all groups P in turn, each a linear assignment; activation matching correlates
-neurons on data. Assignments are exact, by SciPy on the host. Where groups meet in one array (residual streams), the
-problem is no single assignment, and the ascent starts from several places.
+Assignments are exact, by SciPy on the host.
 """
 
 import dataclasses
@@ -91,16 +89,14 @@ def match_weights(
     _check_groups(a, groups)
     first, second = (known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b)))
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))}
-    weights = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
-    groups = _in_order({name: dataclasses.replace(group, slots=weights[name]) for name, group in groups.items()})
+    own = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
+    groups = _in_order({name: dataclasses.replace(group, slots=own[name]) for name, group in groups.items()})
     still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
     starts = [still]
     if num_starts > 1:
         starts.append(_by_signatures(first, second, groups))
-    if num_starts > 2:
-        drawing: Any = key
-        seed = np.asarray(jax.random.bits(drawing, (4,), jnp.uint32))
-        rng = np.random.default_rng(seed)
+    if num_starts > 2 and key is not None:
+        rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32)))
         starts += [{name: rng.permuted(each, axis=1) for name, each in still.items()} for _ in range(num_starts - 2)]
     return max((_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value)
 
@@ -317,9 +313,6 @@ def interpolate(a: Any, b: Any, share: Scalar) -> Any:
     Returns:
         The network between them; 0.5 merges the two. Statistics of batch normalisation want to be taken anew
         (`renormalised`).
-
-    Raises:
-        ValueError: If structures or shapes differ.
     """
     _check_alike(a, b)
     arrays, rest = eqx.partition(a, eqx.is_inexact_array)
@@ -358,10 +351,6 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
         a: A network.
         b: Another of the same structure.
         num_points: On the line, ends included; at least 3.
-
-    Raises:
-        TypeError: If the loss is no single real number.
-        ValueError: If there are fewer than 3 points, or structures differ.
 
     References:
         Frankle, Dziugaite, Roy and Carbin (2020), Linear mode connectivity and the lottery ticket hypothesis.

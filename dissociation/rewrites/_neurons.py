@@ -72,9 +72,6 @@ def duplicate_neurons(
         w_out: Outgoing weights, one column per hidden neuron.
         duplicate_multiplier: m >= 1, a plain number: it sets shapes. Python's `round` takes halves to the even number.
 
-    Returns:
-        `(w_in, w_out)` with about m times as many hidden neurons.
-
     Raises:
         TypeError: If `duplicate_multiplier` is traced or no real number.
         ValueError: If the shapes do not fit or `duplicate_multiplier` is below 1 or not finite.
@@ -128,9 +125,6 @@ def add_random_zero_neurons(
         outgoing_std: Standard deviation of the outgoing weights of cancelling groups; None is the root mean square of
             `w_out`.
 
-    Returns:
-        `(w_in, w_out)` with `num_zero_groups * neurons_per_group` more hidden neurons.
-
     Raises:
         TypeError: If a count is not a Python integer.
         ValueError: If the shapes do not fit, or a count or a standard deviation is out of range.
@@ -183,9 +177,6 @@ def add_phantom_zero_neurons(
         rtol: Singular values of `inputs` below `rtol` times the largest count as zero. None is the machine epsilon
             times the square root of the larger side of `inputs`. Larger values give smaller weights and a coarser
             image.
-
-    Returns:
-        `(w_in, w_out)` with as many more hidden neurons as `pattern` has columns.
 
     Raises:
         ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.

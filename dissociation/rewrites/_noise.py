@@ -37,8 +37,7 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
     Raises:
         ValueError: If `model` has no parameters, or `where` chooses none.
     """
-    parameters = parameters_in(model)
-    leaves, treedef = jax.tree.flatten(parameters)
+    leaves, treedef = jax.tree.flatten(parameters_in(model))
     if not leaves:
         fail("model", "hold at least one array of floating-point numbers", f"none in a {type(model).__name__}")
     keys = jax.random.split(key, len(leaves))
@@ -69,8 +68,5 @@ def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
         model: See `parameter_noise`.
         scale: Standard deviation of the noise, non-negative. May be traced.
         key: A PRNG key of either kind, split over the parameters as `parameter_noise` says.
-
-    Raises:
-        ValueError: If `scale` is negative.
     """
     return perturb_parameters(model, parameter_noise(model, key=key), scale)

@@ -103,13 +103,9 @@ def _apply(flow: Flow, equation: Any, step: Step) -> list[Value]:
     if name in FOLDED and all(each is not None for each in known) and np.prod(shapes[0]) <= FEW:
         with jax.ensure_compile_time_eval():
             return [flow.constant(np.asarray(equation.primitive.bind(*known, **equation.params)))]
-    if name in RULES:
-        return _ruled(flow, step)
-    inner = inner_program(step.params)
-    if inner is None:
-        on_indices(flow, step)
+    inner = None if name in RULES else inner_program(step.params)
     if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
-        return flow.unknown(step)
+        return _ruled(flow, step)
     return _called(flow, inner, operands)
 
 
@@ -119,7 +115,7 @@ def _called(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
 
 def _ruled(flow: Flow, step: Step) -> list[Value]:
     """What the operation's rule says of its results, which is kept as a step."""
-    results = on_indices(flow, step) or RULES[step.name](flow, step)
+    results = on_indices(flow, step) or RULES.get(step.name, Flow.unknown)(flow, step)
     if any(value.known is not None for value in results):  # whatever they were made of
         return results
     for value in results:
@@ -215,4 +211,3 @@ RULES: dict[str, Rule] = {
     "cond": _cond,
     "custom_vjp_call": _inner,
 }
-"""By names of primitives."""

@@ -41,29 +41,31 @@ class Rewrite(eqx.Module):
         return compose([self, other])
 
 
-class Composed(Rewrite):
-    """Rewrites one after another."""
+class FunctionRewrite(Rewrite):
+    """The rewrite `function(model, *settings, *arrays)`."""
 
-    parts: tuple[Rewrite, ...]
+    function: Callable[..., Any] = eqx.field(static=True)
+    settings: tuple[Any, ...] = eqx.field(static=True)
+    arrays: tuple[Any, ...]
 
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
-        for part in self.parts:
-            model = part(model)
-        return model
+        return self.function(model, *self.settings, *self.arrays)
 
 
 @validated
 def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
-    """Return one rewrite for any number, the first one first. Groups that an earlier one enlarged are found again.
-
-    Raises:
-        TypeError: If one is no rewrite.
-    """
+    """Return one rewrite for several, the first one first. Groups that an earlier one enlarged are found again."""
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
             fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
-    return Composed(tuple(rewrites))
+    return FunctionRewrite(_one_after_another, (), tuple(rewrites))
+
+
+def _one_after_another(model: Any, *rewrites: Rewrite) -> Any:
+    for rewrite in rewrites:
+        model = rewrite(model)
+    return model
 
 
 def current(group: NeuronGroup, model: Any) -> NeuronGroup:
@@ -102,22 +104,13 @@ def _changed(model: Any, group: NeuronGroup, change: Callable[[Slot, Array, floa
     return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 
-class Permute(Rewrite):
-    """See `permute`."""
-
-    permutation: Int[Array, "*copies neurons"] | None
-    key: PRNGKey | None
-    group: NeuronGroup = eqx.field(static=True)
-
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        permutation = self.permutation
-        if self.key is not None:
-            permutation = jnp.tile(jnp.arange(group.size), (group.copies, 1))
-            permutation = jax.random.permutation(self.key, permutation, axis=1, independent=group.copies > 1)
-        each = _each_copy("permutation", permutation, group, 1)
-        return _changed(model, group, lambda slot, array, _: slot.permuted(array, each), [0.0] * len(group.slots))
+def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: PRNGKey | None) -> Any:
+    group = current(group, model)
+    if key is not None:
+        permutation = jnp.tile(jnp.arange(group.size), (group.copies, 1))
+        permutation = jax.random.permutation(key, permutation, axis=1, independent=group.copies > 1)
+    each = _each_copy("permutation", permutation, group, 1)
+    return _changed(model, group, lambda slot, array, _: slot.permuted(array, each), [0.0] * len(group.slots))
 
 
 def _each_copy(name: str, given: Any, group: NeuronGroup, rank: int) -> Array:
@@ -135,7 +128,7 @@ def permute(
     permutation: Int[Array | np.ndarray, "*copies neurons"] | None = None,
     *,
     key: PRNGKey | None = None,
-) -> Permute:
+) -> Rewrite:
     """Return the rewrite that puts the neurons of a group in another order, wherever they are made or read.
 
     Args:
@@ -151,53 +144,42 @@ def permute(
     if (permutation is None) == (key is None):
         fail("permutation", "be given, or `key` to draw it", "neither" if key is None else "both")
     if permutation is None:
-        return Permute(None, key, group)
+        return FunctionRewrite(_permuted, (group,), (None, key))
     if permutation.ndim not in (1, 2):
         fail("permutation", "be of shape [neurons] or [copies, neurons]", permutation.shape)
     if not is_traced(permutation) and (np.sort(permutation) != np.arange(permutation.shape[-1])).any():
         fail("permutation", f"hold each of 0, ..., {permutation.shape[-1] - 1} once", np.asarray(permutation))
-    return Permute(jnp.asarray(permutation), None, group)
+    return FunctionRewrite(_permuted, (group,), (jnp.asarray(permutation), None))
 
 
-class Scale(Rewrite):
-    """See `scale`."""
+def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor: Array) -> Any:
+    group = current(group, model)
+    if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
+        fail("model", f"let {group.name} be scaled as where the group was found", group)
+    if factor.shape not in ((), (group.size,), (group.copies, group.size)):
+        wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
+        fail("factor", wanted, f"shape {factor.shape}")
+    each = jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan)
+    each = jnp.broadcast_to(each, (group.copies, group.size))
 
-    factor: Array
-    exponents: tuple[float, ...] = eqx.field(static=True)
-    group: NeuronGroup = eqx.field(static=True)
+    def change(slot: Slot, array: Array, exponent: float) -> Array:
+        _check_power(factor, exponent, array.dtype)
+        if exponent == 0:
+            return array
+        own = slot.per_neuron(each).astype(array.dtype)
+        own = own**exponent if exponent > 0 else 1 / own**-exponent
+        changed = slot.blocks(array) * own
+        if not is_traced(changed):
+            sizes, limits = abs(np.asarray(changed)), jnp.finfo(array.dtype)
+            if ((sizes > limits.max) | (sizes < limits.tiny) & np.asarray(slot.blocks(array) != 0)).any():
+                fail("factor", f"leave weights that {array.dtype} holds", "weights that vanish or overflow")
+        return slot.with_blocks(array, changed)
 
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        exponents = np.array(self.exponents)
-        if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
-            fail("model", f"let {group.name} be scaled as where the group was found", group)
-        factor = jnp.where((self.factor > 0) & jnp.isfinite(self.factor), self.factor, jnp.nan)
-        if factor.shape not in ((), (group.size,), (group.copies, group.size)):
-            wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
-            fail("factor", wanted, f"shape {factor.shape}")
-        each = jnp.broadcast_to(factor, (group.copies, group.size))
-        leaves = parameters_of(model)[0]
-        for slot, exponent in zip(group.slots, exponents, strict=True):
-            _check_power(self.factor, float(exponent), leaves[slot.leaf].dtype)
-
-        def change(slot: Slot, array: Array, exponent: float) -> Array:
-            if exponent == 0:
-                return array
-            own = slot.per_neuron(each).astype(array.dtype)
-            own = own**exponent if exponent > 0 else 1 / own**-exponent
-            changed = slot.blocks(array) * own
-            if not is_traced(changed):
-                sizes, limits = abs(np.asarray(changed)), jnp.finfo(array.dtype)
-                if ((sizes > limits.max) | (sizes < limits.tiny) & np.asarray(slot.blocks(array) != 0)).any():
-                    fail("factor", f"leave weights that {array.dtype} holds", "weights that vanish or overflow")
-            return slot.with_blocks(array, changed)
-
-        return _changed(model, group, change, exponents)
+    return _changed(model, group, change, exponents)
 
 
 @validated
-def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Scale:
+def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Rewrite:
     """Return the rewrite that multiplies what makes the neurons of a group by a > 0, and divides what reads them.
 
     Exponents of a are those that the group has: for ReLU incoming weights and biases times a, outgoing weights over a;
@@ -229,7 +211,7 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     exponents = group.scaling if scaling is None else group.scalings[scaling]
     for exponent in set(map(float, exponents)):
         _check_power(factor, exponent, factor.dtype)
-    return Scale(factor, tuple(map(float, exponents)), group)
+    return FunctionRewrite(_scaled, (group, tuple(map(float, exponents))), (factor,))
 
 
 def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
@@ -242,32 +224,22 @@ def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
         fail("factor", f"have a power {exponent:g} that {limits.dtype} holds", np.asarray(factor))
 
 
-class Rotate(Rewrite):
-    """See `rotate`."""
+def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey | None) -> Any:
+    group = current(group, model)
+    _check_rotates(group)
+    own: Any = matrix if key is None else jax.random.orthogonal(key, group.size, (group.copies,))
+    if own.shape[-2:] != (group.size, group.size):
+        fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", own.shape)
+    own = _each_copy("matrix", own, group, 2)
+    other = own if matrix is None else jnp.linalg.inv(own).mT
 
-    matrix: Float[Array, "*copies neurons neurons"] | None
-    key: PRNGKey | None
-    group: NeuronGroup = eqx.field(static=True)
+    def change(slot: Slot, array: Array, side: float) -> Array:
+        turns = slot.of_copies((own if side > 0 else other).astype(array.dtype))
+        columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
+        turned = jnp.matmul(turns, columns, precision=jax.lax.Precision.HIGHEST)
+        return slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
 
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        _check_rotates(group)
-        own: Any = self.matrix
-        if self.key is not None:
-            own = jax.random.orthogonal(self.key, group.size, (group.copies,))
-        if own.shape[-2:] != (group.size, group.size):
-            fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", own.shape)
-        own = _each_copy("matrix", own, group, 2)
-        other = own if self.matrix is None else jnp.linalg.inv(own).mT
-
-        def change(slot: Slot, array: Array, side: float) -> Array:
-            matrix = slot.of_copies((own if side > 0 else other).astype(array.dtype))
-            columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
-            turned = jnp.matmul(matrix, columns, precision=jax.lax.Precision.HIGHEST)
-            return slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
-
-        return _changed(model, group, change, group.linear)
+    return _changed(model, group, change, group.linear)
 
 
 @validated
@@ -276,7 +248,7 @@ def rotate(
     matrix: Float[Array | np.ndarray, "*copies neurons neurons"] | None = None,
     *,
     key: PRNGKey | None = None,
-) -> Rotate:
+) -> Rewrite:
     """Return the rewrite that turns neurons into linear combinations of each other, if nothing is between two products.
 
     What makes them is multiplied by an invertible M, what reads them by its inverse transposed: the queries and keys of
@@ -293,7 +265,7 @@ def rotate(
     _check_rotates(group)
     if (matrix is None) == (key is None):
         fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
-    return Rotate(None if matrix is None else jnp.asarray(matrix), key, group)
+    return FunctionRewrite(_rotated, (group,), (None if matrix is None else jnp.asarray(matrix), key))
 
 
 def _check_rotates(group: NeuronGroup) -> None:
@@ -331,40 +303,30 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
             What a layer makes of them in float32 has rounding of 1e-7 and wants 1e-6.
 
     Raises:
-        ValueError: If `rtol` is negative.
         TypeError: If what it sees is traced.
     """
     return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol), seen.shape)
 
 
-class NullPerturb(Rewrite):
-    """See `null_perturb`."""
-
-    basis: Float[Array, "null features"]
-    std: Scalar
-    key: PRNGKey
-    path: str = eqx.field(static=True)
-    axes: tuple[int, ...] = eqx.field(static=True)
-    rank: int = eqx.field(static=True)
-
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        leaves, tree, rest = parameters_of(model)
-        paths, width = program_of(model, None).paths, self.basis.shape[-1]
-        leaf = paths.index(self.path) if self.path in paths else len(leaves)
-        shape = np.shape(leaves[leaf]) if leaf < len(leaves) else None
-        if shape is None or len(shape) != self.rank or math.prod(shape[axis] for axis in self.axes) != width:
-            wanted = f"have an array {self.path} of {self.rank} axes, {width} features along {self.axes}"
-            fail("model", wanted, f"shape {shape}", ONE_STRUCTURE.replace("group", "null space"))
-        last = tuple(range(-len(self.axes), 0))
-        weights = jnp.moveaxis(jnp.asarray(leaves[leaf]), self.axes, last)
-        moved = perturb_in_null_space(weights.reshape(-1, width), self.basis, self.std, key=self.key)
-        leaves[leaf] = jnp.moveaxis(moved.reshape(weights.shape), last, self.axes)
-        return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+def _null_perturbed(
+    model: Any, path: str, axes: tuple[int, ...], rank: int, basis: Array, std: Scalar, key: PRNGKey
+) -> Any:
+    leaves, tree, rest = parameters_of(model)
+    paths, width = program_of(model, None).paths, basis.shape[-1]
+    leaf = paths.index(path) if path in paths else len(leaves)
+    shape = np.shape(leaves[leaf]) if leaf < len(leaves) else None
+    if shape is None or len(shape) != rank or math.prod(shape[axis] for axis in axes) != width:
+        wanted = f"have an array {path} of {rank} axes, {width} features along {axes}"
+        fail("model", wanted, f"shape {shape}", ONE_STRUCTURE.replace("group", "null space"))
+    last = tuple(range(-len(axes), 0))
+    weights = jnp.moveaxis(jnp.asarray(leaves[leaf]), axes, last)
+    moved = perturb_in_null_space(weights.reshape(-1, width), basis, std, key=key)
+    leaves[leaf] = jnp.moveaxis(moved.reshape(weights.shape), last, axes)
+    return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 
 @validated
-def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
+def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
     """Return the rewrite that adds Gaussian noise to a layer's weights, in directions that nothing it sees has.
 
     The function stays on the examples that the space is of, and changes elsewhere. With an empty space nothing changes.
@@ -373,13 +335,10 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
         space: From `null_space`.
         std: Standard deviation of the noise along each direction, not negative. May be traced.
         key: A PRNG key of either kind.
-
-    Raises:
-        ValueError: If `std` is negative.
     """
     check_non_negative("std", std)
     rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
-    return NullPerturb(jnp.asarray(space.basis, float), std, key, space.path, space.axes, rank)
+    return FunctionRewrite(_null_perturbed, (space.path, space.axes, rank), (jnp.asarray(space.basis, float), std, key))
 
 
 @validated

@@ -116,8 +116,7 @@ def refit(model: Any, *, more_groups: bool = False) -> Any:
         if isinstance(part, eqx.nn.Shared):  # with what is shared at all its places
             whole = eqx.tree_at(part.where, inner(part()), part.where(part.pytree))
             return eqx.tree_at(lambda shared: shared.pytree, part, whole)
-        one_level = lambda x: x is not part  # noqa: E731
-        children, tree = jax.tree.flatten(part, is_leaf=one_level)
+        children, tree = jax.tree.flatten(part, is_leaf=lambda x: x is not part)
         if len(children) == 1 and children[0] is part:
             return part
         new = jax.tree.unflatten(tree, [inner(child) for child in children])

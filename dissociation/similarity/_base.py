@@ -28,15 +28,12 @@ Score = Float[Array, ""]
 class Prepared(NamedTuple):
     """A representation to compare by a product.
 
-    Attributes:
-        entries: Numbers that are multiplied entry by entry and summed, one array or several.
-        mean: The product's mean over all orders of one's samples is the product of the two means.
-        rank: Rank of the features, for measures that divide by it; else 1.
+    The product's mean over all orders of one's samples is the product of the two means.
     """
 
-    entries: Any
+    entries: Any  # multiplied entry by entry and summed, one array or several
     mean: Array
-    rank: Array | float = 1.0
+    rank: Array | float = 1.0  # of the features, for measures that divide by it
 
 
 def _held(n: int, p: int) -> int:
@@ -48,29 +45,21 @@ class Route(NamedTuple):
 
     Functions compare by value, and traced options are leaves of `equinox.Partial`: programs are compiled once.
 
-    Attributes:
-        prepare: From [n, p] to a PyTree of arrays.
-        compare: From two of these to a number.
-        finish: From the product of two `Prepared` ones, and these, to the measure, if it is a function of one product.
-        expected: From two prepared ones to the measure's mean over all orders of one's samples, if it is known.
-        by_rows: If True, samples in another order are prepared as the prepared samples, the first axes, in that order.
-        over_samples: If True, matrices over samples are compared, entry by entry; if False, features.
-        matrix: If True, the measure is the product of symmetric matrices of norm 1 whose rows sum to zero.
-        effort: Multiplications of a step beside those of one product of features.
-        held: From n and the largest p to the numbers held while two are compared.
-        tile: Representations on a side of a tile of pairs, at most; `Job` sets it.
+    With `finish`, from the product of two `Prepared` ones and these, the measure is a function of one product; with
+    `expected` its mean over all orders of one's samples is known. With `by_rows` samples in another order are prepared
+    as the prepared samples, the first axes, in that order. A `matrix` is symmetric, of norm 1, and has rows of sum 0.
     """
 
-    prepare: Callable[[Array], Any]
-    compare: Callable[[Any, Any], Array]
+    prepare: Callable[[Array], Any]  # from [n, p] to a PyTree of arrays
+    compare: Callable[[Any, Any], Array]  # from two of these to a number
     finish: Callable[[Array, Any, Any], Array] | None = None
     expected: Callable[[Any, Any], Array] | None = None
     by_rows: bool = False
-    over_samples: bool = False
+    over_samples: bool = False  # matrices over samples are compared, entry by entry, and not features
     matrix: bool = False
-    effort: float = 1.0
-    held: Callable[[int, int], int] = _held
-    tile: int = 1
+    effort: float = 1.0  # multiplications of a step beside those of one product of features
+    held: Callable[[int, int], int] = _held  # from n and the largest p to the numbers held while two are compared
+    tile: int = 1  # representations on a side of a tile of pairs, at most; `Job` sets it
 
     def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
         """Return the multiplications for so many representations of p and q features, and pairs of them."""
@@ -182,8 +171,7 @@ def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, mi
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
-    route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1])
-    value = prepared_and_compared(route, *in_common_dtype(x, y))
+    value = prepared_and_compared(cheapest(routes, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):
             refuse_constant(name, array)

@@ -7,6 +7,7 @@ scale per neuron does not matter, neurons are brought to one size first. With p 
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -47,8 +48,7 @@ def basis(x: Array) -> tuple[Array, Array]:
 
 def _leading(values: Array, variance: Array) -> Array:
     squares = values**2
-    before = jnp.cumsum(squares) - squares
-    return jnp.where(before < variance * jnp.sum(squares), 1.0, 0.0).astype(values.dtype)
+    return jnp.where((jnp.cumsum(squares) - squares) < variance * jnp.sum(squares), 1.0, 0.0).astype(values.dtype)
 
 
 def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:
@@ -61,21 +61,9 @@ def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.minimum(nuclear_norm(product(a[0].T, b[0])) / jnp.minimum(a[1], b[1]), 1.0)
 
 
-def _mean_square(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0)
-
-
-def _squares_expected(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1]))
-
-
 def _projector(x: Array) -> Prepared:
     q, rank = basis(x)
     return Prepared(product(q, q.T), rank / (x.shape[0] - 1) ** 0.5, rank)
-
-
-def _mean_overlap(product: Array, a: Prepared, b: Prepared) -> Array:
-    return jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0)
 
 
 def _seen(x: Array) -> tuple[Array, Array, Array]:
@@ -107,8 +95,7 @@ def _gulp_distance(a: Array, b: Array) -> Array:
     wide, turned = aligned(a, b)
     apart, sums = wide - turned, wide + turned
     crossed = product(sums.T, apart)
-    square = 0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T))
-    return root(square)
+    return root(0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T)))
 
 
 _SVD = 20.0
@@ -117,8 +104,15 @@ _SVD = 20.0
 CCA = (Route(basis, _mean_correlation, effort=_SVD),)
 
 CCA_SQUARED = (
-    Route(basis, _mean_square, expected=_squares_expected, effort=_SVD),
-    product_route(_projector, _mean_overlap)._replace(effort=1.5 * _SVD),
+    Route(
+        basis,
+        lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),
+        expected=lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
+        effort=_SVD,
+    ),
+    product_route(_projector, lambda product, a, b: jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0))._replace(
+        effort=1.5 * _SVD
+    ),
 )
 """Over features, or over samples if pairs are many."""
 
@@ -141,6 +135,12 @@ def gulp_routes(*, lam: Scalar = 1e-2) -> Routes:
     return (Route(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, effort=_SVD),)
 
 
+def _between_subspaces(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
+    refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
+    return evaluate(routes, x, y)
+
+
 @validated(finite=("x", "y"))
 def cca(x: Features, y: OtherFeatures) -> Score:
     """The mean canonical correlation, sum_i rho_i / min(rank of Xc, rank of Yc).
@@ -159,9 +159,7 @@ def cca(x: Features, y: OtherFeatures) -> Score:
     References:
         Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and Sohl-Dickstein (2017).
     """
-    refuse_wide(x, y)
-    warn_dropped(x=x, y=y)
-    return evaluate(CCA, x, y)
+    return _between_subspaces(CCA, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -181,9 +179,7 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
     References:
         Ramsay, ten Berge and Styan (1984), Matrix correlation; Kornblith et al. (2019), table 1.
     """
-    refuse_wide(x, y)
-    warn_dropped(x=x, y=y)
-    return evaluate(CCA_SQUARED, x, y)
+    return _between_subspaces(CCA_SQUARED, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -235,9 +231,7 @@ def pwcca(x: Features, y: OtherFeatures) -> Score:
         Morcos, Raghu and Bengio (2018), Insights on representational similarity in neural networks with canonical
         correlation, section 2.2.
     """
-    refuse_wide(x, y)
-    warn_dropped(x=x, y=y)
-    return evaluate(PWCCA, x, y)
+    return _between_subspaces(PWCCA, x, y)
 
 
 @validated(finite=("x", "y"))

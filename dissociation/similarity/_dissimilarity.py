@@ -1,6 +1,7 @@
 """Representational similarity analysis: matrices of dissimilarities between samples (RDMs), and how they agree."""
 
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -64,10 +65,6 @@ def entries(matrix: Array) -> Array:
     return matrix[np.triu_indices(matrix.shape[0], 1)]
 
 
-def _centred_pairs(pairs: Array) -> Array:
-    return unit(apart_from_rounding(pairs - jnp.mean(pairs), pairs))
-
-
 def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
     """Return Kendall's tau-a: concordant minus discordant pairs, of all pairs; ties are neither.
 
@@ -78,10 +75,9 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
     order = jnp.lexsort((b, a))
     a, b = a[order], b[order]
     same_a = a[1:] == a[:-1]
-    ties = lambda same: _pairs_in_runs(same, number)  # noqa: E731
-    tied_both = ties(same_a & (b[1:] == b[:-1]))
     sorted_b = jnp.sort(b)
-    tied_a, tied_b = ties(same_a), ties(sorted_b[1:] == sorted_b[:-1])
+    runs = same_a & (b[1:] == b[:-1]), same_a, sorted_b[1:] == sorted_b[:-1]
+    tied_both, tied_a, tied_b = map(_pairs_in_runs, runs)
     rank = jnp.searchsorted(sorted_b, b)  # how many are below
     bits = max(number - 1, 1).bit_length()
     below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << bits))
@@ -93,8 +89,8 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
         start = below[group << (shift + 1)]
         ones = jnp.cumsum(bit) - bit
         ones -= ones[start]  # before this one, in its group
-        fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
         place = jnp.where(bit == 1, ones, jnp.arange(number) - start - ones) + below[(values >> shift) << shift]
+        fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
         return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
 
     discordant, _ = lax.fori_loop(0, bits, level, (jnp.zeros((), a.dtype), rank))
@@ -102,9 +98,9 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
     return (total - tied_a - tied_b + tied_both - 2 * discordant) / total
 
 
-def _pairs_in_runs(same: Array, number: int) -> Array:
+def _pairs_in_runs(same: Array) -> Array:
     """Return how many pairs of places lie within one run; `same`: flags of values equal to the one before."""
-    places = jnp.arange(number)
+    places = jnp.arange(same.shape[0] + 1)
     starts = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
 
@@ -113,7 +109,8 @@ def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
     if comparison in RANKED:
         pairs = ranks(pairs, size) if comparison == "spearman" else snapped(pairs, size)
     if comparison != "kendall":
-        pairs = unit(pairs) if comparison == "cosine" else _centred_pairs(pairs)
+        pairs = pairs if comparison == "cosine" else apart_from_rounding(pairs - jnp.mean(pairs), pairs)
+        pairs = unit(pairs)
     return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
 
 
@@ -147,6 +144,7 @@ def _kendall(a: Prepared, b: Prepared) -> Array:
 
 
 @validated(finite=("x",))
+@partial(jax.jit, static_argnames="kind")
 def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
     """Dissimilarities of all pairs of samples.
 
@@ -169,16 +167,11 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
     """
     check_choice("kind", kind, RDMS)
     check_samples("x", x.shape[0], 2)
-    (x,) = in_common_dtype(x)
-    return _rdm(x, kind)
-
-
-@eqx.filter_jit
-def _rdm(x: Array, kind: str) -> Array:
-    unscaled = kind in ("cosine", "correlation")
-    x, scale = scaled(x)
+    x, scale = scaled(in_common_dtype(x)[0])
     pairs = entries(_with_size(x, kind)[0])
-    return pairs if unscaled else scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
+    if kind in ("cosine", "correlation"):
+        return pairs
+    return scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
 
 
 @validated(finite=("a", "b"))
@@ -238,9 +231,7 @@ def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: st
 
 @validated(finite=("a", "b", "noise_covariance"))
 def crossnobis_rdm(
-    a: Features,
-    b: Features,
-    noise_covariance: Float[Array | np.ndarray, "p p"] | None = None,
+    a: Features, b: Features, noise_covariance: Float[Array | np.ndarray, "p p"] | None = None
 ) -> Float[Array, " pairs"]:
     """Cross-validated squared Mahalanobis distances (a_i - a_j)^T S^-1 (b_i - b_j) / p.
 
@@ -264,8 +255,7 @@ def crossnobis_rdm(
     check_samples("a", a.shape[0], 2)
     a, b = in_common_dtype(a, b)
     if noise_covariance is not None:
-        precision = psd_power(jnp.asarray(noise_covariance, b.dtype), -1)
-        a, b = centre(a), product(centre(b), precision)
+        a, b = centre(a), product(centre(b), psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
     return entries(_crossed(a, b))
 
 

@@ -116,8 +116,7 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array
         if known.min() < 0 or np.abs(known - known.T).max() > slack or np.abs(np.diagonal(known)).max() > slack:
             fail("distances", "be symmetric, non-negative and zero on the diagonal", "others")
     table = jnp.asarray(distances)
-    table = 0.5 * (table + table.T)
-    table, unit = scaled(table)
+    table, unit = scaled(0.5 * (table + table.T))
     return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), unit, count
 
 
@@ -131,8 +130,7 @@ def _classical(distances: Array, num_dims: int) -> Embedding:
 
 
 def _apart(points: Array) -> Array:
-    differences = points[:, None] - points[None]
-    return root(jnp.sum(differences**2, -1))
+    return root(jnp.sum((points[:, None] - points[None]) ** 2, -1))
 
 
 def _stress(distances: Array, points: Array) -> Array:

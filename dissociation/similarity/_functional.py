@@ -1,5 +1,6 @@
 """Compare the outputs of two networks, which similarity of representations is read beside."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,14 +23,6 @@ def _agreement(a: Prepared, b: Prepared) -> Array:
     return (number - jnp.sum(a.entries * b.entries)) / number
 
 
-def _agreement_expected(a: Prepared, b: Prepared) -> Array:
-    return 1 - jnp.sum(a.mean * b.mean)
-
-
-def _log_probabilities(x: Array) -> Array:
-    return jax.nn.log_softmax(x, 1)
-
-
 def _divergence(a: Array, b: Array) -> Array:
     middle = jnp.logaddexp(a, b) - jnp.log(jnp.asarray(2, a.dtype))
     half = lambda one: jnp.sum(jnp.where(one > -jnp.inf, jnp.exp(one) * (one - middle), 0.0), 1)  # noqa: E731
@@ -40,9 +33,9 @@ def _held(n: int, p: int) -> int:
     return 4 * n * p
 
 
-DISAGREEMENT = (Route(_predictions, _agreement, expected=_agreement_expected, held=_held),)
+DISAGREEMENT = (Route(_predictions, _agreement, expected=lambda a, b: 1 - jnp.sum(a.mean * b.mean), held=_held),)
 
-JENSEN_SHANNON = (Route(_log_probabilities, _divergence, held=_held),)
+JENSEN_SHANNON = (Route(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence, held=_held),)
 
 
 @validated(finite=("x", "y"))

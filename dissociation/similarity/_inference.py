@@ -4,6 +4,7 @@ A bootstrap draws samples twice, and a sample drawn twice is its own nearest nei
 The jackknife leaves blocks of samples out instead, and chance is another order of one representation's samples.
 """
 
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -250,12 +251,9 @@ def permutation_test(
     orders = np.concatenate([np.arange(x.shape[0])[None], orders])
     first, second = prepared(route, (x[None],)), (y[None],)
     second = prepared(route, second) if route.by_rows else second
-    meter = open_meter(progress, len(orders), known.name)
-    try:
+    with closing(open_meter(progress, len(orders), known.name)) as meter:
         drawn = lambda part: reordered(route, first, second, part, symmetric=False)[:, 0, 0]  # noqa: E731
         values = in_chunks(drawn, orders, route.work(*sizes, items=1, pairs=1), meter.advance)
-    finally:
-        meter.close()
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
@@ -280,8 +278,7 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
     sign = 1.0 if measure.larger_is_closer else -1.0
     slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
     hits = np.sum(sign * draws >= sign * value - slack, 0)
-    known = np.isfinite(value) & np.isfinite(draws).all(0)
-    p_value = np.where(known, (1 + hits) / (1 + len(draws)), np.nan)
+    p_value = np.where(np.isfinite(value) & np.isfinite(draws).all(0), (1 + hits) / (1 + len(draws)), np.nan)
     quantile = sign * np.quantile(sign * draws, level, axis=0)
     spread = draws.std(0, ddof=1) if len(draws) > 1 else np.full_like(value, np.nan)
     calibrated = calibrate(value, quantile, measure.identical)
@@ -434,8 +431,7 @@ def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "h
     own = values[known]
     if method == "holm":
         order = np.argsort(own)
-        stepped = np.maximum.accumulate(own[order] * np.arange(len(own), 0, -1))
-        own[order] = np.minimum(stepped, 1.0)
+        own[order] = np.minimum(np.maximum.accumulate(own[order] * np.arange(len(own), 0, -1)), 1.0)
     else:
         own = stats.false_discovery_control(own, method=method)
     values[known] = own
@@ -474,7 +470,7 @@ def member_interval(
     table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
-    left = (total - rows) / ((count - 1) * (count - 2))
     # A mean over pairs has no bias, and lies inside of its interval.
+    left = (total - rows) / ((count - 1) * (count - 2))
     found = jackknife_interval(mean, left, level=level, bounds=bounds, unbias=False)
     return MemberInterval(mean, found.standard_error, found.low, found.high)

@@ -87,22 +87,10 @@ def _mean_part(trace: Array, number: int) -> Array:
     return trace / (number - 1) ** 0.5
 
 
-def _distance_gram(x: Array) -> Array:
-    return root(squared_distances(scaled(x)[0]))
-
-
 def _plain_features(x: Array) -> Prepared:
     x, _ = centred(x)
     own = jnp.sqrt(jnp.sum(product(x.T, x) ** 2))
     return Prepared(x / jnp.sqrt(own), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
-
-
-def _squared_product(a: Prepared, b: Prepared) -> Array:
-    return jnp.sum(product(a.entries.T, b.entries) ** 2)
-
-
-def _means(a: Prepared, b: Prepared) -> Array:
-    return a.mean * b.mean
 
 
 class _Debiased(NamedTuple):
@@ -133,10 +121,6 @@ def _debiased_features(x: Array) -> _Debiased:
     return _Debiased(x / jnp.sqrt(own), lengths / own, sums / own)
 
 
-def _debiased_cosine(a: _Debiased, b: _Debiased) -> Array:
-    return jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0)
-
-
 def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     """Return the product, and the size of its terms, whose rounding it carries."""
     n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
@@ -149,10 +133,6 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     terms += [2 * jnp.sum(product(x_long, inner) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
     terms += [jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))]
     return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
-
-
-def _nothing(a: _Debiased, b: _Debiased) -> Array:
-    return jnp.zeros_like(a.lengths[0] * b.lengths[0])
 
 
 def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:
@@ -202,14 +182,24 @@ def _held(n: int, p: int) -> int:
 
 
 LINEAR_CKA = (
-    Route(_plain_features, _squared_product, expected=_means, held=_held),
+    Route(
+        _plain_features,
+        lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
+        expected=lambda a, b: a.mean * b.mean,
+        held=_held,
+    ),
     product_route(_plain_halves),
     product_route(eqx.Partial(_unit_gram, linear_gram, double_centred), matrix=True),
 )
 """Over features if these are few, over samples if pairs or features are many; the last one for moments alone."""
 
 DEBIASED_CKA = (
-    Route(_debiased_features, _debiased_cosine, expected=_nothing, held=_held),
+    Route(
+        _debiased_features,
+        lambda a, b: jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0),
+        expected=lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
+        held=_held,
+    ),
     product_route(_debiased_halves),
     product_route(eqx.Partial(_unit_gram, linear_gram, u_centred), matrix=True),
 )
@@ -224,11 +214,13 @@ def rbf_routes(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Ro
     return (product_route(eqx.Partial(_unit_gram, gram, centring), matrix=True),)
 
 
-def _root(product: Array, a: Prepared, b: Prepared) -> Array:
-    return root(product)  # not negative but for rounding
-
-
-DISTANCE_CORRELATION = (product_route(eqx.Partial(_unit_gram, _distance_gram, double_centred), _root, linear=False),)
+DISTANCE_CORRELATION = (
+    product_route(
+        eqx.Partial(_unit_gram, lambda x: root(squared_distances(scaled(x)[0])), double_centred),
+        lambda product, a, b: root(product),  # not negative but for rounding
+        linear=False,
+    ),
+)
 
 
 @validated(finite=("x", "y"))

@@ -35,8 +35,7 @@ def memberships(x: Array, num_neighbours: int) -> Array:
     distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
     last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
     above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding
-    left = num_neighbours - jnp.sum(above, 1, keepdims=True)
-    share = left / jnp.sum(tied, 1, keepdims=True)
+    share = (num_neighbours - jnp.sum(above, 1, keepdims=True)) / jnp.sum(tied, 1, keepdims=True)
     return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
 
 

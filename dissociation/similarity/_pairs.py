@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import (
-    check_count,
-    check_same_length,
-    fail,
-    fail_kind,
-    warn,
-)
+from dissociation._core.checks import check_count, check_same_length, fail, fail_kind, warn
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -375,8 +369,7 @@ def _tested(job: Job, values: Array, shuffled: Any, *, by_moments: bool) -> np.n
 
 
 def _invariants(route: Any, one: Items) -> Any:
-    found = [invariants_of(route, array) for array in one.arrays]
-    order = np.argsort(np.concatenate(one.places))
+    order, found = np.argsort(np.concatenate(one.places)), [invariants_of(route, array) for array in one.arrays]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *found)
 
 

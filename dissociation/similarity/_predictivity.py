@@ -61,8 +61,7 @@ def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
     for own, held_out in parts:
         matrix, undefined = finite_part(own)
         left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-        kept = values > rank_cut(matrix) * values[0]
-        values = jnp.where(kept, values, 0.0) + undefined
+        values = jnp.where(values > rank_cut(matrix) * values[0], values, 0.0) + undefined
         found.append(_Fold(left, values, product(held_out, right.T)))
     return _Prepared(x, tuple(found), scale)
 
@@ -124,8 +123,7 @@ def _single(a: _Maps, b: _Maps | _Prepared, num_folds: int | None, folds: str) -
     wrong = jnp.zeros((), y.dtype)
     for (inverse, held_out), (train, test) in zip(a.parts, _parts(y.shape[0], num_folds, folds), strict=True):
         mean = jnp.mean(y[train], 0)[None]
-        prediction = product(held_out, product(inverse.T, y[train] - mean))
-        wrong = wrong + jnp.sum((y[test] - mean - prediction) ** 2)
+        wrong = wrong + jnp.sum((y[test] - mean - product(held_out, product(inverse.T, y[train] - mean))) ** 2)
     return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
@@ -159,12 +157,7 @@ def _check_sizes(x: Array | np.ndarray, num_folds: int | None) -> None:
 
 @validated(finite=("x", "y"))
 def linear_predictivity(
-    x: Features,
-    y: OtherFeatures,
-    *,
-    alpha: Scalar = 0.0,
-    num_folds: int | None = 5,
-    folds: str = "shuffled",
+    x: Features, y: OtherFeatures, *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
 ) -> Score:
     """The share R^2 of y's variance that a linear map of x predicts on samples that it was not fitted to.
 

@@ -45,8 +45,7 @@ def _angle(a: Array, b: Array) -> Array:
 def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     (x, size_x), (y, size_y) = a, b
     size = jnp.maximum(size_x, size_y)
-    square = residual(x * (size_x / size), y * (size_y / size))
-    return size * root(square)
+    return size * root(residual(x * (size_x / size), y * (size_y / size)))
 
 
 def _centred(x: Array) -> tuple[Array, Array]:
@@ -56,10 +55,6 @@ def _centred(x: Array) -> tuple[Array, Array]:
 
 def _unit_centred(x: Array) -> Array:
     return unit(_centred(x)[0])
-
-
-def _cosine(a: Array, b: Array) -> Array:
-    return jnp.minimum(nuclear_norm(product(a.T, b)), 1.0)
 
 
 def _whitened(x: Array, a: Array) -> Array:
@@ -75,7 +70,7 @@ def _partly(values: Array, parameter: Array) -> Array:
 
 PROCRUSTES = (Route(_centred, _distance, by_rows=True),)
 
-ANGULAR_SIMILARITY = (Route(_unit_centred, _cosine, by_rows=True),)
+ANGULAR_SIMILARITY = (Route(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0), by_rows=True),)
 
 ANGULAR_DISTANCE = (Route(_unit_centred, _angle, by_rows=True),)
 

@@ -55,8 +55,7 @@ class JointMoments(Result):
 
 def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
     """Return sums over each representation's features, which lie on the first axis."""
-    owner = np.repeat(np.arange(len(widths)), widths)
-    return jax.ops.segment_sum(values, owner, len(widths))
+    return jax.ops.segment_sum(values, np.repeat(np.arange(len(widths)), widths), len(widths))
 
 
 def joint_moments(*representations: Any) -> JointMoments:
@@ -85,10 +84,9 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
     joined = jnp.concatenate(arrays, 1)
     x = centre(joined)
     lengths = _per_representation((x**2).T, widths).T
-    mean = joined[0] - x[0]
     return JointMoments(
         count=jnp.asarray(x.shape[0], x.dtype),
-        mean=mean,
+        mean=joined[0] - x[0],
         products=product(x.T, x),
         cubes=product(x.T, lengths),
         quartics=product(lengths.T, lengths),
@@ -97,15 +95,11 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
 
 
 @validated
+@jax.jit
 def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
     """Return the moments of two batches together, exactly: each is brought to the common mean."""
     if a.widths != b.widths:
         fail("b", f"have the widths of `a`, {a.widths}", b.widths)
-    return _merged(a, b)
-
-
-@eqx.filter_jit
-def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
     count = a.count + b.count
     apart = b.mean - a.mean
     one, other = _moved(a, -apart * (b.count / count)), _moved(b, apart * (a.count / count))
@@ -120,14 +114,13 @@ def _moved(m: JointMoments, by: Array) -> JointMoments:
     along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
     across = _per_representation(by[:, None] * m.products, m.widths)  # sum (by_r . x_r) x
     both = _per_representation((across * by[None]).T, m.widths).T  # sum (by_r . x_r)(by_s . x_s)
-    rest = squares + m.count * size
     quartics = m.quartics + 2 * (along + along.T) + 4 * both
     quartics = quartics + size[:, None] * squares[None] + squares[:, None] * size[None]
     return JointMoments(
         count=m.count,
         mean=m.mean,
         products=m.products + m.count * by[:, None] * by[None],
-        cubes=m.cubes + 2 * across.T + by[:, None] * rest[None],
+        cubes=m.cubes + 2 * across.T + by[:, None] * (squares + m.count * size)[None],
         quartics=quartics + m.count * size[:, None] * size[None],
         widths=m.widths,
     )
@@ -183,8 +176,7 @@ def _linear_cka(m: JointMoments) -> Array:
 
 def _scaled(m: JointMoments) -> Array:
     """Return products of features, of representations whose lengths squared sum to 1."""
-    owner = np.repeat(np.arange(len(m.widths)), m.widths)
-    lengths = jnp.sqrt(m.squares())[owner]
+    lengths = jnp.sqrt(m.squares())[np.repeat(np.arange(len(m.widths)), m.widths)]
     return m.products / lengths[:, None] / lengths[None]
 
 
@@ -225,8 +217,7 @@ def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
     rtol = [8 * width * float(jnp.finfo(m.products.dtype).eps) for width in m.widths]
     own = [m.block(i, i) for i in range(len(m.widths))]
     roots = [psd_power(block, -0.5, rtol=cut) for block, cut in zip(own, rtol, strict=True)]
-    ranks = [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
-    return roots, ranks
+    return roots, [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
 
 
 def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
@@ -309,8 +300,7 @@ def _from_moments(moments: JointMoments, measure: str) -> Array:
 
 
 def _expected_linear_cka(m: JointMoments) -> Array:
-    inner = _block_squares(m.products, m.widths)
-    traces = m.squares() / jnp.sqrt(jnp.diagonal(inner))
+    traces = m.squares() / jnp.sqrt(jnp.diagonal(_block_squares(m.products, m.widths)))
     return traces[:, None] * traces[None] / (m.count - 1)
 
 

@@ -105,9 +105,8 @@ def _joined(blocks: list[list[Array]]) -> Array:
 def _prepare(route: Route, stack: Array) -> Any:
     own = prepared_bytes(route, stack) + stack.shape[1] * stack.shape[2] * stack.dtype.itemsize
     batch = int(np.clip(BATCH_BYTES // (SCRATCH * own), 1, stack.shape[0]))
-    if batch == 1:  # a batch of one would be computed by the slower products of batches
-        return lax.map(route.prepare, stack)
-    return lax.map(route.prepare, stack, batch_size=batch)
+    # A batch of one would be computed by the slower products of batches.
+    return lax.map(route.prepare, stack, batch_size=None if batch == 1 else batch)
 
 
 def _outer(function: Any, a: Any, b: Any) -> Array:
@@ -141,10 +140,7 @@ def _block(route: Route, a: Any, b: Any, *, symmetric: bool) -> Array:
             return lax.dynamic_update_slice(out, found, (i, j))
 
         out = lax.fori_loop(0, len(where), put, jnp.zeros(sizes, kind))
-    if symmetric:
-        upper = jnp.triu(out, 1)
-        return jnp.triu(out) + upper.T
-    return out
+    return jnp.triu(out) + jnp.triu(out, 1).T if symmetric else out
 
 
 def _cut(tree: Any, start: Array | int, width: int) -> Any:
@@ -154,8 +150,7 @@ def _cut(tree: Any, start: Array | int, width: int) -> Any:
 def _products(a: Array, b: Array) -> Array:
     """Return <a_i, b_j> of all pairs, on a CPU from one part of the entries at a time."""
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
-    size = a.shape[1]
-    parts = size // PART
+    parts = a.shape[1] // PART
     if parts < 2 or jax.default_backend() != "cpu":
         return product(a, b.T)
 

@@ -4,21 +4,21 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation._core.types import PyTree
-from dissociation.training._chunk import Source
 from dissociation.training._cores import Shards
 from dissociation.training._samplers import HostBatches, Sampler, Segment, as_arrays, as_data
-from dissociation.training._sharding import replicate
+from dissociation.training._sharding import place_members
 
 
 def example(tree: Any) -> Any:
@@ -37,7 +37,7 @@ class Batches:
         self.sampler, self.keys = sampler, order_keys
         self.shards = Shards(1, 1)
         self.arrays = eqx.filter(sampler, eqx.is_array)
-        self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of shards
+        self._block, self._plan = -1, cast(Any, None)  # what is the members' own, and the plan, become lists of shards
         self._prefetched, self._expected = None, -1
 
     def lay(self, shards: Shards) -> None:
@@ -46,20 +46,20 @@ class Batches:
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
-    def one_arrays(self) -> Any:
-        """Return the sampler's arrays as one member gets them, as shapes and dtypes."""
+    def example(self, step: int) -> tuple[Any, Any]:
+        """Return the sampler's arrays and a plan as one member gets them, as shapes and dtypes."""
         arrays = eqx.filter(self.sampler, eqx.is_array)
-        return example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
-
-    def one_plan(self, step: int) -> Any:
-        """Return a plan as one member gets it, as shapes and dtypes."""
+        arrays = example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
         if isinstance(self.sampler, HostBatches):
-            return jax.tree.map(_shape, self.source(step)[0].plan)
+            return arrays, jax.tree.map(_shape, self.source(step)[0][1])
         key = self.keys if self.sampler.shared else self.keys[0]
-        return jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
+        return arrays, jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
 
-    def source(self, step: int) -> tuple[Source, list[Source], Segment]:
-        """Return the sources of a step's batch, for all members and for those of each shard, and the step's place."""
+    def source(self, step: int) -> tuple[Any, list[Any], Segment]:
+        """Return the sources of a step's batch, for all members and for those of each shard, and the step's place.
+
+        A source is the arrays of the sampler and the plan of the block, each None if it is in the other source.
+        """
         segment = self.sampler.segment(step)
         if segment.block != self._block:
             self._plan = self._next_plan(step, segment)
@@ -69,12 +69,10 @@ class Batches:
             if step >= segment.end:
                 wanted, advice = f"give a batch for every step, {step} among them", "Repeat it, as by itertools.cycle"
                 checks.fail("start", wanted, "an iterator that has ended", advice)
-        own_plan = not self.sampler.shared
         nothing: Any = [None] * self.shards.number
-        arrays = self.arrays if self.sampler.stacked else nothing
-        plans: Any = self._plan if own_plan else nothing
-        common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
-        return common, [Source(*each) for each in zip(arrays, plans, strict=True)], segment
+        arrays, common_arrays = (self.arrays, None) if self.sampler.stacked else (nothing, self.arrays)
+        plans, common_plan = (nothing, self._plan) if self.sampler.shared else (self._plan, None)
+        return (common_arrays, common_plan), list(zip(arrays, plans, strict=True)), segment
 
     def _next_plan(self, step: int, segment: Segment) -> Any:
         if isinstance(self.sampler, HostBatches):
@@ -91,7 +89,7 @@ class Batches:
     def _placed(self, tree: Any, *, own: bool) -> Any:
         if own:
             return self.shards.split(tree)
-        return tree if self.shards.mesh is None else replicate(tree, self.shards.mesh)
+        return tree if self.shards.mesh is None else place_members(tree, self.shards.mesh, PartitionSpec())
 
     def close(self) -> None:
         """End the thread that makes batches, if there is one."""

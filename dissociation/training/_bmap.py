@@ -41,10 +41,9 @@ def bmap(
     members (`batch_size=1`) without a convolution are mapped in parallel on a CPU after `dissociation.use_all_cores`,
     with the same results up to rounding.
 
-    On a CPU, XLA runs convolutions in a compiled loop several times slower than outside of one (two layers of 16
-    channels, 8 batches of 64 images of 28 x 28, two busy cores: 1.7 s against 0.3 s). If `fun` holds one, a call on
-    concrete arrays therefore loops in Python, which costs no memory. Inside `jit` an unrolled program is as fast, but
-    keeps intermediate results of all batches (that example: 32 MB against 10 MB); a compiled loop warns there.
+    On a CPU, XLA runs convolutions in a compiled loop several times slower than outside of one. If `fun` holds one, a
+    call on concrete arrays therefore loops in Python, which costs no memory. Inside `jit` an unrolled program is as
+    fast, but keeps intermediate results of all batches; a compiled loop warns there.
 
     Args:
         fun: A function of positional arguments. None returns a decorator.
@@ -76,15 +75,8 @@ def bmap(
         >>> bmap(lambda x, power: x**power, in_axes=(0, None), batch_size=2)(jnp.arange(5.0), 2)
         Array([ 0.,  1.,  4.,  9., 16.], dtype=float32)
     """
-    options: dict[str, Any] = {
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-        "axis_name": axis_name,
-        "axis_size": axis_size,
-        "batch_size": batch_size,
-        "memory_budget": memory_budget,
-        "loop": loop,
-    }
+    options: dict[str, Any] = {"in_axes": in_axes, "out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size}
+    options |= {"batch_size": batch_size, "memory_budget": memory_budget, "loop": loop}
     if fun is None:
         return partial(bmap, **options)
     if not callable(fun):
@@ -183,14 +175,13 @@ class _Batched(eqx.Module):
         program = trace(own_of, example)
         operations = program.code.primitives
         known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
-        kept = known and not program.weak
         if self._unrolls(operations, known, size):
             starts = range(0, size, self.batch_size)
             parts = [
                 _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-        elif kept:
+        elif known and not program.weak:
             threads = number_of_threads(size, operations, (program, rows)) if self.batch_size == 1 else 1
             gathered = map_shards(_looped_over, (program, self.batch_size), rows, size, threads)
         else:
@@ -275,8 +266,7 @@ def _common_size(
 ) -> int | None:
     """Return the number of members, from `axis_size` and every mapped array; None if nothing is mapped."""
     sizes: dict[str, int] = {} if axis_size is None else {"axis_size": axis_size}
-    paths = jax.tree_util.tree_leaves_with_path(args)
-    for (path, leaf), axis in zip(paths, axes, strict=True):
+    for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(args), axes, strict=True):
         if axis is None:
             continue
         name = _name_of(fun, path)

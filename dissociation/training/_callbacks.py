@@ -17,7 +17,7 @@ import numpy as np
 from dissociation._core import checks
 from dissociation._core.files import naming, replacing
 from dissociation._core.validation import validated
-from dissociation.training._progress import MeterFactory, open_meter
+from dissociation.training._progress import MeterFactory, SilentMeter, open_meter
 
 MAX_DESCRIBED = 6
 """Recorded numbers that progress shows by default."""
@@ -59,7 +59,7 @@ class Progress(Callback):
     """
 
     def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
-        self.how, self.shown, self._meter, self._text, self._recorded = how, shown, None, "", False
+        self.how, self.shown, self._meter, self._text, self._recorded = how, shown, SilentMeter(), "", False
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Open the meter."""
@@ -69,8 +69,7 @@ class Progress(Callback):
         """Move the meter."""
         if not self._recorded and loss.size:
             self._text = described({"loss": loss.mean(axis=1)}, self.shown)
-        if self._meter is not None:
-            self._meter.advance(step, self._text)
+        self._meter.advance(step, self._text)
 
     def record(self, step: int, records: dict[str, Any]) -> None:
         """Change the text."""
@@ -80,8 +79,7 @@ class Progress(Callback):
 
     def close(self) -> None:
         """Close the meter."""
-        if self._meter is not None:
-            self._meter.close()
+        self._meter.close()
 
 
 class CsvLog(Callback):

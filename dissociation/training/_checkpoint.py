@@ -27,7 +27,9 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
     """Write `tree` and a header, atomically."""
     described, blobs = [], []
     for name, leaf in _storable_leaves(tree):
-        if not _is_readable(leaf):
+        numbers = type(leaf) in _NUMBERS or _is_key(leaf)
+        numbers = numbers or leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
+        if not numbers or isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct):
             got = f"a {type(leaf).__name__} of {leaf.dtype}{name and f' at {name}'}"
             checks.fail_kind("tree", "hold arrays of numbers or dates", got, "Text can be in `header`")
         entry, blob = _encode(leaf)
@@ -84,14 +86,6 @@ def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 _NUMBERS = (bool, int, float, complex)
-
-
-def _is_readable(leaf: Any) -> bool:
-    """Return True if `_decode` restores the leaf from its bytes and the name of its dtype."""
-    if type(leaf) in _NUMBERS or _is_key(leaf):
-        return True
-    numbers = leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
-    return numbers and not isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct)
 
 
 def _is_key(leaf: Any) -> bool:

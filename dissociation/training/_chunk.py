@@ -48,33 +48,15 @@ class Layout(NamedTuple):
         """Fill what is "auto" from a stored layout, with the devices that there are."""
         if self.member_map not in ("auto", stored["member_map"]):
             return self
-        given = {name: value for name, value in self._asdict().items() if not _is_open(value)}
+        given = {name: value for name, value in self._asdict().items() if value != "auto"}
         layout, sizes = Layout(**{**stored, "mesh": "auto", **given}), stored["mesh"]
-        if not isinstance(sizes, list) or not _is_open(layout.mesh) or math.prod(sizes) > jax.local_device_count():
+        if not isinstance(sizes, list) or layout.mesh != "auto" or math.prod(sizes) > jax.local_device_count():
             return layout
         devices = jax.local_devices()[: math.prod(sizes)]
         return layout._replace(mesh=sharding.member_mesh(devices, data=sizes[1]))
 
 
-def _is_open(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-class Chosen(NamedTuple):
-    """Layout with nothing left open but, until the program is known, the number of members per batch."""
-
-    member_map: str
-    members_per_batch: int | str | None
-    mesh: Mesh | None
-    threads: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of devices over which the members are laid."""
-        return 1 if self.mesh is None else sharding.member_devices(self.mesh)
-
-
-def stored_layout(layout: Layout | Chosen) -> dict[str, Any]:
+def stored_layout(layout: Layout) -> dict[str, Any]:
     """Return a layout as a header holds it; a mesh becomes its numbers of devices, for members and for data."""
     mesh = layout.mesh
     if isinstance(mesh, Mesh):
@@ -88,15 +70,18 @@ def checked_mesh(layout: Layout) -> Mesh | None:
     if isinstance(layout.mesh, Mesh):
         sharding.check_mesh(layout.mesh)
         return layout.mesh
-    if layout.mesh is not None and not _is_open(layout.mesh):
+    if layout.mesh is not None and str(layout.mesh) != "auto":
         checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(layout.mesh))
     return None
 
 
 def chosen_layout(
     layout: Layout, mesh: Mesh | None, num_members: int, arrays: Any, step: Traced, *others: Traced
-) -> tuple[Chosen, int]:
-    """Return the layout that suits the platform and the programs, and the number of threads that can run now."""
+) -> tuple[Layout, int]:
+    """Return the layout that suits the platform and the programs, and the number of threads that can run now.
+
+    Only `members_per_batch` of it may still be "auto".
+    """
     member_map, members_per_batch, _, wanted = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
     for name, value in (("members_per_batch", members_per_batch), ("threads", wanted)):
@@ -109,53 +94,38 @@ def chosen_layout(
         sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
         member_map = sequential if per_batch(platform) == 1 else "vmap"
     if member_map == "vmap":
-        return Chosen(member_map, members_per_batch, mesh), 1
+        return Layout(member_map, members_per_batch, mesh, 1), 1
     if members_per_batch not in (None, "auto"):
         wanted_value = f"be None with sequential mapping (member_map={member_map!r})"
         checks.fail("members_per_batch", wanted_value, members_per_batch)
-    if not _is_open(layout.mesh):
-        return Chosen(member_map, None, mesh), 1
+    if layout.mesh != "auto":
+        return Layout(member_map, None, mesh, 1), 1
     operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
     threads = number_of_threads(num_members, operations, (arrays, step, *others))
     # Bits depend on the shards: on fewer cores, fewer threads compute the same ones.
     shards = threads if isinstance(wanted, str) else min(wanted, num_members)
-    return Chosen(member_map, None, None, shards), threads
-
-
-class Source(NamedTuple):
-    """Arrays of the sampler and plan of the current block, each None, a member's own, or that of all members."""
-
-    arrays: Any
-    plan: Any
+    return Layout(member_map, None, None, shards), threads
 
 
 def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
     """Trace state, sampler arrays, plan, place in the block and key of one member to (state, info)."""
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
+    devices = 0 if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else mesh.shape[sharding.DATA_AXIS]
+
+    def over_data(leaf: Array) -> Array:
+        axes = (sharding.DATA_AXIS,) if leaf.ndim and leaf.shape[0] % devices == 0 else ()
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
 
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
         batch = eqx.combine(arrays, static).batch(plan, within, size)
-        return step(state, _over_data(batch, mesh), key)
+        return step(state, jax.tree.map(over_data, batch) if devices else batch, key)
 
-    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
+    if mesh is None or not devices:
         return trace(function, *example)
     # As it is inside `map_members`, where the axis of members is no matter of the compiler's any more.
     inside = mesh.abstract_mesh.update_axis_types({sharding.MEMBER_AXIS: AxisType.Manual})
     with jax.sharding.use_abstract_mesh(inside):
         return trace(function, *example)
-
-
-def _over_data(batch: Any, mesh: Mesh | None) -> Any:
-    """Lay a batch over the mesh's data axis, if it has one that divides the samples."""
-    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
-        return batch
-    devices = mesh.shape[sharding.DATA_AXIS]
-
-    def place(leaf: Array) -> Array:
-        axes = (sharding.DATA_AXIS,) if leaf.ndim and leaf.shape[0] % devices == 0 else ()
-        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
-
-    return jax.tree.map(place, batch)
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
@@ -170,8 +140,7 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
 
 def observable(state: State) -> State:
     """Return the state without the optimiser's part, which losses and observations do not get."""
-    where = lambda state: (state.opt_state, state.hyperparams)  # noqa: E731
-    return eqx.tree_at(where, state, (None, None), is_leaf=lambda leaf: leaf is None)
+    return eqx.tree_at(lambda s: (s.opt_state, s.hyperparams), state, (None, None), is_leaf=lambda leaf: leaf is None)
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -187,7 +156,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
     def one(shared: Any, stacked: Any) -> Any:
         traced, common, (start, within, steps) = shared
         state, mapped, key, goes_on = stacked
-        source = Source(*(mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)))
+        source = [mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)]
 
         def step(i: Array | int, state: State) -> Any:
             return traced(state, *source, within + i, jax.random.fold_in(key, start + i))
@@ -223,8 +192,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
         i, rest = each
         member = eqx.combine(jax.tree.map(lambda leaf: leaf[i], own), static)
         after, infos = one(shared, (member, *eqx.combine(rest, rest_static)))
-        put = lambda leaf, new: leaf.at[i].set(new)  # noqa: E731
-        return jax.tree.map(put, own, eqx.filter(after, eqx.is_array)), infos
+        return jax.tree.map(lambda leaf, new: leaf.at[i].set(new), own, eqx.filter(after, eqx.is_array)), infos
 
     own, infos = jax.lax.scan(of_member, own, (jnp.arange(count(state)), rest))
     return eqx.combine(own, static), infos
@@ -239,9 +207,8 @@ def largest_batch(inputs: Any, state: State) -> int:
         program = jitted.lower((layout._replace(members_per_batch=size), *others), state).compile()
         return program_bytes(program.compiled)
 
-    return largest(
-        bytes_of, count(state) // layout.devices, free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
-    )
+    free = free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    return largest(bytes_of, count(state) // sharding.member_devices(layout.mesh), free)
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -264,7 +231,7 @@ def observe_members(inputs: Any, state: State) -> Any:
     return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
 
 
-def _over_members(layout: Chosen, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
+def _over_members(layout: Layout, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
     member_map, per_batch, mesh, _ = layout
     how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
     return map_members(function, shared, stacked, member_map=member_map, **how)

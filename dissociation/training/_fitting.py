@@ -34,6 +34,7 @@ from dissociation.training._members import take
 from dissociation.training._records import History, Save, check_steps
 from dissociation.training._run import FORMAT, Checkpoint, Run, own_file, records_something
 from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
+from dissociation.training._sharding import member_devices
 from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state, transformation
 from dissociation.training._traced import trace
 
@@ -139,9 +140,6 @@ def fit(
         same_program: True to take the checkpoint's program for the same though its operations differ, as after an
             update of JAX.
 
-    Returns:
-        A `FitResult`.
-
     Raises:
         ValueError: If arguments contradict each other or the data, what is recorded has a name that no file of results
             can hold, or the checkpoint is of another run.
@@ -172,8 +170,8 @@ def fit(
         file = None
         if path is not None:
             file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
-        chosen = run.layout
-        logger.info("%d members by %s, %d threads, %d devices", num_members, chosen[0], run.threads, chosen.devices)
+        devices = member_devices(run.layout.mesh)
+        logger.info("%d members by %s, %d threads, %d devices", num_members, run.layout[0], run.threads, devices)
         del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
@@ -230,7 +228,7 @@ def estimated_bytes(
     threads = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map != "vmap" else 1
     fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
     per_member = COPIES * _bytes(state) // count + each + history
-    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(threads, run.layout.devices))
+    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(threads, member_devices(run.layout.mesh)))
 
 
 def _bytes(tree: Any) -> int:
@@ -289,7 +287,11 @@ def _prepared(
         sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
         checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
     first = int(np.max(np.asarray(state.step)))
-    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    if (num_steps is None) == (num_epochs is None):
+        checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
+    each = 1 if num_epochs is None else sampler.epoch_steps
+    name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
+    total = first + each * checks.check_count(name, number, maximum=(2**31 - 1) // each)
     return state, first, total, *_split_key(key, num_members, sampler.shared)
 
 
@@ -333,14 +335,6 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
     return state
 
 
-def _total_steps(num_steps: int | None, num_epochs: int | None, epoch_steps: int) -> int:
-    if (num_steps is None) == (num_epochs is None):
-        checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
-    if num_epochs is not None:
-        return checks.check_count("num_epochs", num_epochs, maximum=(2**31 - 1) // epoch_steps) * epoch_steps
-    return checks.check_count("num_steps", num_steps)
-
-
 def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
     """Return the steps of the records."""
     if save.at is not None:
@@ -356,8 +350,7 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
     one, loss_key = example(state), run.keys[0].loss[0]
     trained = eqx.filter(one.arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
-    batches = run.batches
-    source = batches.one_arrays(), batches.one_plan(run.step)
+    source = run.batches.example(run.step)
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
     size = sampler.segment(run.step).size
     draw = trace(lambda arrays, plan: eqx.combine(arrays, static).batch(plan, jnp.asarray(0), size), *source)

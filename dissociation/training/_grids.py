@@ -127,13 +127,6 @@ class _Sweep(NamedTuple):
         own: Any = (self.order, keys) if self.sampler.shared else keys
         return {"hyperparams": hyperparams, "key": own, **self.options}
 
-    def alike(self) -> list[list[int]]:
-        """Return the members of each shape."""
-        found = {}
-        for member, shape in enumerate(self.shape_of):
-            found.setdefault(shape, []).append(member)
-        return list(found.values())
-
 
 def _makes(aux: Any) -> bool:
     """Return True if `aux` is a function that returns a member's, not the arrays of all members."""
@@ -188,9 +181,6 @@ def fit_grid(
         progress: A meter of the programs that planning compiles, then one of all groups' steps, with the plan before
             its bar and the time that remains behind it.
 
-    Returns:
-        A `GridResult`.
-
     Raises:
         ValueError: If `init` does not take a quantity of text, no member fits, or arguments contradict each other.
         RefusedFile: If the folder holds another sweep.
@@ -220,7 +210,13 @@ def fit_grid(
     shapes, values = _shapes(init, step, grid), grid.values
     shape_of = [tuple(values[name][member].item() for name in shapes) for member in range(len(grid))]
     sweep = _Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, aux, options)
-    with terminations_interrupt(), _opened(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
+    identity = {  # `fit` compares the program of each group
+        "grid": {"axes": list(grid.axes), "values": {name: column.tolist() for name, column in values.items()}},
+        "key": checkpoints.fingerprint(key),
+        "num_steps": num_steps,
+        "num_epochs": num_epochs,
+    }
+    with terminations_interrupt(), _opened(folder, identity, fresh) as kept:
         plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
@@ -287,7 +283,8 @@ class _Steps(Callback):
 
     def __init__(self, progress: str | MeterFactory | None, num_groups: int, text: str):
         self.progress, self.num_groups, self.text = progress, num_groups, text
-        self.meter, self.before, self.done = None, 0, 0
+        self.meter: Any = None
+        self.before, self.done = 0, 0
 
     def begin(self, step: int, num_steps: int, past: Any) -> None:
         self.before = self.done
@@ -296,8 +293,7 @@ class _Steps(Callback):
 
     def advance(self, step: int, loss: np.ndarray) -> None:
         self.done = self.before + step
-        if self.meter is not None:
-            self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
+        self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
 
     def end(self) -> None:
         """Close the meter."""
@@ -335,22 +331,24 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
             return False
         return True
 
+    if not values or not callable(optimizer):
+        return []
     try:
-        if values and callable(optimizer):
-            optimizer(values)
+        optimizer(values)
     except KeyError as error:
         checks.fail("grid", "hold what the optimiser reads", f"{', '.join(values)}, without {error}")
     except Exception:
         return []
-    whole = bool(values) and callable(optimizer)
-    return [name for name in values if whole and works({k: v for k, v in values.items() if k != name})]
+    return [name for name in values if works({k: v for k, v in values.items() if k != name})]
 
 
 def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
     """Return groups that fit, by the programs of 2 and 4 members of each shape."""
     given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
     room = given or memory.free_memory([])
-    alike, needs = sweep.alike(), []
+    shapes = dict.fromkeys(sweep.shape_of)
+    alike = [[member for member, own in enumerate(sweep.shape_of) if own == shape] for shape in shapes]
+    needs = []
     with closing(open_meter(progress, len(alike), "planning")) as meter:
         for done, members in enumerate(alike):
             meter.advance(done, "compiling")  # which takes most of a short sweep's time
@@ -371,17 +369,6 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | 
         peak = max(peak, need.fixed + need.per_member * size + kept)
         groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
     return Plan(tuple(groups), peak, room, devices)
-
-
-def _identity(sweep: _Sweep, key: Any, num_steps: int | None, num_epochs: int | None) -> dict[str, Any]:
-    """Return the identity of a sweep; `fit` compares the program of each group."""
-    values = {name: column.tolist() for name, column in sweep.grid.values.items()}
-    return {
-        "grid": {"axes": list(sweep.grid.axes), "values": values},
-        "key": checkpoints.fingerprint(key),
-        "num_steps": num_steps,
-        "num_epochs": num_epochs,
-    }
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -113,12 +112,9 @@ def _watch(reading: socket.socket, _keep: socket.socket) -> None:
                 _leave()
             if count == 1:
                 _say("stopping ...")
-                threading.Thread(target=_leave_later, daemon=True).start()
-
-
-def _leave_later() -> None:
-    time.sleep(grace)
-    _leave()
+                later = threading.Timer(grace, _leave)
+                later.daemon = True
+                later.start()
 
 
 def _say(words: str) -> None:

@@ -30,9 +30,6 @@ def member(models: Any, index: int) -> Any:
         models: A PyTree whose array leaves carry members first; other leaves belong to all.
         index: Place of the member; counted from the end if negative.
 
-    Returns:
-        The PyTree with every array at `index`.
-
     Raises:
         TypeError: If `models` is the whole result of a training.
         ValueError: If no member has this index, or the arrays do not agree in their number of members.
@@ -51,7 +48,7 @@ def count(models: Any) -> int:
     """Return the number of stacked members."""
     if hasattr(models, "history"):
         checks.fail_kind("models", "be stacked models, as in `result.models`", f"a {type(models).__name__}")
-    counts = {leaf.shape[:1] for leaf in jax.tree.leaves(models) if _is_array(leaf)}
+    counts = {leaf.shape[:1] for leaf in jax.tree.leaves(models) if hasattr(leaf, "shape")}
     if len(counts) != 1 or counts == {()}:
         checks.fail("models", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}")
     ((number,),) = counts
@@ -66,7 +63,7 @@ def take(models: Any, index: Any) -> Any:
         [[4.0, 5.0], [0.0, 1.0]]
     """
     index = np.asarray(index) if isinstance(index, list) else index
-    return jax.tree.map(lambda leaf: leaf[index] if _is_array(leaf) else leaf, models)
+    return jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, models)
 
 
 def stack(trees: Sequence[Any], axis: int = 0) -> Any:
@@ -118,9 +115,6 @@ def map_members(
     Returns:
         The results, every leaf with members first.
 
-    Raises:
-        ValueError: If `member_map` is unknown.
-
     Example:
         >>> map_members(lambda scale, x: scale * x, 2.0, jnp.arange(3.0), member_map="scan")
         Array([0., 2., 4.], dtype=float32)
@@ -159,16 +153,12 @@ def after(done: Any, then: Any) -> tuple[Any, Any]:
     return eqx.combine(jax.lax.optimization_barrier(arrays), static)
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape")
-
-
 def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
     if not trees:
         checks.fail("trees", "hold at least one PyTree", "none")
 
     def join(*leaves: Any) -> Any:
-        if not _is_array(leaves[0]):
+        if not hasattr(leaves[0], "shape"):
             return leaves[0]
         library = np if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves) else jnp
         if library is jnp and len(kinds := {leaf.dtype for leaf in leaves}) > 1 and "int" in map(number_kind, kinds):

@@ -4,7 +4,6 @@ A bar becomes a line now and then if the terminal is a file. A compiled program 
 chunks the host advances the meter.
 """
 
-import io
 import sys
 import threading
 import time
@@ -44,12 +43,11 @@ class SilentMeter:
 
 
 class TqdmMeter:
-    """Bar of `tqdm`; `bar` is any of its classes."""
+    """Bar of `tqdm`, by any of its classes, that draws itself after `delay` seconds."""
 
-    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm, file: Any = None):
-        self._bar = bar(
-            total=total, desc=description, file=file or sys.stderr, dynamic_ncols=True, mininterval=0.2, smoothing=0
-        )
+    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm, delay: float = 0.0):
+        options = {"file": sys.stderr, "dynamic_ncols": True, "mininterval": 0.2, "smoothing": 0, "delay": delay}
+        self._bar = bar(total=total, desc=description, **options)
         self._started = False
 
     def advance(self, step: int, text: str) -> None:
@@ -70,11 +68,6 @@ class TqdmMeter:
         self._bar.close()
 
 
-class _Nowhere(io.TextIOBase):
-    def write(self, text: str, /) -> int:
-        return len(text)
-
-
 class LineMeter(TqdmMeter):
     """The same bar in a file: a line each `SECONDS`, and one at the end."""
 
@@ -82,7 +75,7 @@ class LineMeter(TqdmMeter):
 
     def __init__(self, total: int, description: str):
         self._shown, self._last = -float("inf"), None
-        super().__init__(total, description, file=_Nowhere())
+        super().__init__(total, description, delay=float("inf"))
 
     def show(self) -> None:
         """Write a line, if the last one is old enough."""
@@ -165,9 +158,6 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
             work takes longer than 4 seconds), or a factory `(total, description) -> Meter`.
         total: Number of steps of the whole work.
         description: A word or two in front of the bar.
-
-    Raises:
-        ValueError: If `progress` is another string.
 
     Example:
         >>> meter = open_meter(None, 10, "training")

@@ -24,7 +24,6 @@ from dissociation.training._callbacks import Callback, Progress
 from dissociation.training._chunk import (
     MAX_CHUNK,
     Layout,
-    Source,
     checked_mesh,
     chosen_layout,
     largest_batch,
@@ -42,6 +41,7 @@ from dissociation.training._members import concatenate, stack, take
 from dissociation.training._memory import program_bytes
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Segment
+from dissociation.training._sharding import member_devices
 from dissociation.training._state import Info, State, Step
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Run:
         self.first = self.step = int(np.max(np.asarray(state.step)))
         self.save, self.callbacks, self.batches = save, [] if local.index else callbacks, batches
         one, sampler, mesh = example(state), batches.sampler, checked_mesh(layout)
-        inputs = one, batches.one_arrays(), batches.one_plan(self.step), jnp.asarray(0), keys.loss[0]
+        inputs = one, *batches.example(self.step), jnp.asarray(0), keys.loss[0]
         self.traced = cache(lambda size: trace_step(step, sampler, size, mesh, *inputs))
         programs, self.observe = [self.traced(sampler.segment(self.step).size)], None
         self.info = programs[0].out[1]
@@ -89,8 +89,8 @@ class Run:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
             programs.append(self.observe)
         self.layout, self.threads = chosen_layout(layout, mesh, own, (state, batches.arrays), *programs)
-        devices = self.layout.devices
-        rows = devices * -(-own // (devices * self.layout.threads))
+        devices, shards = member_devices(self.layout.mesh), int(self.layout.threads)
+        rows = devices * -(-own // (devices * shards))
         # Unrolled, one member of every device is a shard, so that one program serves all.
         self.shards = Shards(own, devices if self.layout.member_map == "unroll" else rows, mesh)
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
@@ -99,8 +99,7 @@ class Run:
         self.keys = self.shards.split(keys)
         batches.lay(self.shards)
         if self.layout.members_per_batch == "auto":
-            per_batch = largest_batch(self._example(), self.states[0])
-            self.layout = self.layout._replace(members_per_batch=per_batch)
+            self.layout = self.layout._replace(members_per_batch=largest_batch(self._example(), self.states[0]))
         self.infos = [self._empty(self.info, 0)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
@@ -190,7 +189,7 @@ class Run:
             checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
         return [own for _, own in said]
 
-    def advance(self, target: int, source: tuple[Source, list[Source], Segment]) -> np.ndarray:
+    def advance(self, target: int, source: tuple[Any, list[Any], Segment]) -> np.ndarray:
         """Run and record one chunk of steps, up to `target` at the most, and return its losses."""
         common, mapped, place = source
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
@@ -214,22 +213,17 @@ class Run:
         done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.threads)
         columns, rows = [concatenate(jax.device_get(columns), axis=1) for _, columns in done], self.shards.num_members
         infos = jax.tree.map(lambda leaf: leaf[:rows, :count], concatenate(columns))
-        infos, seconds = self._joined(infos, time.perf_counter() - began)
+        seconds, self.unsaved = time.perf_counter() - began, time.perf_counter() - self.saved_at
+        if not self.local.alone:
+            times = distributed.all_values([seconds, self.unsaved])
+            seconds, self.unsaved = max(one for one, _ in times), times[0][1]
+            infos = self.local.gather(infos)
         self.states, self.step = [state for state, _ in done], self.step + count
         self.infos.append(infos)
         if count == self.chunk:  # otherwise the time says nothing about a whole chunk
             self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
         self._notice_divergence(infos.loss)
         return infos.loss
-
-    def _joined(self, infos: Info, seconds: float) -> tuple[Info, float]:
-        """Return the losses and metrics of all members for a chunk, and the time of the slowest process."""
-        self.unsaved = time.perf_counter() - self.saved_at
-        if self.local.alone:
-            return infos, seconds
-        times = distributed.all_values([seconds, self.unsaved])
-        self.unsaved = times[0][1]
-        return self.local.gather(infos), max(one for one, _ in times)
 
     def program_bytes(self) -> int:
         """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""

@@ -82,10 +82,6 @@ class FullBatch(Sampler):
     Args:
         data: A PyTree of finite arrays, samples first; with `stacked`, members and then samples.
         stacked: True if every member has data of its own.
-
-    Raises:
-        TypeError: If a leaf is not an array of numbers.
-        ValueError: If arrays disagree in their number of samples, hold none, or are not finite.
     """
 
     data: PyTree
@@ -116,8 +112,7 @@ class Epochs(Sampler):
         stacked: True if every member has data of its own.
 
     Raises:
-        TypeError: If a leaf is not an array of numbers.
-        ValueError: If arrays disagree in their number of samples, hold none, are not finite, or are fewer than a batch.
+        ValueError: If there are fewer samples than a batch.
     """
 
     data: PyTree
@@ -246,10 +241,8 @@ class HostBatches(Sampler):
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
 
 
-def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder: bool = False) -> int:
+def steps_per_epoch(num_samples: int, batch_size: int, *, drop_remainder: bool = False) -> int:
     """Return the number of optimiser steps in one pass over the data."""
-    if batch_size is None:
-        return 1
     checks.check_count("batch_size", batch_size, minimum=1)
     if batch_size > num_samples:
         checks.fail("batch_size", f"be at most the number of samples ({num_samples})", batch_size)

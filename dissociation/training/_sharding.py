@@ -27,9 +27,6 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
 
     Returns:
         A mesh with automatic axes, as `training.Layout` takes it.
-
-    Raises:
-        ValueError: If `data` does not divide the number of devices.
     """
     chosen = jax.local_devices() if devices is None else list(devices)
     checks.check_count("data", data, minimum=1)
@@ -40,9 +37,9 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
     return Mesh(np.array(chosen).reshape(-1, data), (MEMBER_AXIS, DATA_AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
-def member_devices(mesh: Mesh) -> int:
-    """Return the number of devices over which a mesh lays members."""
-    return mesh.shape[MEMBER_AXIS]
+def member_devices(mesh: Any) -> int:
+    """Return the number of devices over which a mesh, or None, lays members."""
+    return 1 if mesh is None else mesh.shape[MEMBER_AXIS]
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -55,17 +52,9 @@ def check_mesh(mesh: Mesh) -> None:
     checks.fail("mesh", "hold devices of this process", "devices of several", "Pass devices=jax.local_devices()")
 
 
-def place_members(tree: Any, mesh: Mesh) -> Any:
-    """Put every array leaf on the mesh, its leading axis split over the devices."""
-    return _placed(tree, NamedSharding(mesh, PartitionSpec(MEMBER_AXIS)))
-
-
-def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Put a whole copy of every array leaf on each device of the mesh."""
-    return _placed(tree, NamedSharding(mesh, PartitionSpec()))
-
-
-def _placed(tree: Any, where: NamedSharding) -> Any:
+def place_members(tree: Any, mesh: Mesh, spec: PartitionSpec | None = None) -> Any:
+    """Put every array leaf on the mesh, by default with its leading axis split over the devices."""
+    where = NamedSharding(mesh, PartitionSpec(MEMBER_AXIS) if spec is None else spec)
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf, tree)
 
 

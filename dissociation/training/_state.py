@@ -101,9 +101,6 @@ class Step(eqx.Module):
             aux: PyTree that the loss gets and returns beside the model.
             hyperparams: A PyTree of numbers or arrays with which `optimizer`, a function of them, is called.
 
-        Returns:
-            The state.
-
         Raises:
             TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
                 complex numbers.
@@ -197,9 +194,6 @@ def make_step(
 
     Returns:
         The step; `step.init(model)` makes the state before training.
-
-    Raises:
-        TypeError: If `optimizer` is neither a transformation nor a function.
 
     Example:
         >>> step = make_step(lambda w, batch, key: (w - batch) ** 2, optax.sgd(0.25))

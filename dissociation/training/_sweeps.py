@@ -74,8 +74,7 @@ class Grid:
     def __mul__(self, other: "Grid") -> "Grid":
         if not isinstance(other, Grid):
             return NotImplemented
-        names = [name for part in (*self._parts, *other._parts) for name in part]
-        checks.check_distinct("axes", names)
+        checks.check_distinct("axes", [name for part in (*self._parts, *other._parts) for name in part])
         return _of_parts((*self._parts, *other._parts))
 
     @property
@@ -102,10 +101,9 @@ class Grid:
     @property
     def values(self) -> dict[str, np.ndarray]:
         """Return every quantity by member: [members] each."""
-        places = np.unravel_index(np.arange(len(self)), self.shape)
         return {
             name: values[place]
-            for part, place in zip(self._parts, places, strict=True)
+            for part, place in zip(self._parts, np.unravel_index(np.arange(len(self)), self.shape), strict=True)
             for name, values in part.items()
         }
 
@@ -154,24 +152,15 @@ class Grid:
         Args:
             key: Key into which the values are folded.
             name: Quantity whose values are seeds, integers from 0 to 4294967295.
-
-        Raises:
-            ValueError: If the name is unknown, or a value is out of range.
-            TypeError: If a value is not an integer.
         """
         values = self.values
         checks.check_choice("name", name, values)
         for seed in values[name].tolist():
             checks.check_seed(name, seed)
-        root = typed(key)
-        return jax.vmap(lambda seed: jax.random.fold_in(root, seed))(jnp.asarray(values[name], jnp.uint32))
+        return jax.vmap(lambda seed: jax.random.fold_in(typed(key), seed))(jnp.asarray(values[name], jnp.uint32))
 
     def where(self, **coordinates: Any) -> np.ndarray:
-        """Return places of the members whose quantities have these values, or one of several that are given.
-
-        Raises:
-            ValueError: If a quantity or a value is unknown.
-        """
+        """Return places of the members whose quantities have these values, or one of several that are given."""
         values, matching = self.values, np.ones(len(self), bool)
         for name, value in coordinates.items():
             checks.check_choice("coordinates", name, values)
@@ -183,11 +172,7 @@ class Grid:
         return np.flatnonzero(matching)
 
     def unflatten(self, tree: PyTree) -> PyTree:
-        """Return results in named axes: every array [members, ...] becomes [*shape, ...].
-
-        Raises:
-            ValueError: If the leading axis of an array is not that of the members.
-        """
+        """Return results in named axes: every array [members, ...] becomes [*shape, ...]."""
 
         def one(leaf: Any) -> Any:
             if np.shape(leaf)[:1] != (len(self),):
@@ -205,9 +190,6 @@ class Grid:
         Returns:
             For every value of the axis, the value and the grid of the other axes (None if there is none).
 
-        Raises:
-            ValueError: If no such axis has this name.
-
         Example:
             >>> [(width, len(grid)) for width, grid in Grid(width=[8, 64], seed=[0, 1, 2]).split("width")]
             [(8, 3), (64, 3)]
@@ -223,12 +205,6 @@ class Grid:
         Args:
             name: Name of the axis.
             results: One PyTree per value of the axis, arrays with the group's members first; of equal shapes.
-
-        Returns:
-            A PyTree of NumPy arrays with all members first.
-
-        Raises:
-            ValueError: If there is not one result per value, or shapes differ.
         """
         groups = self.split(name)
         checks.check_same_length(name, len(groups), "results", len(results), "groups")

@@ -300,11 +300,10 @@ def validation_loss(
     _check_one(model)
     x, y = _pairs("trajectories", trajectories, lag, trajectory_axis)
     least = _least_pairs(kind, model.lagged_head.weight.shape[0])
-    _check_batches(len(x), len(x) if batch_size is None else batch_size, least)
-    if batch_size is None:
-        return pair_loss(kind, model, x, y)
-    starts = range(0, len(x), batch_size)
-    return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + batch_size], y[i : i + batch_size]) for i in starts]))
+    size = len(x) if batch_size is None else batch_size
+    _check_batches(len(x), size, least)
+    starts = range(0, len(x), size)
+    return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + size], y[i : i + size]) for i in starts]))
 
 
 def _check_one(model: Any) -> None:
@@ -440,24 +439,19 @@ def _adamw(learning_rate: Rate | Schedule, weight_decay: Rate, num_seeds: int) -
     num_seeds = check_count("num_seeds", num_seeds, minimum=1)
     schedule, rate = (learning_rate, 1.0) if callable(learning_rate) else (None, learning_rate)
     if schedule is not None:
-        _check_schedule(schedule)
+        wanted = "be a number, one per seed, or make a number of a traced step, as Optax's schedules do"
+        try:
+            made = jax.eval_shape(schedule, jnp.zeros((), int))
+        except Exception as error:  # whatever the caller's function raises
+            raise TypeError(f"`learning_rate` must {wanted}, got {str(error).strip()[:200]!r}.") from error
+        if getattr(made, "shape", None) != ():
+            fail_kind("learning_rate", wanted, f"a function to {made}")
     check_positive("learning_rate", rate)
     check_non_negative("weight_decay", weight_decay)
     for name, value in (("learning_rate", rate), ("weight_decay", weight_decay)):
         if np.ndim(value) and np.shape(value) != (num_seeds,):
             fail(name, f"be one number, or one per seed ({num_seeds})", f"shape {np.shape(value)}")
     return _AdamW(schedule), _Rates(*(jnp.full(num_seeds, value, float) for value in (rate, weight_decay)))
-
-
-def _check_schedule(schedule: Schedule) -> None:
-    """Raise if a schedule does not map a traced step to a number."""
-    wanted = "be a number, one per seed, or make a number of a traced step, as Optax's schedules do"
-    try:
-        made = jax.eval_shape(schedule, jnp.zeros((), int))
-    except Exception as error:  # whatever the caller's function raises
-        raise TypeError(f"`learning_rate` must {wanted}, got {str(error).strip()[:200]!r}.") from error
-    if getattr(made, "shape", None) != ():
-        fail_kind("learning_rate", wanted, f"a function to {made}")
 
 
 def _fit(

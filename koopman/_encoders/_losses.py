@@ -141,8 +141,7 @@ def _score(x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int,
     functions = lax.stop_gradient(product(maps, turn))
     if center:
         x_test, y_test = centre(x_test), centre(y_test)
-    tested = product(x_test, functions[0]), product(y_test, functions[1])
-    return -_vamp(*tested, schatten_norm, center)
+    return -_vamp(*(product(x_test, functions[0]), product(y_test, functions[1])), schatten_norm, center)
 
 
 @validated
@@ -196,8 +195,7 @@ def _dpnets(x: Array, y: Array, metric_deformation: Scalar, relaxed: bool, cente
     values_y = jnp.linalg.eigvalsh(_after(values_x[-1], _covariance(y)))
     if relaxed:
         top = values_x[-1] * values_y[-1]
-        cross = product(x.T, y) / x.shape[0]
-        loss = -jnp.sum(cross**2) / jnp.where(top > 0, top, 1.0)
+        loss = -jnp.sum((product(x.T, y) / x.shape[0]) ** 2) / jnp.where(top > 0, top, 1.0)
     return loss + metric_deformation / (2 * x.shape[1]) * (_deformation(values_x) + _deformation(values_y))
 
 
@@ -409,8 +407,7 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
         stochastic dynamical systems, metric distortion loss.
     """
-    values = jnp.linalg.eigvalsh(_covariance(centre(x)))
-    return _deformation(values) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
+    return _deformation(jnp.linalg.eigvalsh(_covariance(centre(x)))) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
 
 
 def _deformation(values: Array) -> Array:
@@ -463,8 +460,7 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
         columns.append(side)
         roots.append(root)
         maps.append(scale[:, None] * product(nearly, root))
-    cross = product(columns[0].T, columns[1]) / n
-    return jnp.stack(maps), product(product(roots[0], cross), roots[1])
+    return jnp.stack(maps), product(product(roots[0], product(columns[0].T, columns[1]) / n), roots[1])
 
 
 def _root_mean_square(x: Array) -> Array:

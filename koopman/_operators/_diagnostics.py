@@ -34,7 +34,7 @@ def warn_narrowed(*arrays: Array | np.ndarray) -> None:
 def _warn_narrowed() -> None:
     _warn(
         "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
-        "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass x.astype(numpy.float32).",
+        "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass x.astype(numpy.float32)."
     )
 
 
@@ -85,7 +85,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
         worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
         _warn(
             f"Column {worst} of `{name}` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
-            f"below the rounding ({eps:.1g}) of the squared mean: {advice}.",
+            f"below the rounding ({eps:.1g}) of the squared mean: {advice}."
         )
 
 
@@ -101,7 +101,7 @@ def warn_constant(x: Array, gram: Array) -> None:
     if about_mean < 8 * eps * trace and not is_traced(x) and np.ptp(np.asarray(x), 0).any():
         _warn(
             f"k(x, x) varies about its mean by {max(about_mean, 0.0) / trace:.1g} of it, below its rounding "
-            f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel.",
+            f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel."
         )
     sizes = np.sqrt(np.diagonal(gram))
     near = np.abs(gram) / np.maximum(sizes[:, None] * sizes, np.finfo(gram.dtype).tiny)
@@ -109,7 +109,7 @@ def warn_constant(x: Array, gram: Array) -> None:
     if len(near) > 2 and np.median(near.max(0)) < 1e-3:
         _warn(
             "k(x, x) is nearly zero between most states and all others, and nothing is learned of one from another: "
-            "the length scale of the kernel is too small.",
+            "the length scale of the kernel is too small."
         )
 
 
@@ -119,7 +119,7 @@ def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, un
     if given > held and given > 1.01e-6 * total:
         _warn(
             f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs on to "
-            f"{held / (held + given):.2g} of its size. It is in units of C_x. alpha=None follows the data.",
+            f"{held / (held + given):.2g} of its size. It is in units of C_x. alpha=None follows the data."
         )
 
 
@@ -160,7 +160,7 @@ def warn_regression(
         if ratio > 10:
             _warn(
                 f"`alpha` ({alpha:.3g}) suppresses {suppressed.sum()} directions of the features that predict (F = "
-                f"{ratio:.2g}): forecasts and eigenvalues are not those of the data. Lower it, or leave it out.",
+                f"{ratio:.2g}): forecasts and eigenvalues are not those of the data. Lower it, or leave it out."
             )
     if ones is None or freedom < 2:
         return
@@ -180,7 +180,7 @@ def warn_regression(
             _warn(
                 f"A column of ones lowers the squared residual of one step by {100 * gain / np.sum(rest**2):.2g} % "
                 f"(F = {ratio:.2g}), as for data with an offset, which spoils eigenvalues and forecasts. If they have "
-                "one, pass center=True, which carries an intercept. It needs explicit features: no `kernel`.",
+                "one, pass center=True, which carries an intercept. It needs explicit features: no `kernel`."
             )
 
 
@@ -190,7 +190,7 @@ def warn_small_columns(squares: Any, alpha: Any) -> None:
     if len(hidden):
         _warn(
             f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` ({len(hidden)} such): "
-            "principal components are taken in the units of the columns. Bring them to one size.",
+            "principal components are taken in the units of the columns. Bring them to one size."
         )
 
 
@@ -200,19 +200,23 @@ def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> Non
     `basis`: Solution of the estimator, whose singular values below `cutoff` times the largest are zero.
     `asked`: Rank of the estimator.
     """
-    if asked is not None:
-        _warn_rank(operator)
-    _warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
-    _warn_inexact(operator)
-
-
-def _warn_rank(operator: Any) -> None:
-    """Warn if the data hold fewer directions than the rank asked for."""
     rank, held = operator.core.shape[0], int(operator.effective_rank)
-    if held < rank:
+    if asked is not None and held < rank:
         _warn(
             f"`rank` ({rank}) exceeds the {held} directions that the data hold in {operator.core.dtype}: the other "
-            f"{rank - held} latent functions are zero or rounding. Lower it to {held}.",
+            f"{rank - held} latent functions are zero or rounding. Lower it to {held}."
+        )
+    _warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
+    seen = np.asarray(operator.gram_x)
+    gram = seen + np.asarray(operator.penalty)
+    # U^T C_x U + B is the identity, apart from columns that are not in use. Directions count as much as `alpha` leaves
+    # of them: the smallest of ridge regression are rounding.
+    weight = np.sqrt(np.abs(np.diagonal(seen)))
+    error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
+    if not error <= 1e-2:  # nor if it is NaN
+        _warn(
+            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
+            "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64."
         )
 
 
@@ -229,29 +233,11 @@ def _warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
     _warn(
         f"Singular values {rank} and {rank + 1} agree ({values[-1]:.6g}, gap {abs(values[-1] - rest[0]):.1g}): at rank "
         f"{rank} rounding chooses which directions stay, and eigenvalues are lost. Use rank "
-        f"{' or '.join(ranks) or f'{rank + above} or more'}.",
+        f"{' or '.join(ranks) or f'{rank + above} or more'}."
     )
-
-
-def _warn_inexact(operator: Any) -> None:
-    """Warn if U^T C_x U + B is not the identity, apart from columns that are not in use.
-
-    Directions count as much as `alpha` leaves of them: the smallest of ridge regression are rounding.
-    """
-    seen = np.asarray(operator.gram_x)
-    gram = seen + np.asarray(operator.penalty)
-    weight = np.sqrt(np.abs(np.diagonal(seen)))
-    error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
-    if not error <= 1e-2:  # nor if it is NaN
-        _warn(
-            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
-            "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",
-        )
 
 
 def warn_unconverged(residual: Array | None, eps: float) -> None:
     """Warn if an iterative solver left eigenvalues with less than half of their digits."""
     if residual is not None and not is_traced(residual) and residual > eps**0.25:
-        _warn(
-            f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.",
-        )
+        _warn(f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.")

@@ -87,8 +87,7 @@ def align_dynamics(
     >>> found.distance.round(4), jnp.linalg.det(found.rotation).round(4), bool(found.converged)
     (Array(0.5657, dtype=float32), Array(-1., dtype=float32), True)
     """
-    found = _align(*_stacked(a, b), key, num_starts, num_steps, form)
-    return jax.tree.map(lambda leaf: leaf[0], found)
+    return jax.tree.map(lambda leaf: leaf[0], _align(*_stacked(a, b), key, num_starts, num_steps, form))
 
 
 @validated(finite=("a", "b"))
@@ -166,10 +165,9 @@ def pairwise_dynamical_distance(
         upper = jnp.zeros_like(own).at[rows, columns].set(found.distance)
         distances = upper + upper.T + own
     else:
-        matrices = _joined(first, jnp.asarray(others))
         size = first.shape[0], others.shape[0]
         rows, columns = np.indices(size).reshape(2, -1)
-        found = _align(matrices, rows, size[0] + columns, key, num_starts, num_steps, form)
+        found = _align(_joined(first, jnp.asarray(others)), rows, size[0] + columns, key, num_starts, num_steps, form)
         distances = found.distance.reshape(size)
     _warn_unsure(found.converged)
     return distances
@@ -219,6 +217,7 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
+    rounding = float(jnp.finfo(matrices.dtype).eps) ** (2 / 3)  # a gradient of zero: the rest of E is its square
     prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
@@ -230,9 +229,8 @@ def _solve(
         down = partial(descend, first.unit, second.unit, num_steps=num_steps)
         ends = jax.vmap(partial(down, tolerance=_SEARCH[0], inner=_SEARCH[1]))(starts)
         best = jnp.argmin(ends.energy)
-        agreement = jnp.sum(ends.energy <= ends.energy[best] + _SAME)
-        point = down(ends.rotation[best], tolerance=_rounding(matrices), inner=_POLISH)
-        return point, agreement, _chord_bound(first, second)
+        point = down(ends.rotation[best], tolerance=rounding, inner=_POLISH)
+        return point, jnp.sum(ends.energy <= ends.energy[best] + _SAME), _chord_bound(first, second)
 
     point, agreement, bound = lax.map(one, (rows, columns), batch_size=at_once)
     gradient = norm(point.slope)
@@ -246,13 +244,8 @@ def _solve(
         lower_bound=jnp.minimum(least, distance) + unknown,
         gradient=gradient + unknown,
         agreement=agreement,
-        converged=(gradient + unknown <= _rounding(matrices)) & ((agreement >= _AGREED) | met),
+        converged=(gradient + unknown <= rounding) & ((agreement >= _AGREED) | met),
     )
-
-
-def _rounding(matrix: Array) -> float:
-    """Return the gradient that counts as zero: the rest of E is its square."""
-    return float(jnp.finfo(matrix.dtype).eps) ** (2 / 3)
 
 
 def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> tuple[Array, Array]:
@@ -331,11 +324,11 @@ def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
 
     signs = lax.fori_loop(0, table.shape[0], settle, jnp.zeros_like(table[0]))
     least = jnp.argmin(signs * product(table, signs[:, None])[:, 0])
-    both = jnp.stack([signs, signs.at[least].multiply(-1.0)])
-    return product(basis_a[None] * both[:, None], basis_b.T[None])
+    return product(basis_a[None] * jnp.stack([signs, signs.at[least].multiply(-1.0)])[:, None], basis_b.T[None])
 
 
 @validated(finite=("eigenvalues_a", "eigenvalues_b"))
+@jax.jit
 def eigenvalue_distance(
     eigenvalues_a: Complex[Array | np.ndarray, " r"], eigenvalues_b: Complex[Array | np.ndarray, " r"]
 ) -> Float[Array, ""]:
@@ -361,18 +354,14 @@ def eigenvalue_distance(
     >>> eigenvalue_distance([1.0, 0.5j, -0.5j], [0.5j, -0.5j, 0.0])
     Array(1., dtype=float32)
     """
-    return _eigenvalue_distance(jnp.asarray(eigenvalues_a), jnp.asarray(eigenvalues_b))
-
-
-@jax.jit
-def _eigenvalue_distance(first: Array, second: Array) -> Array:
-    gaps = lax.stop_gradient(first[:, None] - second[None])
-    rows, columns = optax.assignment.hungarian_algorithm(gaps.real**2 + gaps.imag**2)
-    apart = first[rows] - second[columns]
+    gaps = lax.stop_gradient(eigenvalues_a[:, None] - eigenvalues_b[None])
+    rows, columns = optax.assignment.hungarian_algorithm(jnp.real(gaps) ** 2 + jnp.imag(gaps) ** 2)
+    apart = eigenvalues_a[rows] - eigenvalues_b[columns]
     return norm(jnp.stack([apart.real, apart.imag]))
 
 
 @validated
+@partial(jax.jit, static_argnames="metric")
 def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
     """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of an operator's latent functions.
 
@@ -396,10 +385,5 @@ def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Arra
         experimental data.
     """
     check_choice("metric", metric, ("data", "features"))
-    return _transition_matrix(operator, metric)
-
-
-@partial(jax.jit, static_argnames="metric")
-def _transition_matrix(operator: Operator, metric: str) -> Array:
     gram = operator.gram_x if metric == "data" else operator.basis_gram
     return product(psd_power(gram, 0.5), product(operator.core, psd_power(gram, -0.5))).T

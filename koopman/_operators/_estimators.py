@@ -53,25 +53,15 @@ Slopes = tuple[Array, Array]
 
 
 class Estimator(eqx.Module):
-    """Base of the estimators.
+    """Base of the estimators."""
 
-    Attributes:
-        alpha: Tikhonov regularisation, in units of C_x; None for `koopman._operators._pairs.default_alpha`.
-        size: Number of latent functions if it is known; None for all.
-        masked: Number of latent functions if it is traced.
-        solver: Name of the solver; None for `feature_solver` on features, and "auto" on centres and with a kernel.
-        feature_solver: Default solver on features.
-        kernel_solvers: Solvers with a kernel.
-        inverts_all: If True, C_x is inverted in every direction; if False, in those that are kept.
-    """
-
-    alpha: Scalar | None
-    size: int | None = eqx.field(static=True)
-    masked: Array | None
-    solver: str | None = eqx.field(static=True)
+    alpha: Scalar | None  # in units of C_x; None for `koopman._operators._pairs.default_alpha`
+    size: int | None = eqx.field(static=True)  # number of latent functions if it is known; None for all
+    masked: Array | None  # number of latent functions if it is traced
+    solver: str | None = eqx.field(static=True)  # None: `feature_solver`, and "auto" on centres and with a kernel
     feature_solver: ClassVar[str] = "dense"
     kernel_solvers: ClassVar[tuple[str, ...]] = ("auto", "dense", "krylov")
-    inverts_all: ClassVar[bool] = False
+    inverts_all: ClassVar[bool] = False  # C_x is inverted in every direction, and not in those alone that are kept
 
     def __init__(self, rank: Rank | None, alpha: Scalar | None, solver: str | None):
         if alpha is not None:
@@ -374,9 +364,7 @@ def _from_moments(problem: FeatureRegression) -> Basis:
         found, values, rest, residual = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
         return Basis(product(vectors, gain[:, None] * found), values, rest, squares[-size], residual)
 
-    @custom_vmap
-    def solved(square: Array, cross: Array, alpha: Array) -> Basis:
-        return factored(square, cross, alpha)
+    solved = custom_vmap(factored)
 
     @solved.def_vmap
     def _(_: int, batched: list[bool], *arguments: Array) -> tuple[Basis, Basis]:

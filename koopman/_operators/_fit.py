@@ -132,8 +132,7 @@ def fit(
         if centres is not None:
             fail("kernel", "be given with `centres`", "None")
         problem, shape = _problem(x, y, observable, center)
-        solver = estimator.solver or estimator.feature_solver
-        operator = _fit(estimator, problem, shape, None, solver, route, rtol)
+        operator = _fit(estimator, problem, shape, None, estimator.solver or estimator.feature_solver, route, rtol)
         _warn_regression(estimator, operator, x, y, center)
         return operator
     if isinstance(x, Moments) or y is None:
@@ -243,8 +242,7 @@ def _in_units(
     sizes = sizes if level else jnp.ones_like(sizes)
     x = x / sizes[None]
     within = jnp.sum(x**2)
-    rank = jnp.minimum(problem.pairs, x.shape[1])
-    alpha = default_alpha(within, rank) if alpha is None else alpha / unit / unit
+    alpha = default_alpha(within, jnp.minimum(problem.pairs, x.shape[1])) if alpha is None else alpha / unit / unit
     share = jnp.where(within > 0, trace, 1.0) / jnp.where(within > 0, within, 1.0)
     return problem._replace(x=x, y=y, observable=observable), alpha, largest, trace, (unit, sizes, share)
 
@@ -363,9 +361,8 @@ def _assemble(
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
     unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
-    undo = unshrinking(penalty)
     latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
-    latent_y, across = product(problem.y, basis), product(latent_x, undo)
+    latent_y, across = product(problem.y, basis), product(latent_x, unshrinking(penalty))
     dual = product(problem.y.T, across)
     gram_x = product(latent_x.T, latent_x)
     # Singular values tell nothing of directions if successors have columns of different units.

@@ -99,9 +99,8 @@ def fit_generator(
     warn_narrowed(x, jac)
     warn_offset(x, advice="take them about their mean")
     width = x.shape[1]
-    x = jnp.asarray(x)
-    parts = _forms(x, jnp.asarray(jac), jnp.asarray(diffusion, x.dtype), alpha is None)
-    x, root, slope, units, pace, held, energy = parts
+    diffusion = jnp.asarray(diffusion, jnp.asarray(x).dtype)
+    x, root, slope, units, pace, held, energy = _forms(jnp.asarray(x), jnp.asarray(jac), diffusion, alpha is None)
     if shift is None:  # any will do where there is no energy, or nothing at all
         known = (held > 0) & (energy > 0)
         shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)

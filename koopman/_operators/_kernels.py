@@ -64,10 +64,10 @@ class _Stationary(eqx.Module):
         x, y = jnp.asarray(x), jnp.asarray(y)
         length = jnp.asarray(self.length_scale, x.dtype)
         unit = scale_of(length)  # squares overflow or vanish in other units
-        return self.values(x / unit, y / unit, length / unit)
+        return self._values(x / unit, y / unit, length / unit)
 
     @abstractmethod
-    def values(self, x: Float[Array, "n d"], y: Float[Array, "m d"], length: Float[Array, ""]) -> Float[Array, "n m"]:
+    def _values(self, x: Float[Array, "n d"], y: Float[Array, "m d"], length: Float[Array, ""]) -> Float[Array, "n m"]:
         """Return the matrix of kernel values, from states and l in the same unit."""
 
 
@@ -78,8 +78,7 @@ class RBF(_Stationary):
         length_scale: l, in units of the states; `median_distance` is a common choice.
     """
 
-    def values(self, x: Array, y: Array, length: Array) -> Array:
-        """Return the matrix of kernel values."""
+    def _values(self, x: Array, y: Array, length: Array) -> Array:
         return _gaussian(x, y, length)
 
 
@@ -90,8 +89,7 @@ class Laplacian(_Stationary):
         length_scale: l.
     """
 
-    def values(self, x: Array, y: Array, length: Array) -> Array:
-        """Return the matrix of kernel values."""
+    def _values(self, x: Array, y: Array, length: Array) -> Array:
         return jnp.exp(-_distances(x, y) / length)
 
 
@@ -113,8 +111,7 @@ class Matern(_Stationary):
         if self.nu not in (0.5, 1.5, 2.5):
             fail("nu", "be one of 0.5, 1.5, 2.5", self.nu)
 
-    def values(self, x: Array, y: Array, length: Array) -> Array:
-        """Return the matrix of kernel values."""
+    def _values(self, x: Array, y: Array, length: Array) -> Array:
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / length
         factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
         return factor * jnp.exp(-s)
@@ -234,8 +231,7 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
     """Return |x_i - y_j|^2 by one product, about the mean of y against cancellation, and never below zero."""
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
     x, y = x - mean, y - mean
-    square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y)
-    return jnp.maximum(square, 0.0)
+    return jnp.maximum(jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y), 0.0)
 
 
 @jax.jit  # or the branches would be compiled at every call

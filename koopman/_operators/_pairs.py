@@ -106,9 +106,8 @@ def lagged_pairs(
 @partial(jax.jit, static_argnames="longest")
 def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
     """Cut pairs at a `steps` of up to `longest` that the program need not know."""
-    firsts = [_joined(stack[:, :-longest]) for stack in stacks]
     seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
-    return jnp.concatenate(firsts), jnp.concatenate(seconds)
+    return jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks]), jnp.concatenate(seconds)
 
 
 @validated(empty=("trajectory",))
@@ -224,8 +223,7 @@ def checked_pairs(
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
     warn_narrowed(x, y, observable)
-    flat = observable.reshape(x.shape[0], -1)
-    return place(x), place(y), place(flat), tuple(observable.shape[1:])
+    return place(x), place(y), place(observable.reshape(x.shape[0], -1)), tuple(observable.shape[1:])
 
 
 def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
@@ -452,8 +450,7 @@ def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
 
     The tangent dR has R^T dR + dR^T R = d(x^T x), and stays finite if the rank of x falls short.
     """
-    missing = max(0, x.shape[1] - x.shape[0])
-    return jnp.linalg.qr(jnp.pad(x, ((0, missing), (0, 0))), mode="r")
+    return jnp.linalg.qr(jnp.pad(x, ((0, max(0, x.shape[1] - x.shape[0])), (0, 0))), mode="r")
 
 
 @gram_root.defjvp

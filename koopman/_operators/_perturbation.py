@@ -20,8 +20,7 @@ def couplings(
 ) -> Inexact[Array, "k r"]:
     """Return perturbation / gap, the change of eigenvectors j (columns) along i (rows), and zero along themselves."""
     itself = jnp.eye(*gap.shape, dtype=bool)
-    divided = perturbation / jnp.where(itself | unresolved, 1.0, gap)
-    return jnp.where(itself, 0.0, refused(divided, unresolved))
+    return jnp.where(itself, 0.0, refused(perturbation / jnp.where(itself | unresolved, 1.0, gap), unresolved))
 
 
 def slopes(perturbation: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]) -> Inexact[Array, " r"]:

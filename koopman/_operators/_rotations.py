@@ -58,14 +58,11 @@ def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, toleran
         noise = rounding * jnp.sqrt(here.energy)  # what rounding makes of equal energies is no reason to stay
         ratio = (here.energy - there.energy + noise) / (promised + noise)
         wider = jnp.where((ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, RADIUS), here.radius)
-        radius = jnp.where(ratio < 0.25, 0.25 * norm(turn), wider)
         taken = jax.tree.map(lambda new, old: jnp.where(ratio > 0.05, new, old), there, here)
-        return taken._replace(radius=radius, step=here.step + 1)
+        return taken._replace(radius=jnp.where(ratio < 0.25, 0.25 * norm(turn), wider), step=here.step + 1)
 
-    def going_on(here: Point) -> Array:
-        return (here.step < num_steps) & (norm(here.slope) > tolerance)
-
-    return lax.while_loop(going_on, body, at(start, jnp.asarray(RADIUS, a.dtype), jnp.asarray(0)))
+    first = at(start, jnp.asarray(RADIUS, a.dtype), jnp.asarray(0))
+    return lax.while_loop(lambda here: (here.step < num_steps) & (norm(here.slope) > tolerance), body, first)
 
 
 def _commutator(x: Array, y: Array) -> Array:

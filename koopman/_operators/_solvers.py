@@ -22,19 +22,12 @@ _OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
 
 
 class Leading(NamedTuple):
-    """Leading part of a spectrum.
+    """Leading part of a spectrum."""
 
-    Attributes:
-        vectors: Eigenvectors or left singular vectors, [size, number].
-        values: Their values, falling: [number].
-        rest: Values that follow, all of them from a dense solver, or a few and from below from an iterative one.
-        residual: Residual over the largest eigenvalue (of the operator, or of M M^T), or None without iterations.
-    """
-
-    vectors: Array
-    values: Array
-    rest: Array
-    residual: Array | None = None
+    vectors: Array  # eigenvectors or left singular vectors, [size, number]
+    values: Array  # falling: [number]
+    rest: Array  # values that follow: all from a dense solver, a few and from below from an iterative one
+    residual: Array | None = None  # over the largest eigenvalue (of the operator, or of M M^T); None without iterations
 
 
 def find_eigenpairs(

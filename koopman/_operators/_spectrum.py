@@ -141,9 +141,8 @@ def right_eigenfunctions(
         Values with mean square 1 on the training states, or with variance 1 if the operator is centred.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
-    latent = operator.encode(x)
-    values = product(latent.astype(spectrum.right.dtype), spectrum.right)
-    return values + _constants(operator, spectrum)[None]
+    latent = operator.encode(x).astype(spectrum.right.dtype)
+    return product(latent, spectrum.right) + _constants(operator, spectrum)[None]
 
 
 @validated
@@ -163,8 +162,7 @@ def left_eigenfunctions(
     spectrum = decompose(operator) if spectrum is None else spectrum
     known = spectrum.eigenvalues != 0
     inverse = jnp.where(known, 1.0 / jnp.where(known, spectrum.eigenvalues, 1.0), 0.0)
-    latent = operator.dual(x)
-    return product(latent.astype(spectrum.left.dtype), spectrum.left) * inverse[None]
+    return product(operator.dual(x).astype(spectrum.left.dtype), spectrum.left) * inverse[None]
 
 
 class Modes(NamedTuple):

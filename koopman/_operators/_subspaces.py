@@ -48,46 +48,33 @@ def latent(
 class Basis(NamedTuple):
     """Basis of the latent functions.
 
-    Attributes:
-        vectors: U, [d, size], or W, [n, size].
-        values: The estimator's singular values, falling: [size].
-        rest: Values that follow, as far as the solver returns them. Without derivative, as `variance`.
-        variance: Number to compare `alpha` with: eigenvalue number `size` of C_x or K (an upper bound, tr(K) / size,
-            from an iterative solver, or a lower one of a few power iterations); for ridge regression the mean
-            eigenvalue of C_x, or the trace of K.
-        residual: As in `_solvers.Leading`.
+    `variance` is to be compared with `alpha`: eigenvalue number `size` of C_x or K (an upper bound, tr(K) / size, from
+    an iterative solver, or a lower one of a few power iterations); for ridge regression the mean eigenvalue of C_x, or
+    the trace of K. It has no derivative, nor has `rest`.
     """
 
-    vectors: Array
-    values: Array
-    rest: Array
+    vectors: Array  # U, [d, size], or W, [n, size]
+    values: Array  # the estimator's singular values, falling: [size]
+    rest: Array  # values that follow, as far as the solver returns them
     variance: Array
-    residual: Array | None = None
+    residual: Array | None = None  # as in `_solvers.Leading`
 
 
 class FeatureRegression(eqx.Module):
     """Regression on explicit features.
 
-    Attributes:
-        x: Rows of the states with x^T x = C_x: [m, d].
-        y: Rows of the successors with x^T y = C_xy: [m, dy].
-        alpha: Tikhonov regularisation.
-        active: Latent functions in use, the others are zero.
-        size: Latent functions.
-        solver: See `find_left_vectors`.
-        route: "qr", "covariance", or "auto": the second if `suffices`, else the first.
-        cutoff: Relative size below which a singular value of the data counts as zero; None for the route's own, d times
-            the rounding unit, or the root of 8 times it: where C_x is of deficient rank its zeros come out at 0.2 to
-            3.2 times the unit, for 10 to 1500 columns and up to 100 000 rows in either precision.
+    Singular values of the data below `cutoff` times the largest count as zero. None is the route's own: d times the
+    rounding unit, or the root of 8 times it. Where C_x is of deficient rank its zeros come out at 0.2 to 3.2 times the
+    unit, for 10 to 1500 columns and up to 100 000 rows in either precision.
     """
 
-    x: Array
-    y: Array
-    alpha: Array
-    active: Array
-    size: int = eqx.field(static=True)
-    solver: str = eqx.field(static=True)
-    route: str = eqx.field(static=True)
+    x: Array  # rows of the states with x^T x = C_x: [m, d]
+    y: Array  # rows of the successors with x^T y = C_xy: [m, dy]
+    alpha: Array  # Tikhonov regularisation
+    active: Array  # latent functions in use, the others are zero
+    size: int = eqx.field(static=True)  # latent functions
+    solver: str = eqx.field(static=True)  # see `find_left_vectors`
+    route: str = eqx.field(static=True)  # "qr", "covariance", or "auto": the second if `suffices`, else the first
     cutoff: float | None = eqx.field(static=True)
 
     @property
@@ -200,23 +187,14 @@ def _(_: int, batched: list[bool], true: Array) -> tuple[Array, bool]:
 
 
 class KernelRegression(eqx.Module):
-    """Regression in the space of a kernel.
+    """Regression in the space of a kernel."""
 
-    Attributes:
-        x: K = k(X, X) / n: [n, n].
-        y: L = k(Y, Y) / n: [n, n].
-        alpha: Tikhonov regularisation.
-        active: Latent functions in use, the others are zero.
-        size: Latent functions.
-        solver: One that the estimator knows for kernels, "auto" decided.
-    """
-
-    x: Array
-    y: Array
-    alpha: Array
-    active: Array
-    size: int = eqx.field(static=True)
-    solver: str = eqx.field(static=True)
+    x: Array  # K = k(X, X) / n: [n, n]
+    y: Array  # L = k(Y, Y) / n: [n, n]
+    alpha: Array  # Tikhonov regularisation
+    active: Array  # latent functions in use, the others are zero
+    size: int = eqx.field(static=True)  # latent functions
+    solver: str = eqx.field(static=True)  # one that the estimator knows for kernels, "auto" decided
 
     @property
     def cutoff(self) -> float:
@@ -257,8 +235,7 @@ def eigenpairs(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[A
     head = vectors[:, :NUM_CHECKED]
     quotients = jnp.sum(head * product(matrix, head), 0)
     found = values[:NUM_CHECKED]
-    checked = jnp.where(2 * quotients < found, jnp.maximum(quotients, 0.0), found)
-    return values.at[:NUM_CHECKED].set(checked), vectors
+    return values.at[:NUM_CHECKED].set(jnp.where(2 * quotients < found, jnp.maximum(quotients, 0.0), found)), vectors
 
 
 def mixing(

@@ -207,8 +207,7 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
 
 def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
     """Interpolate the functions at x by cubics through four cells, constant beyond the outermost centres."""
-    h = chain.centres[1] - chain.centres[0]
-    place = np.clip((x - chain.centres[0]) / h, 0, len(chain.centres) - 1)
+    place = np.clip((x - chain.centres[0]) / (chain.centres[1] - chain.centres[0]), 0, len(chain.centres) - 1)
     first = np.clip(np.floor(place).astype(int) - 1, 0, len(chain.centres) - 4)
     s = place - first
     weights = (

@@ -56,10 +56,7 @@ def linear_system(
 
         return scan_trajectory(advance, initial.astype(matrix.dtype), kicks)
 
-    def draw_initial(key: Array) -> Array:
-        return jax.random.normal(key, (d,), matrix.dtype)
-
-    return run_trajectories(one, draw_initial, key, num_trajectories, initial, d)
+    return run_trajectories(one, _standard_normal(d, matrix.dtype), key, num_trajectories, initial, d)
 
 
 def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.ndarray, "d d"]:
@@ -210,10 +207,7 @@ def regime_switching_var(
         states, modes = (jnp.concatenate([first[None], rest]) for first, rest in zip(start, path, strict=True))
         return RegimeTrajectory(states, modes)
 
-    def draw_initial(key: Array) -> Array:
-        return jax.random.normal(key, (d,), matrices.dtype)
-
-    return run_trajectories(one, draw_initial, key, num_trajectories, initial, d)
+    return run_trajectories(one, _standard_normal(d, matrices.dtype), key, num_trajectories, initial, d)
 
 
 @validated(finite=("matrices",))
@@ -260,6 +254,10 @@ def _noise_matrix(noise: Any, d: int, dtype: Any, xp: Any = jnp) -> Any:
         return xp.asarray(noise, dtype)
     check_non_negative("noise", noise)
     return xp.asarray(noise, dtype) * xp.eye(d, dtype=dtype)
+
+
+def _standard_normal(d: int, dtype: Any) -> Callable[[Array], Array]:
+    return lambda key: jax.random.normal(key, (d,), dtype)
 
 
 def _check_stochastic(transition: Transition) -> None:

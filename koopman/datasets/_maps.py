@@ -144,8 +144,7 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     invariant = (left[:, 0] / left[0, 0]).real
     density = before @ invariant
     right /= np.sqrt((weights * density) @ np.abs(after[:, : order + 1] @ right) ** 2)[None, :]
-    signed = before @ left
-    left /= np.sum(weights[:, None] * signed * (after[:, : order + 1] @ right), axis=0)[None, :]
+    left /= np.sum(weights[:, None] * (before @ left) * (after[:, : order + 1] @ right), axis=0)[None, :]
 
     @validated
     def right_functions(states: Points) -> np.ndarray:

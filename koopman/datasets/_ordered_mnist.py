@@ -31,10 +31,7 @@ class OrderedDigits(NamedTuple):
 
 @validated
 def ordered_mnist(
-    num_digits: int = 5,
-    *,
-    data: str | Dataset = "glyphs",
-    folder: str | os.PathLike[str] | None = None,
+    num_digits: int = 5, *, data: str | Dataset = "glyphs", folder: str | os.PathLike[str] | None = None
 ) -> OrderedDigits:
     """The digits 0 to k - 1 in turn.
 

@@ -53,8 +53,7 @@ def ornstein_uhlenbeck(
         rate, width = jnp.asarray(theta, dtype), jnp.asarray(sigma, dtype)
         elapsed = rate * jnp.asarray(time_step, dtype)
         deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
-        draw = jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))
-        kicks = deviation * draw(step_keys(key, num_steps))
+        kicks = deviation * jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))(step_keys(key, num_steps))
         return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
 
     def draw_initial(key: Array) -> Array:
@@ -86,12 +85,9 @@ def ornstein_uhlenbeck_spectrum(
     degrees = np.arange(check_count("num_components", num_components, minimum=1))
     scale = float(sigma) / math.sqrt(2 * float(theta))
 
-    def scaled(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
-        return column(states) / scale
-
     @validated
     def functions(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
-        x = scaled(states)
+        x = column(states) / scale
         columns = [np.ones_like(x), x]
         for k in degrees[2:]:  # normalised at once: factorials overflow
             columns.append((x * columns[-1] - math.sqrt(k - 1) * columns[-2]) / math.sqrt(k))
@@ -99,7 +95,7 @@ def ornstein_uhlenbeck_spectrum(
 
     @validated
     def density(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
-        return np.exp(-(scaled(states) ** 2) / 2) / (scale * math.sqrt(2 * math.pi))
+        return np.exp(-((column(states) / scale) ** 2) / 2) / (scale * math.sqrt(2 * math.pi))
 
     return ExactSpectrum(np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density)
 

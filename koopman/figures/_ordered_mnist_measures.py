@@ -43,17 +43,11 @@ class Latent(eqx.Module):
 
 
 class Forecaster(eqx.Module):
-    """Forecaster of the images that follow given images.
+    """Forecaster of the images that follow given images."""
 
-    Attributes:
-        features: Function of one image to its features.
-        dynamics: Fitted operator, or linear map of the features.
-        decoder: Function of a forecast to an image; None if the dynamics forecast images.
-    """
-
-    features: Callable[[Array], Array]
+    features: Callable[[Array], Array]  # of one image
     dynamics: Operator | Latent
-    decoder: Callable[[Array], Array] | None
+    decoder: Callable[[Array], Array] | None  # from a forecast to an image; None if the dynamics forecast images
 
     def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
         """Return the images `steps` ahead."""
@@ -114,7 +108,7 @@ def evaluate(
     "eigenvalues" [r]; "left", left eigenfunctions on the images, [n, r], zero for a latent map.
     """
     images = jnp.asarray(images)
-    one, values = jnp.asarray([1]), _features(forecaster, images)
+    one, values = jnp.asarray([1]), _encoded(forecaster.features, images)
     logits, strips = [], []
     for protocol in PROTOCOLS:
         moved = forecaster if protocol in ("images", "powers") else project(forecaster, protocol, num_digits)
@@ -131,8 +125,8 @@ def evaluate(
             strip.append(now[0])
         logits.append(jnp.stack(outputs, 1))
         strips.append(jnp.stack(strip[:num_steps]))
-    found = {"logits": jnp.stack(logits), "strips": jnp.stack(strips)}
-    found |= {"eigenvalues": spectral(forecaster.dynamics)[0], "left": _left(forecaster, values)}
+    spectrum = {"eigenvalues": spectral(forecaster.dynamics)[0], "left": _left(forecaster, values)}
+    found = {"logits": jnp.stack(logits), "strips": jnp.stack(strips), **spectrum}
     return {name: np.asarray(value) for name, value in found.items()}
 
 
@@ -146,9 +140,7 @@ def _ahead(forecaster: Forecaster, values: Array, steps: Array) -> Array:
     return forecaster.ahead(values, steps)[0]
 
 
-@eqx.filter_jit
-def _features(forecaster: Forecaster, images: Array) -> Array:
-    return encode(forecaster.features, images)
+_encoded = eqx.filter_jit(encode)
 
 
 @eqx.filter_jit
@@ -177,5 +169,4 @@ def stuck(logits: np.ndarray) -> np.ndarray:
     not stuck.
     """
     read = predicted(logits[:, 0, 0, 0])
-    most = np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0)
-    return most > 0.9
+    return np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0) > 0.9

@@ -27,21 +27,13 @@ from koopman.figures._ordered_mnist_measures import Forecaster, Latent, Pixels
 
 
 class Model(NamedTuple):
-    """Model of the sequence.
+    """Model of the sequence."""
 
-    Attributes:
-        label: Its name in the figure.
-        networks: The trained networks that it needs besides the oracle.
-        shown: The protocol by which its curve and strip are drawn.
-        color: The number of its colour, one for every kind of network.
-        kind: The number of its marker and dashes.
-    """
-
-    label: str
-    networks: tuple[str, ...]
-    shown: str
-    color: int
-    kind: int
+    label: str  # its name in the figure
+    networks: tuple[str, ...]  # the trained networks that it needs besides the oracle
+    shown: str  # the protocol by which its curve and strip are drawn
+    color: int  # one for every kind of network
+    kind: int  # number of its marker and dashes
 
     def look(self) -> dict[str, Any]:
         """Return the style of its curve."""
@@ -66,19 +58,12 @@ _loss = eqx.filter_jit(validation_loss)
 
 
 class Networks(NamedTuple):
-    """Networks trained on a sequence.
+    """Networks trained on a sequence, by name."""
 
-    Attributes:
-        models: Stacked networks by name; "oracle" reads forecasts.
-        validation: Per encoder and autoencoder, its loss on the validation images, [seeds, epochs + 1].
-        batched: Per encoder, the last validation loss as the mean over batches of 64, [seeds].
-        diverged_at: By name, the step at which a network diverged, or -1: [seeds].
-    """
-
-    models: dict[str, Any]
-    validation: dict[str, np.ndarray]
-    batched: dict[str, np.ndarray]
-    diverged_at: dict[str, np.ndarray]
+    models: dict[str, Any]  # stacked; "oracle" reads forecasts
+    validation: dict[str, np.ndarray]  # losses of encoders and autoencoders on validation images, [seeds, epochs + 1]
+    batched: dict[str, np.ndarray]  # the last validation loss of encoders as the mean over batches of 64, [seeds]
+    diverged_at: dict[str, np.ndarray]  # the step at which a network diverged, or -1: [seeds]
 
 
 def train_networks(
@@ -123,8 +108,7 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
     def pixels(seed: int) -> Forecaster:
         flat = images.reshape(len(images), -1)
         deviation = jnp.std(flat, 0)
-        features = Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0))
-        return fitted(features, center=True)
+        return fitted(Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0)), center=True)
 
     def through(name: str, seed: int) -> Forecaster:
         model = member(trained[name], seed)

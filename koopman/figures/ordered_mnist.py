@@ -253,8 +253,7 @@ def phase_errors(results: Results) -> dict[str, np.ndarray]:
 
 def nearest(values: Complex[np.ndarray, "seeds r"], roots: Complex[np.ndarray, " k"]) -> Complex[np.ndarray, "seeds k"]:
     """Return for every root the nearest eigenvalue of each seed."""
-    closest = np.abs(values[:, :, None] - roots[None, None]).argmin(1)
-    return np.take_along_axis(values, closest, 1)
+    return np.take_along_axis(values, np.abs(values[:, :, None] - roots[None, None]).argmin(1), 1)
 
 
 def arrays(results: Results) -> dict[str, Any]:
@@ -287,9 +286,8 @@ def describe(results: Results) -> dict[str, Any]:
 
 def families(results: Results) -> dict[str, Any]:
     """Return the endings of array names, by the axes that they make; see `figures`."""
-    models = {"models": tuple(results.logits)}
     kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
-    return dict.fromkeys(kinds, models)
+    return dict.fromkeys(kinds, {"models": tuple(results.logits)})
 
 
 def caption(results: Results) -> str:

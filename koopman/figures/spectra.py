@@ -71,29 +71,17 @@ MAX_RANK = 6
 
 
 class System(NamedTuple):
-    """System with a known spectrum, and how it is observed.
+    """System with a known spectrum, and how it is observed."""
 
-    Attributes:
-        label: Its name in the figure.
-        sample: Function of a number of transitions and a key to a trajectory [time, 1].
-        features: Function of states [n, 1] to features [n, d].
-        exact: The exact spectrum at the lag.
-        lag: Steps from x to y.
-        rank: Rank of the truncated estimators.
-        compared: Number of eigenvalues compared with the exact ones, without the trivial one.
-        length_scale: Length scale of the Nystroem estimator's RBF kernel.
-        grid: States at which an eigenfunction is drawn, [points].
-    """
-
-    label: str
-    sample: Callable[[int, Array], Array]
-    features: Callable[[Array], Array]
-    exact: ExactSpectrum
-    lag: int
-    rank: int
-    compared: int
-    length_scale: float
-    grid: np.ndarray
+    label: str  # its name in the figure
+    sample: Callable[[int, Array], Array]  # from a number of transitions and a key to a trajectory [time, 1]
+    features: Callable[[Array], Array]  # from states [n, 1] to features [n, d]
+    exact: ExactSpectrum  # at the lag
+    lag: int  # steps from x to y
+    rank: int  # of the truncated estimators
+    compared: int  # eigenvalues compared with the exact ones, without the trivial one
+    length_scale: float  # of the Nystroem estimator's RBF kernel
+    grid: np.ndarray  # states at which an eigenfunction is drawn, [points]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +189,7 @@ def _hermite(count: int, x: Array) -> Array:
 def _bumps(x: Array) -> Array:
     """Return a constant and 19 Gaussian bumps of width 0.15 from -1.2 to 1.2, [n, 20]."""
     centres = jnp.linspace(-1.2, 1.2, 19, dtype=x.dtype)
-    bumps = jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)
-    return jnp.concatenate([jnp.ones_like(x), bumps], 1)
+    return jnp.concatenate([jnp.ones_like(x), jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)], 1)
 
 
 def compute(
@@ -262,12 +249,11 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         x, y = lagged_pairs(system.sample(length, key), system.lag)
         features = system.features(x), system.features(y)
         reduced_rank = ReducedRank(system.rank, alpha)
-        kernel = RBF(system.length_scale)
         fitted: dict[str, tuple[Operator, Array]] = {
             "ridge": (fit(Ridge(alpha), *features), system.features(grid)),
             "pcr": (fit(PrincipalComponents(system.rank, alpha), *features), system.features(grid)),
             "reduced_rank": (fit(reduced_rank, *features), system.features(grid)),
-            "nystroem": (fit(reduced_rank, x, y, kernel=kernel, centres=centres), grid),
+            "nystroem": (fit(reduced_rank, x, y, kernel=RBF(system.length_scale), centres=centres), grid),
         }
         out = {}
         for name, (operator, where) in fitted.items():
@@ -280,8 +266,7 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
             out[f"functions_{name}"] = jnp.real(factor * function)
         return out
 
-    keys = jax.random.split(key, config.num_trajectories)
-    return bmap(one, batch_size=figures.per_batch())(keys)
+    return bmap(one, batch_size=figures.per_batch())(jax.random.split(key, config.num_trajectories))
 
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -325,10 +310,9 @@ def _draw_rates(axes: Axes, results: Results, name: str) -> None:
         ratios = np.log(np.abs(results.eigenvalues[name][estimator][:, -1][:, kept])) / np.log(np.abs(exact[kept]))
         places = np.arange(len(kept)) + 0.2 * (index - 1.5)
         summary = plotting.summarise(ratios)
-        half = summary.interval()[1] - summary.mean
         axes.plot(np.tile(places, (len(ratios), 1)) - 0.04, ratios, ".", color=look["color"], markersize=2, alpha=0.6)
         style = {"fmt": look["marker"], "color": look["color"], "markersize": 3, "linewidth": 0.8, "capsize": 1.5}
-        axes.errorbar(places + 0.04, summary.mean, half, **style)
+        axes.errorbar(places + 0.04, summary.mean, summary.interval()[1] - summary.mean, **style)
     axes.set_xticks(range(len(kept)), [f"{-np.log(np.abs(value)):.3g}" for value in exact[kept]])
     axes.set(xlabel="exact rate per lag", ylabel="estimated over exact", xlim=(-0.5, len(kept) - 0.5))
 

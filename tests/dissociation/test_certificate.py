@@ -36,8 +36,6 @@ def test_zero_outputs_and_faulty_outputs():
     faulty = certify(lambda x: x, lambda x: jnp.where(x > 1.5, jnp.nan, x), INPUTS)
     assert np.isnan(float(faulty.max_abs_change))
     assert not bool(faulty.kept(1e9))
-    # Outputs that are not finite before either cannot be vouched for.
-    assert not bool(certify(lambda x: x / 0, lambda x: x / 0, INPUTS).kept())
 
 
 def test_outputs_of_any_shape():

@@ -11,8 +11,9 @@ def tree(key):
         "weights": [jnp.arange(6.0).reshape(2, 3), jnp.array([1, 2], jnp.int8)],
         "half": jnp.array([0.1, jnp.inf], jnp.bfloat16),
         "numpy": np.arange(3, dtype=np.float64),
+        "long": np.array([2**40]),
         "key": jax.random.split(key, 2),
-        "numbers": (3, 2.5, True),
+        "numbers": (3, 2.5, True, 10**30, complex("inf"), float("-inf")),
         "function": jnp.sin,
         "empty": jnp.zeros((0, 4)),
     }
@@ -26,7 +27,7 @@ def blank(tree):
             return jax.random.split(jax.random.key(99), leaf.shape)
         if isinstance(leaf, jax.Array | np.ndarray):
             return leaf * 0 + 7 if leaf.dtype != jnp.bool_ else leaf
-        return type(leaf)(0) if isinstance(leaf, int | float) else leaf
+        return type(leaf)(0) if isinstance(leaf, int | float | complex) else leaf
 
     return jax.tree.map(other, tree)
 
@@ -52,18 +53,7 @@ def test_round_trip(key, tmp_path):
 
 
 NUMBERS = np.array([[0, 1, 2], [100, 3, 5]])
-KINDS = [
-    *"?bBhHiIqQefdgFDG",
-    ">f4",
-    ">i2",
-    ">c16",
-    ">f2",
-    ">M8[ns]",
-    "m8[s]",
-    jnp.bfloat16,
-    jnp.float8_e4m3fn,
-    jnp.int4,
-]
+KINDS = [*"?bHqQegFG", ">f4", ">c16", ">M8[ns]", "m8[s]", jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -77,23 +67,12 @@ def test_every_kind_of_numbers_comes_back(tmp_path, dtype):
     assert_same(checkpoint.restore(tmp_path / "file", zeros), given)
 
 
-@pytest.mark.parametrize("number", [True, -3, 10**30, 0.1, float("-inf"), 1 - 2j, complex("inf"), -0.0j])
-def test_every_number_of_python_comes_back(tmp_path, number):
-    checkpoint.save(tmp_path / "file", {"x": number})
-    found = checkpoint.restore(tmp_path / "file", {"x": type(number)()})["x"]
-    assert (type(found), repr(found)) == (type(number), repr(number))
-    with pytest.raises(ValueError, match=r"the leaf \['x'\] is .*, wanted a str"):
-        checkpoint.restore(tmp_path / "file", {"x": np.str_("text")})
-
-
 @pytest.mark.parametrize(
     "leaf",
     [
         np.array(["a", "bc"]),
-        np.array([b"a"]),
         np.array([None, 1]),
         np.zeros(2, [("a", "f4"), ("b", "i4")]),
-        np.zeros(2, "V8"),
         np.ma.array([1.0, 2.0], mask=[True, False]),
         jax.ShapeDtypeStruct((2,), jnp.float32),
     ],
@@ -105,33 +84,6 @@ def test_what_could_not_be_read_is_refused_by_name(tmp_path, leaf):
     assert not list(tmp_path.iterdir())
 
 
-def test_numbers_of_64_bits_are_not_cut(tmp_path):
-    checkpoint.save(tmp_path / "file", np.array([2**40]))
-    with pytest.raises(ValueError, match=r"the leaf  is int64\. Enable JAX's 64 bits"):
-        checkpoint.restore(tmp_path / "file", jax.ShapeDtypeStruct((1,), np.int64))
-
-
-def test_restored_keys_draw_the_same(key, tmp_path):
-    for k in (key, jax.random.key(1, impl="rbg")):
-        checkpoint.save(tmp_path / "file", {"key": k})
-        restored = checkpoint.restore(tmp_path / "file", {"key": k})["key"]
-        assert jax.random.uniform(restored) == jax.random.uniform(k)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    checkpoint.save(path, jnp.ones(3), {"step": 1})
-
-    def full(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(checkpoint.os, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(path, jnp.zeros(3), {"step": 2})
-    assert checkpoint.read_header(path) == {"step": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -140,7 +92,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         (lambda t: t | {"half": t["half"][:1]}, r"the leaf \['half'\] has shape \(2,\).*wanted \(1,\)"),
         (lambda t: t | {"numpy": t["numpy"].astype(np.float32)}, r"\['numpy'\].*float64, wanted \(3,\) and float32"),
         (lambda t: t | {"key": jax.random.key(0)}, r"the leaf \['key'\] is a key"),
-        (lambda t: t | {"numbers": (3.0, 2.5, True)}, r"the leaf \['numbers'\]\[0\] is 3, wanted a float"),
+        (lambda t: t | {"numbers": (3.0, *t["numbers"][1:])}, r"the leaf \['numbers'\]\[0\] is 3, wanted a float"),
+        (lambda t: t | {"long": jax.ShapeDtypeStruct((1,), np.int64)}, r"\['long'\] is int64\. Enable JAX's 64 bits"),
     ],
 )
 def test_misfits_name_the_leaf(key, tmp_path, change, message):

@@ -48,19 +48,9 @@ def mapped(p, x, loop=jax.vmap):
     return loop(one)((q, k, v, p["o"])).sum(0) @ p["head"]
 
 
-def mixed_scores(p, x):
-    q, k, v = projected(p, x)
-    return read_out(p, jnp.einsum("hts,hg->gts", jnp.einsum("thd,shd->hts", q, k), p["mix"]), v)
-
-
 def all_with_all(p, x):
     q, k, v = projected(p, x)
     return read_out(p, jnp.einsum("thd,sgd->htgs", q, k).mean(2), v)
-
-
-def one_key(p, x):
-    q, _, v = projected(p | {"k": p["q"]}, x)
-    return read_out(p, jnp.einsum("thd,sd->hts", q, x @ p["k"]), v)
 
 
 def shared_bias(p, x):
@@ -147,7 +137,6 @@ SEPARATE = {
     "attention, mapped over heads": (mapped, ATTENTION, [*HEAD, (WIDTH, 1)]),
     "attention, heads in a loop": (
         lambda p, x: mapped(p, x, lambda f: lambda y: jax.lax.map(f, y)), ATTENTION, [*HEAD[1:], (WIDTH, 1)]),
-    "mixed scores": (mixed_scores, ATTENTION | {"mix": "hh"}, [(HEADS, 1), *HEAD, (WIDTH, 1)]),
     # Queries and keys of each head are one copy, values are another.
     "fused": (fused, FUSED, [(HEADS, 1), (DIM, 2 * HEADS), (WIDTH, 1)]),
     "fused by heads": (fused_by_heads, FUSED, [*HEAD, (WIDTH, 1)]),
@@ -185,7 +174,6 @@ SEPARATE = {
 
 TIED = {
     "scores of all heads with all": (all_with_all, ATTENTION, ("k", "q")),
-    "one key for all heads": (one_key, ATTENTION | {"k": "ed"}, ("k", "q")),
     "a bias for all heads": (shared_bias, ATTENTION | {"bias": "d"}, ("q", "k", "bias")),
     "hidden neurons carried": (carried, STACK, ("a", "b")),
     "hidden neurons averaged over layers": (with_outputs, STACK | {"r": "n"}, ("a", "b")),

@@ -66,12 +66,8 @@ def test_mnist_by_name_takes_the_leading_images(fake_mnist, tmp_path, monkeypatc
     for field, size in zip(FIELDS, (7, 7, 3, 3), strict=True):
         assert np.array_equal(getattr(part, field), getattr(whole, field)[:size])
     assert part.train_images.base is None  # the rest of the set can be freed
-    for sizes, name in (
-        ({"num_train": 61}, "`num_train` must be at most 60"),
-        ({"num_test": 11}, "`num_test` must be"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            load("mnist", **sizes)
+    with pytest.raises(ValueError, match="`num_train` must be at most 60"):
+        load("mnist", num_train=61)
     monkeypatch.setattr(datasets, "mnist_data", Mock(side_effect=FileNotFoundError))
     with pytest.raises(FileNotFoundError):  # and is not replaced
         load("mnist", num_train=10, num_test=10)
@@ -98,19 +94,12 @@ def test_own_data_are_accepted_and_pass_through_transformations(parts):
         Dataset("", **parts)
 
 
-def spoil(array, index, value):
-    array = array.copy()
-    array[index] = value
-    return array
-
-
 @pytest.mark.parametrize(
     ("field", "change", "message"),
     [
-        ("test_labels", lambda a: spoil(a, (1, 1), 1), "be integers .* or one-hot rows .*, got .* in row 1"),
+        ("test_labels", np.ones_like, "be integers .* or one-hot rows .*, got .* in row 0"),
         ("test_labels", lambda a: a[:2], r"have as many samples as `test_images` \(3\), got 2"),
         ("test_images", lambda a: a[:, :3], r"be of shape \[m, d\] with d = 4 as in `train_images`, got shape"),
-        ("test_labels", lambda a: a[:, :2], "be integers .* or one-hot rows|have as many classes"),
     ],
 )
 def test_own_data_are_checked(parts, field, change, message, monkeypatch):
@@ -134,13 +123,6 @@ def test_labels_may_be_integers(parts, convert):
             Dataset("mine", **given | {"test_labels": wrong})
     with pytest.raises(ValueError, match=r"have as many classes as `train_labels` \(4\), got 3"):
         Dataset("mine", **given | {"train_labels": [0, 1, 3, 0, 1], "test_labels": np.eye(3)})
-
-
-def test_images_may_be_lists_and_bytes(parts):
-    lists = {name: array.astype(int).tolist() for name, array in parts.items()}
-    data = Dataset("mine", **lists)
-    assert data.train_images.dtype == np.float32
-    assert Dataset("mine", **parts | {"train_images": np.ones((5, 4), np.uint8)}).train_images.max() == 1
 
 
 @pytest.mark.parametrize("kind", [np.uint8, list])

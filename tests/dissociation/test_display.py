@@ -46,11 +46,6 @@ def test_models_are_text_with_a_view_to_open():
     assert "f32[4,2]" in repr(show(model))
 
 
-def test_nothing_is_refused():
-    with pytest.raises(ValueError, match="`value` must have elements"):
-        show(np.zeros((0, 3)))
-
-
 def test_a_table_is_html_and_text():
     shown = table([["seed", "error"], ["0", "< 2 %"]])
     assert '<th scope="col">error</th>' in shown._repr_html_()
@@ -60,3 +55,5 @@ def test_a_table_is_html_and_text():
     for rows in ([], [["a", "b"], ["c"]]):
         with pytest.raises(ValueError, match="`rows` must be some, of one length"):
             table(rows)
+    with pytest.raises(ValueError, match="`value` must have elements"):
+        show(np.zeros((0, 3)))

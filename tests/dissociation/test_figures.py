@@ -1,11 +1,9 @@
 """Both figures in small: what the theory says of the curves, the files, and resuming."""
 
 import dataclasses
-import warnings
 
 import equinox as eqx
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from drawn import assert_only_draws
@@ -16,7 +14,6 @@ from dissociation.data import load
 from dissociation.figures import Parts, figures, main, robustness, transfer
 from dissociation.figures import _members as members
 from dissociation.figures import _null_spaces as null_spaces
-from dissociation.figures._results import flat_results_of
 from dissociation.models import CNN
 from dissociation.rewrites import layer_inputs
 
@@ -48,7 +45,6 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
     moved = results.input_error["null_perturbed"] - results.input_error["trained"]
     assert moved.max() > 0.05  # negative control: kept on the data, changed elsewhere
     trained, scaled = results.parameter_error["trained"], results.parameter_error["scaled"]
-    assert trained.shape == scaled.shape == (2, 6)
     assert (scaled - trained).max() > 0.1  # noise on parameters tells them apart
     assert "published_null" not in results.parameter_error
 
@@ -77,7 +73,6 @@ def test_networks_of_images(model):
     size = max(np.abs(results.test_error).max(), 1.0)
     for name, certificate in results.certificates.items():
         assert certificate["max_abs_change"] < 1e-4 * size, name
-        assert certificate["changed_predictions"] == 0
     assert results.null_space["dimension"] >= 1  # few images, or a mean that normalisation takes out
     assert [row[0] for row in robustness.table(results)[1:3]] == ["trained", "null-perturbed"]
     with pytest.raises(ValueError, match="`published_null` must be left out but for the perceptron"):
@@ -88,7 +83,9 @@ def test_networks_of_images(model):
 def test_features_of_networks_of_images_transfer():
     sizes = {"num_seeds": 2, "num_epochs": 2, "num_train": 200, "num_test": 40, "width": 12, "model": "transformer"}
     probed = transfer.Config(**sizes, num_budgets=1, num_splits=2, num_zero=6, probes=("converged",))
-    errors = transfer.compute(probed, key=KEY).transfer_error["coarse"]["converged"]
+    results = transfer.compute(probed, key=KEY)
+    assert_only_draws(transfer, results)  # a single budget
+    errors = results.transfer_error["coarse"]["converged"]
     np.testing.assert_allclose(errors["duplicated"], errors["trained"], atol=0.1)
 
 
@@ -101,9 +98,8 @@ def test_certificates(noise, transferred):
         assert results.certificates[name]["changed_predictions"] == 0
     assert results.certificates["nuisance"]["num_inputs"] == 2 * 150
     assert results.null_space["dimension"] + results.null_space["rank"] == 784
-    for figure, found in ((robustness, results), (transfer, transferred)):
-        named = list(dict.fromkeys(row[0] for row in figure.table(found)[1:]))
-        assert list(figure.describe(found)["certificates on the test images"]) == named
+    named = list(dict.fromkeys(row[0] for row in transfer.table(transferred)[1:]))
+    assert list(transfer.describe(transferred)["certificates on the test images"]) == named
 
 
 @pytest.mark.slow
@@ -188,11 +184,7 @@ def test_noise_figure_is_as_specified(noise):
     figure = robustness.draw(results)
     np.testing.assert_allclose(figure.get_size_inches(), [3.24, 2.9])
     above, below = figure.axes[:2], figure.axes[2:]
-    assert len(below) == 2
-    for axes in figure.axes:
-        assert axes.get_xscale() == "log"
-        assert axes.get_yscale() == ("log" if axes in above else "linear")
-        assert not axes.spines["top"].get_visible()
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "log", "linear", "linear"]
     assert [axes.get_xlabel() for axes in below] == ["noise scale (log)"] * 2
     assert above[0].get_ylabel() == "test error (log)"
     names = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
@@ -202,9 +194,6 @@ def test_noise_figure_is_as_specified(noise):
     np.testing.assert_allclose(moved.get_ydata(), paired.mean(0))
     for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "nuisance neurons"):
         assert part in robustness.caption(results)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.canvas.draw()
 
 
 def test_drawing_computes_nothing(noise, transferred):
@@ -227,15 +216,9 @@ def test_transfer_curves_and_figure(transferred):
     one_rate = results.transfer_error["rotation"]["one_rate"]
     assert one_rate["trained"][:, -1].mean() > one_rate["scaled"][:, -1].mean() + 0.05
     figure = transfer.draw(results)
-    assert figure.axes[0].get_yscale() == "log"
     assert figure.axes[-1].get_xlabel() == "sample budget (log)"
     assert [axes.get_ylabel() for axes in figure.axes[::2]] == 2 * ["transfer error (log)", "added transfer error"]
-    shown = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
-    assert [len(names) for names in shown] == 2 * [4, 4, 3, 3]
-    written = " ".join([transfer.caption(results), *transfer.table(results)[0]])
-    assert "quarter turns (a, b) and least prime factor (e, f)" in written
-    assert "coarse" not in written  # one task, one name
-    assert "up to 150" in written
+    assert "quarter turns (a, b) and least prime factor (e, f)" in transfer.caption(results)
 
 
 @pytest.mark.slow
@@ -251,35 +234,18 @@ def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
     certificate = {"clean_error": np.ones(2), "max_abs_change": np.ones(2), "changed_predictions": np.array([3, 4])}
     monkeypatch.setattr(members, "measure_members", lambda *_: dict(certificate))
     found = transfer.compute(config, key=KEY)
-    for probes in found.transfer_error.values():
-        for values in probes["converged"].values():
-            np.testing.assert_array_equal(values, [[0.5, 0.25], [np.nan, np.nan]])
+    values = found.transfer_error["rotation"]["converged"]["scaled"]
+    np.testing.assert_array_equal(values, [[0.5, 0.25], [np.nan, np.nan]])
     assert transfer.table(found)[1][1:3] == ["25.00 % (1 of 2)"] * 2
-    assert transfer.table(found)[1][-1] == "3"
     assert "seed 1 at step 7" in transfer.headline(found)
-    line = transfer.draw(found).axes[0].lines[0].get_ydata()
-    np.testing.assert_allclose(line, [0.5, 0.25])
-    assert "seed 1 at step 7" in transfer.caption(found)
+    np.testing.assert_allclose(transfer.draw(found).axes[0].lines[0].get_ydata(), [0.5, 0.25])
 
 
 def test_a_change_that_is_nan_shows_unless_its_network_diverged():
     changes = {"max_abs_change": np.array([0.5, np.nan, 2.0]), "changed_predictions": np.array([1.0, np.nan, 3.0])}
     alive = np.array([True, False, True])
     assert members.worst(changes, alive) == {"max_abs_change": 2.0, "changed_predictions": 4.0}
-    assert np.isnan(members.worst(changes, ~alive)["max_abs_change"])
     assert np.isnan(members.worst(changes, alive | True)["max_abs_change"])
-    assert members.worst({"max_abs_change": np.array([np.inf, 1.0, 0.0])}, alive)["max_abs_change"] == np.inf
-
-
-@pytest.mark.slow
-def test_a_single_budget_is_drawn(transferred):
-    errors = {
-        task: {probe: {name: curves[:, :1] for name, curves in variants.items()} for probe, variants in probes.items()}
-        for task, probes in transferred.transfer_error.items()
-    }
-    figure = transfer.draw(transferred._replace(budgets=transferred.budgets[-1:], transfer_error=errors))
-    assert figure.axes[0].get_xlim() == (15.0, 150.0)
-    assert {line.get_marker() for line in figure.axes[0].lines} >= {"o", "."}
 
 
 @pytest.mark.slow
@@ -294,11 +260,6 @@ def test_variants_tasks_and_probes_are_axes(noise, transferred, tmp_path):
     found = assert_labelled(transfer, transferred, tmp_path, dims)
     one = found.to_xarray().transfer_error.sel(tasks="coarse", probes="converged", variants="zero")
     np.testing.assert_array_equal(one, transferred.transfer_error["coarse"]["converged"]["zero"])
-    lengths = {"seeds": 2, "epochs": SMALL["num_epochs"] + 1, "budgets": 2, "input_scales": 6, "parameter_scales": 6}
-    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
-        flat = flat_results_of(figure, results)
-        for name, array in flat.arrays.items():
-            assert array.shape == tuple(lengths[axis] for axis in flat.dims[name]), name
 
 
 WRONG = {
@@ -334,24 +295,14 @@ WRONG = {
 }  # fmt: skip
 
 
-def test_every_figure_has_settings_that_cannot_be_met():
-    assert {name for names in WRONG for name in names} == set(figures())
-
-
-@pytest.mark.parametrize(
-    ("figure", "name", "values"),
-    [
-        (figure, name, values)
-        for figures, wrong in WRONG.items()
-        for figure in figures
-        for name, values in wrong.items()
-    ],
-)
-def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, values, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
-    for value in values:
-        with pytest.raises(ValueError, match="`(num_train|batch_size|" + name + ")` must "):
-            figures()[figure].Config(**{name: value})
+@pytest.mark.parametrize("figure", sorted(figures()))
+def test_settings_that_cannot_be_met_are_refused_at_once(figure, unchecked):
+    settings = [item for names, wrong in WRONG.items() if figure in names for item in wrong.items()]
+    assert settings
+    for name, values in settings:
+        for value in values:
+            with pytest.raises(ValueError, match=f"`(num_train|batch_size|{name})` must "):
+                figures()[figure].Config(**{name: value})
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from zoo import ZOO, one
 from dissociation.models import MLP, representations
 from dissociation.rewrites import _groups as groups
 from dissociation.rewrites import group_report, layer_inputs, neuron_groups
-from dissociation.rewrites._axes import Atoms, Product
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -123,17 +122,6 @@ def test_stated_groups_come_first():
         return {"mine": own["mlp.layers[0]"]}
 
     assert list(neuron_groups(model, jnp.ones(5))) == ["mine"]
-
-
-def test_indices_grouped_in_two_ways_are_frozen():
-    atoms = Atoms()
-    one = atoms.new(12)
-    atoms.unite(one, Product((atoms.new(3), atoms.new(4))))
-    atoms.factored(one, (2, 6))
-    assert all(atoms.reason(leaf.atom) for leaf in atoms.leaves(one))
-    two, six, three, four = (atoms.new(size) for size in (2, 6, 3, 4))
-    atoms.unite(Product((two, six)), Product((three, four)))
-    assert all(atoms.reason(leaf.atom) for part in (two, six, three, four) for leaf in atoms.leaves(part))
 
 
 def test_what_is_no_model_of_the_example_is_refused():

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from dissociation.figures._members import rewritten_group
-from dissociation.models import CNN, ResNet, Transformer, representations
+from dissociation.models import ResNet, Transformer, representations
 from dissociation.models._layers import max_pool
-from dissociation.models._representations import seen_by_weights
 from dissociation.rewrites import neuron_groups
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
@@ -75,54 +74,3 @@ def test_sizes_that_do_not_fit_are_named():
         Transformer(6, size=8, heads=2, patch=5, key=jax.random.key(0))
     with pytest.raises(ValueError, match="`depth` must be at least 1"):
         ResNet(6, depth=0, key=jax.random.key(0))
-
-
-def test_what_weights_see_is_what_the_models_say():
-    perceptron, x = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)), jnp.ones(4)
-    cnn, image = CNN(6, 3, key=jax.random.key(0)), jnp.asarray(IMAGES[0])
-    for model, example in ((perceptron, x), (cnn, image)):
-        stated, found = representations(model, example[None]), seen_by_weights(model, example)
-        assert list(found) == list(stated)
-        for name, array in found.items():
-            np.testing.assert_allclose(array.ravel(), stated[name][0].ravel(), atol=1e-6)
-    # The blocks' weights see what is behind the ReLUs, in them and between them.
-    seen = seen_by_weights(small("resnet"), image)
-    assert list(seen) == [*(f"hidden{index}" for index in range(5)), "features", "logits"]
-
-
-class Gated(eqx.Module):
-    """Weights that are normalised before they act, twice on the same stream, and inputs that are shifted."""
-
-    direction: jax.Array
-    first: eqx.nn.Linear
-    second: eqx.nn.Linear
-    norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 4)
-        self.direction = jax.random.normal(keys[0], (8, 4))
-        self.first, self.second = (eqx.nn.Linear(8, 5, key=k) for k in keys[1:3])
-        self.norm, self.head = eqx.nn.LayerNorm(5), eqx.nn.Linear(5, 2, key=keys[3])
-
-    def __call__(self, x):
-        gram = self.direction @ self.direction.T
-        weight = self.direction / jnp.sqrt(jnp.trace(gram))
-        h = jax.nn.relu(weight @ (2 * x - 1))
-        return self.head(self.norm(self.first(h) * jax.nn.sigmoid(self.second(h))))
-
-
-def test_hidden_layers_of_any_model():
-    model, inputs = Gated(jax.random.key(0)), jax.random.normal(jax.random.key(1), (6, 4))
-    found = representations(model, inputs)
-    shapes = {"hidden0": (6, 8), "features": (6, 5), "logits": (6, 2)}
-    assert {name: array.shape for name, array in found.items()} == shapes
-    np.testing.assert_allclose(found["logits"], jax.vmap(model)(inputs), atol=1e-6)
-    np.testing.assert_allclose(jax.vmap(model.head)(found["features"]), found["logits"], atol=1e-6)
-    compiled = jax.jit(lambda x: representations(model, x))(inputs)
-    np.testing.assert_allclose(compiled["features"], found["features"], atol=1e-6)
-    slope = jax.grad(lambda x: (representations(model, x)["features"] ** 3).sum())(inputs)
-    assert np.isfinite(slope).all()
-    assert np.abs(slope).max() > 1e-3
-    with pytest.raises(TypeError, match="`model` must return one array, got 2 arrays"):
-        representations(lambda x: (x, x), inputs)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.rewrites import duplicate, group_report, neuron_groups, permute, scale
-from dissociation.rewrites._axes import Atoms
+from dissociation.rewrites import group_report, neuron_groups, permute, scale
 
 relu = jax.nn.relu
 SOME = jnp.array([2, 0, 1, 3, 5, 4, 7, 6])
@@ -298,26 +297,6 @@ def test_a_fill_that_is_not_zero_binds_what_is_scaled():
 
         (group,) = neuron_groups(weights(relu, TIME), jnp.ones(TIME), call=call).values()
         assert (group.size, group.degree) == (8, degree)
-
-
-@pytest.mark.usefixtures("x64")
-def test_reversed_neurons_grow():
-    reversed_, rolled = between(lambda h: relu(h)[::-1]), between(lambda h: jnp.roll(h, 3))
-    model, x = weights(relu, VECTOR), np.random.default_rng(2).normal(size=5)
-    (group,) = neuron_groups(model, x, call=reversed_).values()
-    np.testing.assert_allclose(reversed_(duplicate(group)(model), x), reversed_(model, x), rtol=1e-12)
-    (group,) = neuron_groups(model, x, call=rolled).values()
-    with pytest.raises(ValueError, match="does not count"):
-        duplicate(group)(model)
-
-
-def test_many_neurons_in_two_orders_are_parted_soon():
-    atoms = Atoms()
-    axis, half = atoms.new(4000), np.arange(2000)
-    evens, odds = atoms.taken(axis, 2 * half), atoms.taken(axis, 2 * half + 1)
-    atoms.unite(evens, odds)
-    assert [leaf.size for leaf in atoms.leaves(axis)] == [2000, 2000]
-    assert len({leaf.atom for leaf in atoms.leaves(axis)}) == 1
 
 
 def test_products_with_what_is_read_twice_bind_scalings():

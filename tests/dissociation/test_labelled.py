@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,15 +54,11 @@ def test_files_give_everything_back(everything, tmp_path, suffix):
     path = everything.save(tmp_path / f"new folder/x{suffix}")
     assert_same(load_results(path), everything)
     assert [other.name for other in path.parent.iterdir()] == [path.name]
-    assert everything["eigenvalues"].dtype == complex
+    if suffix == ".nc":
+        with xarray.open_dataset(path, engine="h5netcdf", decode_times=False) as read:
+            assert read.error_scaled.attrs["units"] == "%"
     changed = load_results(path).arrays["counts"] + 1
     assert (changed != everything["counts"]).all()  # and the comparison sees it
-
-
-def test_other_libraries_read_the_files(everything, tmp_path):
-    with xarray.open_dataset(everything.save(tmp_path / "x.nc"), engine="h5netcdf", decode_times=False) as read:
-        np.testing.assert_array_equal(read.eigenvalues.sel(seeds=9), everything["eigenvalues"][1])
-        assert read.error_scaled.attrs["units"] == "%"
 
 
 def test_an_array_named_as_its_axis_is_its_coordinate(everything):
@@ -111,13 +108,11 @@ def test_tables_are_tidy_and_never_a_product(everything):
     }  # fmt: skip
     errors = tables["seeds", "scales"]
     assert list(errors.columns) == ["seeds", "scales", "error_scaled", "error_trained"]
-    assert len(errors) == 6
-    for _, row in errors.iterrows():
-        place = [7, 9].index(row.seeds), 2 if np.isnan(row.scales) else [0.1, 1.0].index(row.scales)
-        np.testing.assert_equal(np.float32(row.error_trained), everything["error_trained"][place])
-    assert list(tables["seeds", "modes"].columns) == ["seeds", "modes", "layers", "eigenvalues"]
-    assert tables["seeds", "modes"]["layers"].tolist() == ["first", "last"] * 2
-    assert tables["seeds", "modes"]["modes"].tolist() == [0, 1] * 2
+    np.testing.assert_array_equal(errors.seeds, [7, 7, 7, 9, 9, 9])
+    np.testing.assert_array_equal(errors.scales, [0.1, 1.0, np.nan] * 2)
+    np.testing.assert_array_equal(errors.error_trained, everything["error_trained"].ravel())
+    modes = tables["seeds", "modes"]
+    assert (modes["layers"].tolist(), modes["modes"].tolist()) == (["first", "last"] * 2, [0, 1] * 2)
     assert len(tables["empty", "scales"]) == 0
     assert set(everything.to_dataframe("alive")) == {("seeds",)}
     with pytest.raises(ValueError, match="`names` must be one of .*, got 'missing'"):
@@ -126,9 +121,7 @@ def test_tables_are_tidy_and_never_a_product(everything):
 
 def test_arrays_of_one_set_of_axes_share_a_table_whatever_their_order():
     a = np.arange(6.0).reshape(2, 3)
-    found = label({"a": a, "b": 10 * a.T}, {"a": ("x", "y"), "b": ("y", "x")})
-    ((axes, table),) = found.to_dataframe().items()
-    assert axes == ("x", "y")
+    ((_, table),) = label({"a": a, "b": 10 * a.T}, {"a": ("x", "y"), "b": ("y", "x")}).to_dataframe().items()
     pandas.testing.assert_series_equal(table.b, 10 * table.a, check_names=False)
 
 
@@ -151,16 +144,10 @@ def test_what_it_is_made_of_may_be_of_any_kind():
         (lambda: label({"a": np.zeros(2)}, {}), ValueError, r"`dims` must name the axes of a, of shape \(2,\), got"),
         (lambda: label({"axes": 1.0}, {}), ValueError, "`arrays` must have names other than axes, labelled"),
         (lambda: label({"a": [object()]}, {"a": ("k",)}), TypeError, "`a` must hold numbers, truth values or text"),
-        (
-            lambda: label({"k": np.zeros((2, 2)), "b": np.zeros(2)}, {"k": ("i", "j"), "b": ("k",)}),
-            ValueError,
-            "`dims` must have other names than arrays, unless one is their coordinate, got 'k'",
-        ),
-        (
-            lambda: Labelled({"a": np.zeros(2), "b": np.zeros(3)}, {"a": ("k",), "b": ("k",)}, {}, {}, {}),
-            ValueError,
-            "`arrays` must have 2 places along k as a has, got 3 in b",
-        ),
+        (lambda: label({"k": np.zeros((2, 2)), "b": np.zeros(2)}, {"k": ("i", "j"), "b": ("k",)}),
+         ValueError, "`dims` must have other names than arrays, unless one is their coordinate, got 'k'"),
+        (lambda: Labelled({"a": np.zeros(2), "b": np.zeros(3)}, {"a": ("k",), "b": ("k",)}, {}, {}, {}),
+         ValueError, "`arrays` must have 2 places along k as a has, got 3 in b"),
     ],
 )  # fmt: skip
 def test_wrong_names_are_refused(call, kind, words):
@@ -168,17 +155,17 @@ def test_wrong_names_are_refused(call, kind, words):
         call()
 
 
-def test_wrong_files_are_refused(everything, tmp_path):
-    for call in (everything.save, load_results):
-        with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
-            call(tmp_path / "x.csv")
-    for path in (tmp_path / "x.npz", tmp_path / "x.nc"):
-        with pytest.raises(FileNotFoundError, match="where there is none"):
-            load_results(path)
-        whole = everything.save(path).read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(RefusedFile, match="is broken, or no file of results"):
-            load_results(path)
+@pytest.mark.parametrize("suffix", [".npz", ".nc"])
+def test_wrong_files_are_refused(everything, tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    with pytest.raises(FileNotFoundError, match="where there is none"):
+        load_results(path)
+    whole = everything.save(path).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RefusedFile, match="is broken, or no file of results"):
+        load_results(path)
+    with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
+        load_results(tmp_path / "x.csv")
 
 
 OTHER = xarray.Dataset({"a": ("k", [1.0])})
@@ -188,13 +175,8 @@ OTHER = xarray.Dataset({"a": ("k", [1.0])})
     ("name", "write", "reason"),
     [
         ("x.nc", lambda path: path.write_bytes(b""), "it is empty"),
-        ("x.npz", lambda path: path.write_text("words"), "it is no zip archive, as .npz files of results are"),
         ("x.nc", lambda path: path.write_text("words"), "it is no HDF5 file, as .nc files of results are"),
-        (
-            "x.npz",
-            lambda path: np.savez(path, a=np.array([{}], object)),
-            "it holds Python objects, which are not read,",
-        ),
+        ("x.npz", lambda path: np.savez(path, a=np.array([{}], object)), "it holds Python objects, which are"),
         ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "no file of results: it lacks 'axes'"),
         ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "no file of results: it lacks 'labelled'"),
         ("x.npz", lambda path: np.savez(path, axes=np.array("3")), "what it says of its arrays is no dictionary"),
@@ -210,20 +192,15 @@ def test_what_is_no_file_of_results_is_refused_in_our_words(tmp_path, name, writ
 
 
 def test_a_file_of_arrays_and_axes_alone_is_read(tmp_path):
-    axes = np.asarray(json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]}))
+    axes = json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]})
     np.savez(tmp_path / "x.npz", error=np.zeros((2, 3)), scales=np.arange(3), axes=axes)
     found = load_results(tmp_path / "x.npz")
-    assert found.dims["error"] == ("seeds", "scales")
-    assert list(found.coords) == ["scales"]
+    assert (found.dims["error"], list(found.coords)) == (("seeds", "scales"), ["scales"])
 
 
 def test_a_file_that_may_not_be_read_is_not_called_broken(everything, tmp_path, monkeypatch):
     path = everything.save(tmp_path / "x.npz")
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(type(path), "open", refuse)
+    monkeypatch.setattr(type(path), "open", Mock(side_effect=PermissionError))
     with pytest.raises(PermissionError):
         load_results(path)
 
@@ -235,8 +212,7 @@ def test_without_the_extra_it_says_what_to_install(everything, tmp_path, monkeyp
         raise ImportError(name)
 
     monkeypatch.setattr("dissociation._core.labelled.importlib.import_module", missing)
-    save, load = lambda: everything.save(tmp_path / "y.nc"), lambda: load_results(path)
-    for call in (everything.to_xarray, everything.to_dataframe, save, load):
+    for call in (everything.to_xarray, everything.to_dataframe, lambda: load_results(path)):
         with pytest.raises(ImportError, match=r"must be installed for this: pip install 'dissociation\[labels\]'"):
             call()
     assert_same(load_results(everything.save(tmp_path / "y.npz")), everything)

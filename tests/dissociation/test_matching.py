@@ -93,22 +93,6 @@ def test_the_value_is_that_of_the_permutations():
         np.testing.assert_allclose(sum(products[leaf] for leaf in touched), found.value, rtol=1e-10)
 
 
-def test_of_neurons_in_copies_of_each_other_one_moves_alike():
-    def call(model, x):
-        return jnp.einsum("hd,hde->e", jax.nn.relu(jnp.einsum("e,ehd->hd", x, model["in"])), model["out"])
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    model = {"in": jax.random.normal(keys[0], (5, 3, 4)), "out": jax.random.normal(keys[1], (3, 4, 2))}
-    groups = neuron_groups(model, jnp.ones(5), call=call)
-    one, two = groups.values()
-    assert (one.size, one.copies, two.size, two.copies) == (3, 4, 4, 3)
-    other = permute(two, key=jax.random.key(1))(permute(one, np.array([2, 0, 1]))(model))
-    found = rewrites.match_weights(model, other, groups, num_starts=30, key=jax.random.key(0))
-    assert sorted(each.ndim for each in found.permutations.values()) == [1, 2]
-    back = found.apply(other, groups)
-    assert all((back[name] == model[name]).all() for name in model)
-
-
 def test_activities_of_copies_are_matched_by_themselves():
     model, inputs, every = one("transformer")
     name = "blocks[0].attention.value_proj"

@@ -8,7 +8,7 @@ import pytest
 
 import dissociation
 from dissociation import map_members, member, take
-from dissociation.training._members import after, concatenate, count, stack
+from dissociation.training._members import concatenate, count, stack
 
 
 @pytest.mark.parametrize(("member_map", "devices"), [("scan", 0), ("vmap", 2), ("unroll", 2)])
@@ -62,13 +62,6 @@ def test_stacked_members_come_apart_again(kind):
     np.testing.assert_array_equal(stack(each, axis=1)["w"][:, 2], each[2]["w"])
 
 
-def test_parts_are_put_end_to_end():
-    first, second = ({"w": np.full((2, size), size)} for size in (1, 3))
-    np.testing.assert_array_equal(concatenate([first, second], axis=1)["w"], [[1, 3, 3, 3]] * 2)
-    assert isinstance(concatenate([first, second], axis=1)["w"], np.ndarray)
-    assert concatenate([first]) is first
-
-
 @pytest.mark.parametrize("join", [stack, concatenate])
 def test_nothing_and_other_shapes_are_not_joined(join):
     with pytest.raises(ValueError, match="`trees` must hold at least one PyTree, got none"):
@@ -90,15 +83,3 @@ def test_integers_of_several_kinds_neither_wrap_nor_round_in_silence(join):
     with jax.enable_x64(True):
         whole = join([{"w": large}, {"w": jnp.ones(2, np.float32)}, {"w": jnp.arange(2, dtype=np.int32)}])["w"]
         np.testing.assert_array_equal(whole.ravel(), [2**31 + 5, 1, 1, 1, 0, 1])
-
-
-def test_what_comes_after_waits_and_keeps_its_values_and_derivatives():
-    def slope(x, ordered):
-        done, then = jnp.sin(x), {"x": x, "f": jnp.cos}
-        if ordered:
-            done, then = after(done, then)
-        return done * then["f"](then["x"])
-
-    np.testing.assert_allclose(*(jax.grad(slope)(0.3, ordered) for ordered in (True, False)), rtol=1e-6)
-    text = str(jax.make_jaxpr(lambda x: slope(x, True))(0.3))
-    assert text.index("sin") < text.index("optimization_barrier") < text.index("cos")

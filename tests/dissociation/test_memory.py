@@ -1,5 +1,7 @@
 """Memory of programs, and limits of the machine, of control groups and of devices."""
 
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import psutil
@@ -20,12 +22,8 @@ def test_a_program_takes_its_temporaries_and_results():
 
 
 def test_a_backend_without_an_account_is_named():
-    class Executable:
-        def memory_analysis(self):
-            return None
-
     with pytest.raises(WrongValue, match="`batch_size` must be a number here"):
-        memory.program_bytes(Executable())
+        memory.program_bytes(Mock(**{"memory_analysis.return_value": None}))
 
 
 def group(folder, limit, used, stat, names):
@@ -67,9 +65,6 @@ def test_free_memory_of_the_host(tmp_path, monkeypatch):
 
 
 def test_free_memory_of_an_accelerator(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 2000, "bytes_in_use": 500}
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    device = Mock(**{"memory_stats.return_value": {"bytes_limit": 2000, "bytes_in_use": 500}})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert memory.free_memory([]) == 1350

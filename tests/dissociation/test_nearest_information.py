@@ -133,31 +133,6 @@ def test_kraskov_of_labels_against_all_distances():
     np.testing.assert_allclose(found.value, wanted.mean(), rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("number", "groups", "count", "block"), [(64, 1, 5, 7), (2, 1, 1, 250), (50, 2, 40, 250), (301, 16, 5, 20)]
-)
-@pytest.mark.parametrize("labelled", [False, True])
-def test_halves_and_parts_of_the_samples(number, groups, count, block, labelled):
-    """The smallest distances within every level and class, where a class has as many."""
-    rng = np.random.default_rng(number)
-    points, labels = rng.normal(size=(number, 3)), rng.integers(0, 2, number) * labelled
-    apart = ((points[:, None] - points[None]) ** 2).sum(2)
-    index = np.arange(number)
-    with jax.enable_x64(True):
-        options = count, block, neighbours.squared, groups
-        names = jnp.asarray(labels) if labelled else None
-        found = np.asarray(neighbours.smallest(jnp.asarray(points), names, *options))
-        sizes = np.asarray(neighbours.part_sizes(number, groups, np.dtype(float)))
-    levels = neighbours.strides(groups)
-    assert found.shape == (len(levels), number, count)
-    for level, stride in enumerate(levels):
-        part = index[:, None] % stride == index[None] % stride
-        own = part & (labels[:, None] == labels[None]) & (index[:, None] != index[None])
-        exact = np.sort(np.where(own, apart, np.inf), 1)[:, :count]
-        np.testing.assert_allclose(found[level][:, : exact.shape[1]], exact, rtol=1e-12)
-        np.testing.assert_array_equal(sizes[level], part.sum(1))
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_classes(estimator):
     rng = np.random.default_rng(0)
@@ -238,17 +213,6 @@ def test_more_than_labels_can_hold_is_not_a_number():
     found = measure_labels(z.astype(np.float32), np.arange(300) % 4, num_classes=4)
     assert not found.reliable
     assert np.isnan([found.value, found.error]).all()
-
-
-@pytest.mark.slow
-def test_the_dtype_is_that_of_x():
-    x, z = gaussian_pair(0.75, 2, 300)
-    for estimator in ESTIMATORS:
-        expected = measure(x, z, estimator=estimator)
-        with jax.enable_x64(True):
-            found = measure(x, z.astype(float), estimator=estimator)
-            assert found.value.dtype == np.float32
-            np.testing.assert_allclose(found.value, expected.value, rtol=1e-5)
 
 
 @pytest.mark.slow

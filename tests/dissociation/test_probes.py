@@ -69,23 +69,6 @@ def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
 
 
-def test_stationary_in_float64():
-    """The conditions of the minimum hold: residuals orthogonal to the features up to the ridge, and of mean zero."""
-    x, y = make_data(dtype=np.float64)
-    with jax.enable_x64(True):
-        fit = measures.crossval_softmax_fit(x, y, **SPLITS, ridge=0.3, tol=1e-14)
-        assert fit.probabilities.dtype == jnp.float64
-        fit = jax.tree.map(np.asarray, fit)
-    assert fit.converged.all()
-    for fold, (train, test) in enumerate(KFold(4).split(x)):
-        z, deviation = standardised(x, train), x[train].std(0)
-        chances = softmax(x @ fit.coefficients[fold] + fit.intercepts[fold], 1)
-        residual = (chances - y)[train]
-        np.testing.assert_allclose(residual.sum(0), 0, atol=1e-5)
-        np.testing.assert_allclose(z[train].T @ residual, -0.3 * fit.coefficients[fold] * deviation[:, None], atol=1e-5)
-        np.testing.assert_allclose(fit.probabilities[test], chances[test], atol=1e-12)
-
-
 def fold_of(labels, num_splits, count=None, key=None, folds="contiguous"):
     labels = jnp.zeros(labels, int) if isinstance(labels, int) else jnp.asarray(labels)
     return softmax_solver.fold_of_samples(labels, num_splits, jnp.asarray(count or len(labels)), key, folds)
@@ -216,24 +199,6 @@ def test_separable_data_converge_with_a_small_penalty(size):
             assert exact.converged.all()
             np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
             np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=0.06)
-
-
-def test_a_failed_line_search_begins_anew(monkeypatch):
-    """With curvature that rounding has spoilt, most of these folds stop at once unless they do."""
-
-    def spoilt(problem, chances):
-        weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
-        gram = softmax_solver._product((problem.data * weight[:, None]).T, problem.data)
-        floor = 4 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
-        return softmax_solver.inverse(gram + jnp.diag(jnp.maximum(problem.penalty[0, 0], floor)))
-
-    monkeypatch.setattr(softmax_solver, "_metric", spoilt)
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(30, 200)).astype(np.float32)
-    y = np.eye(3, dtype=np.float32)[(x @ rng.normal(size=(200, 3)) + rng.gumbel(size=(30, 3))).argmax(1)]
-    scalars = jnp.asarray(3e-3), jnp.asarray(1e-5)
-    fit = softmax_solver.minimise(jnp.asarray(x), jnp.asarray(y), fold_of(30, 5), *scalars, num_splits=5, limit=500)
-    assert fit.converged.all()
 
 
 def test_too_few_steps_are_reported():

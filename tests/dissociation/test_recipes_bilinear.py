@@ -17,6 +17,8 @@ def data():
 
 
 def test_training_learns_digits(data):
+    with pytest.raises(ValueError, match="`noise` must be non-negative"):
+        train_bilinear(data, 20, key=jax.random.key(0), noise=-1.0)
     result = train_bilinear(data, 20, key=jax.random.key(0), num_seeds=2, num_epochs=15, batch_size=100)
     assert result.history.loss.shape == (2, 15 * 11)
     observed = result.history.observed
@@ -49,8 +51,3 @@ def test_noise_is_added_and_decay_pulls():
     optimizer = _optimizer(Settings(1e-2, 0.5, 4.0, 10.0))
     updates, _ = optimizer.update(jnp.zeros(3), optimizer.init(jnp.ones(3)), jnp.ones(3))
     np.testing.assert_allclose(updates, -1e-2 * 0.5, rtol=1e-5)
-
-
-def test_bad_input_is_refused(data):
-    with pytest.raises(ValueError, match="`noise` must be non-negative"):
-        train_bilinear(data, 20, key=jax.random.key(0), noise=-1.0)

@@ -105,7 +105,6 @@ def test_stochastic_gradient_descent(data):
         ({"measure_at": (31,)}, "`measure_at` must be steps"),
         ({"num_train": 1000}, r"`num_train` must be at most the number of training images \(150\)"),
         ({"seeds": (0, 2**32)}, "`seeds` must lie from 0 to 4294967295, got 4294967296"),
-        ({"seeds": (-1,)}, "`seeds` must be at least 0, got -1"),
         ({"optimizer": "adam"}, "'adamw', 'sgd'"),
         ({"init_scale": (8.0, 1.0)}, "`init_scale` must be one number, or one for each of the 30 members"),
         ({"weight_decays": (-0.1,)}, "`weight_decays` must be non-negative"),

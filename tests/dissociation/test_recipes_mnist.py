@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from dissociation.data import load
-from dissociation.recipes import fit_mnist, fresh_networks, train_mnist
+from dissociation.recipes import fit_mnist, fresh_networks
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,3 @@ def test_sizes_and_keys_that_are_none_are_named(small):
         fit_mnist(num_seeds=1, num_epochs=0, dataset=small, width=0, progress=None)
     with pytest.raises(ValueError, match="`num_classes` must be at least 1, got 0"):
         fresh_networks(2, key=jax.random.key(0), num_classes=0)
-
-
-def test_default_key_is_the_published_one_and_keys_of_both_kinds_work(small):
-    one = train_mnist(num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None)
-    key = jax.random.key(37)
-    other = train_mnist(num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None, key=key)
-    np.testing.assert_array_equal(one.layers[0].weight, other.layers[0].weight)

@@ -59,8 +59,7 @@ def test_it_is_one_page_with_all_in_it(page):
     assert not ADDRESS.search(page)
     for words in ("glyphs: 3 seeds", "num_seeds", "f32[200,784]"):
         assert words in without_scripts(page)
-    for outside in ('<img src="x.png">', "<a href='https://a.org'>", "a { background: url(x.png) }"):
-        assert ADDRESS.search(page + outside)
+    assert ADDRESS.search(page + '<img src="x.png">')
 
 
 def test_texts_are_escaped_and_hold_anything(figure):
@@ -77,7 +76,6 @@ def test_a_figure_shows_itself_in_a_notebook_and_a_terminal(figure):
     seen = Tags.of(shown._repr_html_())
     assert [seen.count(tag) for tag in ("figure", "img", "figcaption", "table")] == [1, 1, 1, 1]
     assert 'alt="Mean &amp; band."' in shown._repr_html_()
-    assert shown._repr_html_() == shown._repr_html_()
 
 
 TELL = """<script>
@@ -135,13 +133,10 @@ def test_a_page_that_comes_in_pieces_shows_its_trees_too(page, tmp_path):
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
-            if self.path == "/":
-                for piece in pieces:
-                    self.wfile.write(piece.encode())
-                    self.wfile.flush()
-                    time.sleep(0.3)
-                    if piece is not pieces[-1]:
-                        self.wfile.write(b"root.state.deferring = false;")
+            for piece in (pieces[0], f"root.state.deferring = false;{pieces[1]}") if self.path == "/" else ():
+                self.wfile.write(piece.encode())
+                self.wfile.flush()
+                time.sleep(0.3)
 
         def log_message(self, *_):
             pass

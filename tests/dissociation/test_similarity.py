@@ -17,6 +17,7 @@ from sklearn.metrics import r2_score
 from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
 from dissociation import similarity
+from dissociation._core.ties import ranks, snapped
 from dissociation.similarity import MEASURES, _streaming
 from dissociation.similarity import _canonical as canonical
 from dissociation.similarity import _kernels as kernels
@@ -235,22 +236,22 @@ def test_soft_matching_by_assignment_and_by_a_linear_programme(monkeypatch):
 
 
 def test_what_no_measure_is_defined_for_is_refused_by_name():
-    flat = np.tile(X[:1].astype(np.float32), (SAMPLES, 1))
-    for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca"):
-        with pytest.raises(ValueError, match="`y` must differ between samples, got the same row 40 times"):
-            MEASURES[name](X, flat)
-    with pytest.raises(ValueError, match="`x` must have fewer features than samples less one"):
-        similarity.cca(X[:7], Y[:7])
+    flat, tiny = np.tile(X[:1].astype(np.float32), (SAMPLES, 1)), (1e-40 * Y).astype(np.float32)
+    same, small = (
+        "`y` must differ between samples, got the same row 40 times",
+        "`y` must have an entry of at least 1.2e-38",
+    )
+    for name, x, y, words in (
+        *((name, X, flat, same) for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca")),
+        *((name, X, tiny, small) for name in ("mutual_knn", "gulp_distance", "soft_matching", "linear_cka")),
+        ("cca", X[:7], Y[:7], "`x` must have fewer features than samples less one"),
+        ("debiased_cka", X[:3], Y[:3], "`x` must have at least 4 samples, got 3"),
+        ("mutual_knn", X[:5], Y[:5], "`num_neighbours` must be below the number of samples"),
+        ("crossnobis_rsa", X[:9], Y[:9], "even number of rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MEASURES[name](x, y)
     similarity.cca(X[:8], Y[:8])
-    with pytest.raises(ValueError, match="`x` must have at least 4 samples, got 3"):
-        similarity.debiased_cka(X[:3], Y[:3])
-    with pytest.raises(ValueError, match="`num_neighbours` must be below the number of samples"):
-        similarity.mutual_knn(X[:5], Y[:5], num_neighbours=5)
-    with pytest.raises(ValueError, match="even number of rows"):
-        similarity.crossnobis_rsa(X[:9], Y[:9])
-    for name in ("mutual_knn", "gulp_distance", "soft_matching", "linear_cka"):
-        with pytest.raises(ValueError, match="`y` must have an entry of at least 1.2e-38, got .*e-40 at most. Mult"):
-            MEASURES[name](X, (1e-40 * Y).astype(np.float32))
     assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
 
 
@@ -434,3 +435,36 @@ def test_degenerate_nulls_and_measures_say_so():
             found = similarity.pairwise(name, [0.7 * np.eye(20), Y[:20]])
         assert np.isnan(found.values[0, 1])
     assert similarity.disagreement(Y, Y) == 0
+
+
+def test_dense_numbers_do_not_melt_into_one_tie():
+    values = RNG.uniform(size=200_000).astype(np.float32)  # neighbours within rounding of the largest
+    found = np.asarray(ranks(values))
+    np.testing.assert_allclose(found, stats.rankdata(values), atol=20)
+    assert abs(snapped(values) - values).max() < 1e-4
+
+
+def test_sizes_zeros_and_numbers_that_are_none():
+    values = np.array([1e6, 2.0, 1.0, 2.0 + 1e-15, -1e-17, np.nan, np.inf, np.inf, -np.inf])
+    tied = snapped(values, np.abs(np.nan_to_num(values, posinf=1.0, neginf=1.0)))
+    np.testing.assert_array_equal(tied, [1e6, 2.0, 1.0, 2.0, -1e-17, np.nan, np.inf, np.inf, -np.inf])
+    np.testing.assert_array_equal(snapped(values)[4], 0.0)
+    same = jnp.array([[3.0, 1.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(jax.vmap(ranks)(same), [[4, 1.5, 1.5, 3], [2.5] * 4])
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(x * snapped(x)))(same), same)
+    np.testing.assert_array_equal(snapped(np.arange(3)), np.arange(3))
+
+
+@pytest.mark.parametrize("apart", [30.0, 1e4])
+def test_distances_within_clusters_that_are_far_apart(apart):
+    """Differences of products in float32 lose them: all pairs of a cluster were ties."""
+    labels = np.repeat(np.arange(4), 25)
+    centres = apart * RNG.standard_normal((4, 20))
+    x = centres[labels] + RNG.standard_normal((100, 20))
+    y = 0.2 * centres[labels] @ RNG.standard_normal((20, 30)) + RNG.standard_normal((100, 30))
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    for kind in ("euclidean", "cosine"):
+        wanted = reference.rsa(x.astype(float), y.astype(float), kind, "spearman")
+        np.testing.assert_allclose(similarity.rsa(x, y, rdm=kind, comparison="spearman"), wanted, atol=1e-3)
+    wanted = reference.mutual_knn(x.astype(float), y.astype(float), 10)
+    np.testing.assert_allclose(similarity.mutual_knn(x, y, num_neighbours=10), wanted, atol=5e-3)

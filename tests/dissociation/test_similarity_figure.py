@@ -48,14 +48,10 @@ def test_matrices_and_training_are_of_the_same_networks(run):
     assert 0 < results.stress < 1
 
 
-def test_it_goes_on_from_its_parts(run):
+def test_the_files_and_the_figure(run, tmp_path):
     results, folder = run
     again = similarity.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder)
     jax.tree.map(np.testing.assert_array_equal, similarity.arrays(results), similarity.arrays(again))
-
-
-def test_the_files_and_the_figure(run, tmp_path):
-    results, _ = run
     dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("measures", "rewrites", "seeds")}
     found = assert_labelled(similarity, results, tmp_path, dims).to_xarray()
     moved = found.rewritten.sel(rewrites="permuted").to_series().dropna()

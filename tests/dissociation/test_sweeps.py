@@ -18,8 +18,7 @@ def test_members_are_the_product_the_last_axis_fastest():
     assert len(grid) == 12
     assert grid.axes == ("decay", "name", "seed")
     assert grid.shape == (2, 3, 2)
-    for name, column in grid.values.items():
-        assert column.tolist() == [member[name] for member in wanted]
+    assert grid.values["seed"].tolist() == [4, 5] * 6
     assert repr(grid) == "Grid(decay: 2, name: 3, seed: 2)"
     assert isinstance(list(grid)[0]["seed"], int)
     assert isinstance(list(grid)[0]["decay"], float)
@@ -34,12 +33,9 @@ def test_zipped_quantities_vary_together():
     assert both.axes == ("width,rate", "seed")
     assert both.shape == (3, 2)
     assert [member["rate"] for member in both] == [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
-    assert (Grid(seed=[0, 1]) * grid).axes == ("seed", "width,rate")
     assert len(grid) == 3  # grids do not change
-    a, b, c = Grid(a=[1, 2]), Grid(b=[3, 4, 5]), Grid(c=["x", "y"])
-    assert list(a * b * c) == list(Grid(a=[1, 2], b=[3, 4, 5], c=["x", "y"])) == list(a * (b * c))
     with pytest.raises(ValueError, match="`axes` must be different"):
-        a * Grid.zipped(b=[1, 2], a=[3, 4])
+        Grid(rate=[1, 2]) * grid
     with pytest.raises(ValueError, match=r"`rate` must have as many values as `width` \(3\), got 2"):
         Grid.zipped(width=[8, 64, 256], rate=[0.1, 0.01])
 
@@ -58,37 +54,26 @@ def test_no_two_members_are_the_same():
 def test_members_are_found_by_their_coordinates():
     grid = Grid(decay=[0.1, 0.3], name=["adam", "sgd"], seed=[4, 5, 6])
     members = list(grid)
-    for found, wanted in (
-        (grid.where(decay=0.3), {"decay": 0.3}),
-        (grid.where(name="sgd", seed=5), {"name": "sgd", "seed": 5}),
-        (grid.where(decay=0.1, name="adam", seed=6), {"decay": 0.1, "name": "adam", "seed": 6}),
-        (grid.where(), {}),
-    ):
-        assert found.tolist() == [i for i, member in enumerate(members) if wanted.items() <= member.items()]
-    for either in ([4, 6], (6, 4), np.array([6, 4, 4])):
-        assert grid.where(seed=either, name=["sgd"]).tolist() == [3, 5, 9, 11]
-    with pytest.raises(ValueError, match="`seed` must be one of 4, 5, 6, got 7"):
-        grid.where(seed=[4, 7, 5, 4, 5, 6, 4, 5, 6, 4, 5, 6])  # as many as members
+    for wanted in ({"decay": 0.3}, {"name": "sgd", "seed": 5}, {}):
+        found = [i for i, member in enumerate(members) if wanted.items() <= member.items()]
+        assert grid.where(**wanted).tolist() == found
+    assert grid.where(seed=np.array([6, 4, 4]), name=["sgd"]).tolist() == [3, 5, 9, 11]
     zipped = Grid.zipped(width=[8, 64], rate=[0.1, 0.01])
     assert zipped.where(width=64, rate=0.01).tolist() == [1]
     assert zipped.where(width=64, rate=0.1).tolist() == []
     with pytest.raises(ValueError, match="`coordinates` must be one of 'decay', 'name', 'seed', got 'other'"):
         grid.where(other=1)
     with pytest.raises(ValueError, match="`seed` must be one of 4, 5, 6, got 7"):
-        grid.where(seed=7)
+        grid.where(seed=[4, 7])
 
 
 def test_results_come_back_in_named_axes():
     grid = Grid(decay=[0.1, 0.3], name=["a", "b", "c"], seed=[4, 5])
     tree = {"loss": np.arange(12 * 7).reshape(12, 7), "last": jnp.arange(12.0), "none": None, "text": "kept"}
     found = grid.unflatten(tree)
-    assert found["loss"].shape == (2, 3, 2, 7)
-    assert found["last"].shape == (2, 3, 2)
-    assert found["none"] is None
-    assert found["text"] == "kept"
-    for member, values in zip(grid, tree["loss"], strict=True):
-        place = [0.1, 0.3].index(member["decay"]), "abc".index(member["name"]), [4, 5].index(member["seed"])
-        np.testing.assert_array_equal(found["loss"][place], values)
+    np.testing.assert_array_equal(found["loss"], tree["loss"].reshape(2, 3, 2, 7))
+    np.testing.assert_array_equal(found["last"], tree["last"].reshape(2, 3, 2))
+    assert (found["none"], found["text"]) == (None, "kept")
     with pytest.raises(ValueError, match=r"`tree` must hold arrays of 12 members, one for each of Grid.*got \(6,\)"):
         grid.unflatten(np.arange(6))
 
@@ -98,32 +83,14 @@ def test_splitting_and_joining_is_the_identity(name):
     grid = Grid(decay=[0.1, 0.3], width=[8, 64, 256], seed=[4, 5])
     parts, members = grid.split(name), list(grid)
     assert [value for value, _ in parts] == list(dict.fromkeys(member[name] for member in members))
-    results = []
-    for value, rest in parts:
-        own = [{name: value, **member} for member in rest]
-        results.append(
-            {"place": np.array([members.index(one) for one in own]), "twice": np.ones((len(rest), 2)) * value}
-        )
-    joined = grid.join(name, results)
-    np.testing.assert_array_equal(joined["place"], np.arange(12))
-    np.testing.assert_array_equal(joined["twice"][:, 0], grid.values[name])
-    assert joined["twice"].shape == (12, 2)
-
-
-def test_splitting_at_the_edges():
-    ((first, nothing), (second, _)) = Grid(width=[8, 64]).split("width")
-    assert (first, second, nothing) == (8, 64, None)
-    np.testing.assert_array_equal(Grid(width=[8, 64]).join("width", [np.ones(1), np.zeros(1)]), [1, 0])
-    both = Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])
+    results = [np.array([members.index({name: value, **member}) for member in rest]) for value, rest in parts]
+    np.testing.assert_array_equal(grid.join(name, results), np.arange(12))
+    with pytest.raises(ValueError, match="`results` must have as many groups"):
+        grid.join(name, results[:1])
+    with pytest.raises(ValueError, match="`results` must hold arrays of equal shapes"):
+        grid.join(name, [np.ones((20, 2))] * len(results))
     with pytest.raises(ValueError, match="`name` must be one of 'seed', got 'width'"):
-        both.split("width")
-    assert [rest.axes for _, rest in both.split("seed")] == [("width,rate",)] * 2
-    grid = Grid(width=[8, 64], seed=[0, 1, 2])
-    with pytest.raises(ValueError, match=r"`results` must have as many groups as `width` \(2\), got 1"):
-        grid.join("width", [np.ones(3)])
-    for wrong in (np.ones(2), np.ones((3, 2)), np.ones(())):
-        with pytest.raises(ValueError, match="`results` must hold arrays of equal shapes, 3 members first"):
-            grid.join("width", [np.ones(3), wrong])
+        (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).split("width")
 
 
 def test_a_seed_has_its_key_whatever_else_a_member_is(key):
@@ -135,24 +102,11 @@ def test_a_seed_has_its_key_whatever_else_a_member_is(key):
     np.testing.assert_array_equal(data[0, 0], jax.random.key_data(jax.random.fold_in(key, 4)))
     other = Grid(seed=[7, 4], width=[1, 2])
     np.testing.assert_array_equal(jax.random.key_data(other.keys(key))[2], data[0, 0])
-    raw = Grid(seed=[4]).keys(jax.random.key_data(key))
-    np.testing.assert_array_equal(jax.random.key_data(raw)[0], data[0, 0])
-    named = Grid(start=[4]).keys(key, "start")
-    np.testing.assert_array_equal(jax.random.key_data(named)[0], data[0, 0])
-    assert not np.array_equal(jax.random.key_data(Grid(seed=[4]).keys(jax.random.key(1)))[0], data[0, 0])
-
-
-@pytest.mark.parametrize(
-    ("seeds", "error", "message"),
-    [
-        (["a"], TypeError, "`seed` must"),
-        ([-1], ValueError, "`seed` must be at least 0, got -1"),
-        ([2**32], ValueError, "`seed` must lie from 0 to 4294967295|integers"),
-    ],
-)
-def test_what_is_no_seed_is_refused(key, seeds, error, message):
-    with pytest.raises(error, match=message):
-        Grid(seed=seeds).keys(key)
+    for keys in (Grid(seed=[4]).keys(jax.random.key_data(key)), Grid(start=[4]).keys(key, "start")):
+        np.testing.assert_array_equal(jax.random.key_data(keys)[0], data[0, 0])
+    for seeds, error in ((["a"], TypeError), ([-1], ValueError), ([2**32], ValueError)):
+        with pytest.raises(error, match="`seed` must"):
+            Grid(seed=seeds).keys(key)
 
 
 def test_quantities_become_hyperparameters():
@@ -173,7 +127,6 @@ def test_quantities_become_hyperparameters():
     [
         ({}, ValueError, "`axes` must name at least one axis"),
         ({"rate": []}, ValueError, "`rate` must"),
-        ({"rate": 0.1}, (TypeError, ValueError), "`rate` must"),
         ({"rate": [[0.1, 0.2]]}, ValueError, "`rate` must be values, one after the other"),
         ({"rate": [None]}, TypeError, "`rate` must"),
         ({"name": "adam"}, TypeError, "`name` must"),

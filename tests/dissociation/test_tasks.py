@@ -23,9 +23,10 @@ def test_turns_are_counter_clockwise_on_a_hand_made_image(key):
 
 @pytest.mark.parametrize("num", [4, 11])
 def test_every_image_is_there_once_and_turned_as_its_label_says(key, num):
-    original = np.asarray(jax.random.normal(jax.random.key(1), (num, 9)))
+    original = np.random.default_rng(1).permutation(9 * num).reshape(num, 9).astype(np.uint8)
     images, labels = rotated_quarters(original, key=key)
-    assert images.shape == original.shape
+    assert (images.dtype, labels.dtype) == (jnp.uint8, jnp.float32)
+    np.testing.assert_array_equal(images.reshape(num, 3, 3), rotated_quarters(original.reshape(num, 3, 3), key=key)[0])
     turns = np.asarray(labels).argmax(axis=1)
     assert np.array_equal(np.eye(4)[turns], labels)
     back = np.stack([np.rot90(i.reshape(3, 3), -k) for i, k in zip(np.asarray(images), turns, strict=True)])
@@ -33,15 +34,6 @@ def test_every_image_is_there_once_and_turned_as_its_label_says(key, num):
     assert sorted(int(f[0]) for f in found if len(f) == 1) == list(range(num))
     counts = np.bincount(turns, minlength=4)
     assert counts.tolist() == [num // 4 + (k < num % 4) for k in range(4)]
-
-
-def test_flat_and_square_images_agree_and_types_stay(key):
-    square = np.arange(4 * 25, dtype=np.uint8).reshape(4, 5, 5)
-    images, labels = rotated_quarters(square, key=key)
-    flat_images, flat_labels = rotated_quarters(square.reshape(4, 25), key=key)
-    assert np.array_equal(images.reshape(4, 25), flat_images)
-    assert np.array_equal(labels, flat_labels)
-    assert (images.dtype, labels.dtype) == (jnp.uint8, jnp.float32)
 
 
 def test_turn_is_independent_of_the_place_in_the_data_set():
@@ -81,16 +73,14 @@ def test_coarse_grained_keeps_pairs_together(key):
     assert np.array_equal(kept_images, images)
     assert np.array_equal(kept_labels, coarse_labels(labels))
     mixed_images, mixed_labels = coarse_grained(images, labels, key=key)
-    assert not np.array_equal(mixed_images, images)
     assert np.array_equal(np.sort(mixed_images[:, 0]), np.sort(digits))
     read = [COARSE_CLASSES[c] for c in np.asarray(mixed_labels).argmax(axis=1)]
     assert read == [least_prime_factor(int(d)) for d in mixed_images[:, 0]]
 
 
 def test_wrong_use_says_what_is_wrong(key):
-    for shape in ((8, 15), (8, 3, 5)):
-        with pytest.raises(ValueError, match="`images` must be square"):
-            rotated_quarters(np.zeros(shape, np.float32), key=key)
+    with pytest.raises(ValueError, match="`images` must be square"):
+        rotated_quarters(np.zeros((8, 3, 5), np.float32), key=key)
     with pytest.raises(ValueError, match="`images` must hold at least 4"):
         rotated_quarters(np.zeros((3, 16), np.float32), key=key)
     with pytest.raises(ValueError, match=r"`labels` must be of shape \[n, 10\]"):

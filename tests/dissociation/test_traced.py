@@ -37,11 +37,9 @@ def jitted_with(array):
 SAME = {
     "jit with an array": lambda: jitted_with(np.arange(3.0)[None]),
     "closure": lambda: lambda x, c=0.1: c * x,
-    "jit inside": lambda: lambda x: jax.jit(lambda y: 2 * y)(x) + jax.jit(lambda z: 2 * z)(x),
     "loop": lambda: lambda x: jax.lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), x)[1],
     "rule of its own": lambda: rule(3.0),
     "draw": lambda: lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
-    "array inside": lambda: lambda x: x + np.arange(3.0, dtype=np.float32)[None],
 }
 DIFFERENT = {
     "constant": (lambda x: 0.1 * x, lambda x: 0.1000001 * x),
@@ -50,12 +48,10 @@ DIFFERENT = {
         lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2.0, x),
         lambda x: jax.lax.fori_loop(0, 4, lambda i, y: y * 2.0, x),
     ),
-    "order": (lambda x: x - jnp.flip(x), lambda x: jnp.flip(x) - x),
     "which result": (lambda x: (jnp.sin(x), jnp.cos(x))[0], lambda x: (jnp.sin(x), jnp.cos(x))[1]),
     "precision": (lambda x: x @ x.T, lambda x: jnp.matmul(x, x.T, precision="highest")),
     "forward": (rule(3.0), rule(4.0)),
     "structure": (lambda x: (x, x), lambda x: [x, x]),
-    "dtype": (lambda x: x.astype(jnp.float16), lambda x: x.astype(jnp.bfloat16)),
     "sign of zero": (lambda x: x * 0.0, lambda x: x * -0.0),
 }
 
@@ -137,17 +133,8 @@ def test_equal_programs_compile_once(caplog):
     # Arrays of a closure are arguments; their values compile nothing, and count.
     assert compilations(caplog, lambda: training(offset=0.5)) == []
     assert not np.array_equal(training(offset=0.5).models, training().models)
-
-
-def test_later_epochs_compile_nothing(caplog):
-    step = make_step(lambda model, batch, key: jnp.mean((batch @ model) ** 2), optax.sgd(0.1))
-    sampler = Epochs(X, 3, shared=False)
-
-    def epochs(count):
-        fit(jnp.ones((2, 3)), step, sampler, num_epochs=count, key=jax.random.key(0))
-
-    assert compilations(caplog, lambda: epochs(2))  # batches of both sizes
-    assert compilations(caplog, lambda: epochs(7)) == []
+    assert compilations(caplog, lambda: training(decimals=1))  # another observation is another program
+    assert not np.array_equal(training(decimals=1).history.observed, training().history.observed)
 
 
 def test_unrolled_members_share_one_members_program(caplog):
@@ -164,12 +151,3 @@ def test_unrolled_members_share_one_members_program(caplog):
     assert not [
         m for m in compilations(caplog, lambda: unrolled(4 * devices)) if "run_chunk" in m or "observe_members" in m
     ]
-
-
-def test_other_programs_are_not_taken_for_one_another(caplog):
-    first = training()
-    for change in ({"scale": 2.0}, {"decimals": 1}):
-        assert compilations(caplog, lambda change=change: training(**change))
-        other = training(**change)
-        assert np.array_equal(first.history.loss, other.history.loss) == ("decimals" in change)
-        assert not np.array_equal(first.history.observed, other.history.observed)

@@ -24,18 +24,7 @@ from linear_regression import (
 )
 
 import dissociation
-from dissociation.training import (
-    Callback,
-    EarlyStop,
-    Epochs,
-    FullBatch,
-    Layout,
-    Online,
-    Progress,
-    Save,
-    fit,
-    make_step,
-)
+from dissociation.training import Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
 from dissociation.training import _chunk as chunk_module
 from dissociation.training import _run as run_module
 
@@ -85,7 +74,7 @@ DATA = [Layout("vmap", mesh=BOTH), Layout("scan", mesh=BOTH), Layout("unroll", m
     ids=["one order", "own orders", "over devices", "not divided"],
 )  # fmt: skip
 def test_members_agree_with_members_in_turn(key, shared, size, layouts):
-    """Up to rounding: alone, at once, in batches, and with members or batches over devices that divide neither."""
+    """Alone, at once, in batches, with members or batches over devices; without `vmap`, members have the same bits."""
     models, data = linear_members(key, members=5), regression(key, samples=64)
     keys, step = key if shared else jax.random.split(key, 5), make_step(noisy_error, optax.sgd(0.05))
 
@@ -93,15 +82,17 @@ def test_members_agree_with_members_in_turn(key, shared, size, layouts):
         sampler = Epochs(data, size, drop_remainder=size < 10, shared=shared)
         return fit(models, step, sampler, num_steps=10, key=keys, layout=layout)
 
-    def close(result, wanted, rows=slice(None)):
-        np.testing.assert_allclose(weights(result), weights(wanted)[rows], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(result.history.loss, wanted.history.loss[rows], rtol=1e-5)
+    def close(result, wanted, rtol=1e-5, atol=1e-6):
+        np.testing.assert_allclose(weights(result), wanted[0], rtol=rtol, atol=atol)
+        np.testing.assert_allclose(result.history.loss, wanted[1], rtol=rtol)
 
     first = run(Layout("scan"))
+    wanted = weights(first), first.history.loss
     for layout in layouts:
-        close(run(layout), first)
+        close(run(layout), wanted, *(() if layout.member_map == "vmap" or size < 10 else (0, 0)))
     if not shared:
-        close(run(Layout("scan"), jax.tree.map(lambda leaf: leaf[3:4], models), keys[3:4]), first, slice(3, 4))
+        alone = run(Layout("scan"), jax.tree.map(lambda leaf: leaf[3:4], models), keys[3:4])
+        close(alone, [leaf[3:4] for leaf in wanted])
 
 
 @pytest.mark.slow
@@ -128,9 +119,7 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch):
     np.testing.assert_allclose(run(100, "scan", "auto"), plain, rtol=1e-5, atol=1e-6)  # in turn: nothing to choose
 
 
-@pytest.mark.parametrize(
-    "member_map", ["scan", *(pytest.param(how, marks=pytest.mark.slow) for how in ("vmap", "unroll"))]
-)
+@pytest.mark.parametrize("member_map", ["scan", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_chunks_leave_no_trace(key, monkeypatch, member_map):
     models, data = linear_members(key), regression(key, samples=40)
 
@@ -145,30 +134,8 @@ def test_chunks_leave_no_trace(key, monkeypatch, member_map):
 
     whole = run(1e9, 512)
     jax.tree.map(np.testing.assert_array_equal, whole, run(0.0, 512))  # every chunk is one step
-    if member_map == "scan":
-        jax.tree.map(np.testing.assert_array_equal, whole, run(1e9, 3))
+    jax.tree.map(np.testing.assert_array_equal, whole, run(1e9, 3))
     jax.clear_caches()
-
-
-def test_hyperparameters_differ_by_member_and_compile_once(key):
-    rates, decays, traces = jnp.array([0.1, 0.03, 0.01]), jnp.array([0.0, 0.1, 1.0]), []
-
-    def counted(model, batch, key):
-        traces.append(1)
-        return squared_error(model, batch, key)
-
-    def optimizer(hyperparams):
-        return optax.adamw(hyperparams["rate"], weight_decay=hyperparams["decay"])
-
-    run = partial(trained, key, loss=counted, optimizer=optimizer, num_steps=20)
-    swept = run(hyperparams={"rate": rates, "decay": decays})
-    first = len(traces)
-    run(hyperparams={"rate": rates * 2, "decay": decays + 1})
-    assert len(traces) - first <= 1  # the step is traced once; the compiled chunk is reused
-    for m in range(3):
-        member = jax.tree.map(lambda leaf, m=m: leaf[m : m + 1], linear_members(key))
-        alone = trained(key, member, optimizer=optax.adamw(rates[m], weight_decay=decays[m]), num_steps=20)
-        np.testing.assert_allclose(weights(swept)[m], weights(alone)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_observation_is_of_the_state_before_the_update(key):
@@ -257,13 +224,10 @@ def test_a_run_in_two_parts_equals_one(key):
         whole = fit(models, step, sampler, num_steps=15, key=key)
         first = fit(models, step, sampler, num_steps=7, key=key)
         second = fit(first.state, step, sampler, num_steps=8, key=key)
-        np.testing.assert_array_equal(weights(whole), weights(second))
         parts = [first.history.loss, second.history.loss]
         np.testing.assert_array_equal(whole.history.loss, np.concatenate(parts, axis=1))
         assert (first.history.first_step, second.history.first_step) == (0, 7)
-        assert (first.num_steps, second.num_steps) == (7, 15)
         jax.tree.map(np.testing.assert_array_equal, whole.state, second.state)
-        assert second.state.step.tolist() == [15, 15, 15]
 
 
 def test_another_optimiser_begins_anew_and_the_same_goes_on(key):
@@ -291,40 +255,22 @@ def test_one_program_serves_all_steps_and_observations(key, caplog):
         assert sum(name in message for message in compiled) == 1, name
 
 
-def test_a_log_changes_nothing_that_is_compiled(key, caplog):
-    def run(inputs):
-        data, stop = FullBatch(regression(key, inputs=inputs)), Callback()
-        stop.begin = Mock(side_effect=KeyboardInterrupt)
-        options = {"save": Save(lambda model, step, key: jnp.sum(model.weight), at=[5]), "callbacks": [stop]}
-        with pytest.raises(KeyboardInterrupt):  # before the observation
-            trained(key, linear_members(key, inputs=inputs), sampler=data, num_steps=5, **options)
-
-    counts = []
-    for level, inputs in ((logging.WARNING, 20), (logging.WARNING, 21), (logging.INFO, 22)):
-        logging.getLogger("dissociation").setLevel(level)
-        counts.append(len(compilations(caplog, lambda inputs=inputs: run(inputs))))
-    logging.getLogger("dissociation").setLevel(logging.NOTSET)
-    assert counts[1] == counts[2]  # the first has compiled what is of any size
+def test_a_log_compiles_nothing(key, caplog):
+    trained(key, num_steps=5)
+    with caplog.at_level(logging.INFO, "dissociation"):
+        assert not compilations(caplog, lambda: trained(key, num_steps=5))
     assert "3 members by scan" in caplog.text
 
 
 def test_phases_chain(key):
     """Another loss, other hyperparameters and other data from the same state, three phases on end."""
     models, data, more = linear_members(key), regression(key), regression(jax.random.key(1), samples=6)
-
-    def decayed(settings):
-        return optax.adamw(0.05, weight_decay=settings)
-
+    none, strong, decayed = jnp.zeros(3), jnp.full(3, 2.0), lambda settings: optax.adamw(0.05, weight_decay=settings)
     step = make_step(squared_error, decayed)
-    none, strong = jnp.zeros(3), jnp.full(3, 2.0)
     one = fit(models, step, Epochs(data, 4), num_epochs=2, key=key, hyperparams=none)
     two = fit(one.state, step, FullBatch(more), num_steps=5, key=key, hyperparams=strong)
-    same = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key)  # the state's own hyperparameters
-    three = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key, hyperparams=strong)
-    np.testing.assert_array_equal(weights(same), weights(three))
+    three = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key)  # the state's own hyperparameters
     assert [r.num_steps for r in (one, two, three)] == [6, 11, 14]
-    plain = fit(two.state, make_step(squared_error, optax.sgd(0.1)), FullBatch(data), num_steps=1, key=key)
-    assert plain.state.hyperparams is None
     other = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key, hyperparams=none)
     assert (np.abs(weights(other)) > np.abs(weights(three))).mean() > 0.9  # without decay they stay larger
     # The batches are those of steps 11, 12 and 13, of the epochs that these lie in.
@@ -334,32 +280,22 @@ def test_phases_chain(key):
     assert sorted(seen[0, 1:5]) == sorted(seen[0, 5:9]) == [1, 2, 4, 8]
 
 
-def convolutional(key):
-    parts = [eqx.nn.Conv2d(1, 2, 3, key=key), eqx.nn.Lambda(lambda x: jax.nn.relu(x).mean((1, 2)))]
-    return eqx.nn.Sequential([*parts, eqx.nn.Linear(2, 3, key=key)])
-
-
 def test_convolutions_are_kept_out_of_loops_on_a_cpu(key):
-    models = eqx.filter_vmap(convolutional)(jax.random.split(key, 2))
-    data = (jax.random.normal(key, (8, 1, 6, 6)), jax.nn.one_hot(jnp.arange(8) % 3, 3))
+    models = eqx.filter_vmap(lambda key: eqx.nn.Conv2d(1, 2, 3, key=key))(jax.random.split(key, 2))
+    data = jax.random.normal(key, (8, 1, 6, 6))
 
     def loss(model, batch, key):
-        return optax.softmax_cross_entropy(jax.vmap(model)(batch[0]), batch[1]).mean()
+        return jnp.mean(jax.vmap(model)(batch) ** 2)
 
-    def run(member_map):
-        step = make_step(loss, optax.sgd(0.1))
-        return fit(models, step, Epochs(data, 4), num_steps=6, key=key, layout=Layout(member_map))
-
-    chosen = run("auto")
+    chosen = fit(models, make_step(loss, optax.sgd(0.1)), Epochs(data, 4), num_steps=1, key=key)
     assert chosen.member_map == ("unroll" if jax.default_backend() == "cpu" else "vmap")
     summed = make_step(lambda m, b, k: jnp.sum(m), optax.sgd(0.1))
     dense = fit(jnp.ones((2, 3)), summed, Epochs(data, 4), num_steps=1, key=key)
     assert dense.member_map == ("scan" if jax.default_backend() == "cpu" else "vmap")
-    np.testing.assert_allclose(chosen.history.loss, run("scan").history.loss, rtol=1e-5)
 
 
 def test_other_arrays_stay_and_arrays_of_the_loss_are_inputs(key):
-    models = {"weight": jnp.ones((2, 3)), "count": jnp.array([3, 4]), "key": jax.random.split(key, 2)}
+    models = {"weight": jnp.ones((2, 3)), "count": jnp.array([3, 4]), "key": jax.random.split(key, 2), "rate": 0.5}
 
     class Weighted(eqx.Module):
         target: jax.Array
@@ -371,6 +307,7 @@ def test_other_arrays_stay_and_arrays_of_the_loss_are_inputs(key):
     result = fit(models, step, FullBatch(jnp.ones((4, 1))), num_steps=1, key=key)
     np.testing.assert_allclose(result.models["weight"], np.broadcast_to(np.arange(3.0), (2, 3)))
     np.testing.assert_array_equal(result.models["count"], [3, 4])
+    assert result.models["rate"] == 0.5  # as of a dropout layer
     assert (result.models["key"] == models["key"]).all()
 
 
@@ -383,12 +320,6 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch):
     assert len(chunks) <= 12  # of 1, 4, 16, ... steps, and never more than 512
     assert quiet.history.loss.shape == (3, 2000)
     assert quiet.history.observed_at.size == 0
-    # Whoever wants to hear of every step does; who does not say so hears of the beginning and of the end.
-    for at, wanted in ((range(8), list(range(8))), (None, [0, 7])):
-        steps = []
-        listening = {"save": Save(at=at), "callbacks": [lambda s, r, steps=steps: steps.append(s)]}
-        heard = trained(key, sampler=sampler, num_steps=7, **listening)
-        assert steps == heard.history.observed_at.tolist() == wanted
 
 
 def two_kinds(model, step, key):
@@ -402,11 +333,9 @@ def two_kinds(model, step, key):
         ({"num_epochs": 2}, ValueError, "but not both"),
         ({"member_map": "pmap"}, ValueError, "'auto', 'vmap', 'scan', 'unroll', got 'pmap'"),
         ({"at": [0, 99]}, ValueError, "`at` must lie between 0 and the last step"),
-        ({"at": [0.5]}, TypeError, "`at` must"),
         ({"hyperparams": jnp.ones(2)}, ValueError, r"as many members as `models` \(3\), got 2"),
         ({"aux": jnp.ones(2)}, ValueError, r"`aux` must have as many members as `models` \(3\), got 2"),
         ({"keys": jax.random.split(jax.random.key(0), 3)}, ValueError, "`shared` must be False in the sampler"),
-        ({"keys": jax.random.split(jax.random.key(0), 2)}, ValueError, "one per member"),
         ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
         ({"mesh": 3}, TypeError, '`mesh` must be a mesh of `member_mesh`, None or "auto", got 3'),
         ({"mesh": jax.make_mesh((1,), ("batch",))}, ValueError, "`mesh` must have the axis 'members', and 'data' at"),
@@ -417,11 +346,8 @@ def two_kinds(model, step, key):
         ({"progress": "auto", "shown": ["foo"], "observe": two_kinds}, ValueError, "one of 'loss', 'a', got 'foo'"),
         ({"progress": "loud"}, ValueError, "'terminal', 'notebook', 'auto', 'late', got 'loud'"),
         ({"optimizer": lambda rate: optax.sgd(0.1)}, TypeError, r"Call it, as in optax.adam\(1e-3\)"),
-        ({"optimizer": optax.inject_hyperparams(optax.sgd)}, TypeError, "`optimizer` must be"),
-        ({"hyperparams": jnp.ones(3)}, TypeError, "`optimizer` must be a function .*, which does not use them"),
         ({"callbacks": [print, 3]}, TypeError, r"`callbacks\[1\]` must be a function of step and records, or a Call"),
         ({"observe": "loss"}, TypeError, "`save` must have a function as `observe`, got 'loss'"),
-        ({"callbacks": [EarlyStop]}, TypeError, r"`callbacks\[0\]` must be a function of step and records"),
     ],
 )
 def test_wrong_arguments_are_named(key, change, error, message):
@@ -435,20 +361,16 @@ def test_wrong_arguments_are_named(key, change, error, message):
         trained(key, save=Save(**given), layout=Layout(**layout), **options)
 
 
-@pytest.mark.parametrize("part", ["save", "step"])
 @pytest.mark.parametrize("names", [{"inner": {"a/b": 1}}, {"a": {"b": 1}, "a_b": 2}, {"at": 1}])
-def test_names_that_cannot_be_saved_are_refused_before_the_first_step(key, part, names):
-    def recorded(own):
-        return jax.tree.map(jnp.asarray, names if own == part else {"fine": 0})
-
-    save, seen = Save(lambda model, step, key: recorded("save")), Mock(return_value=None)
-    loss = lambda model, batch, key: (squared_error(model, batch, key), recorded("step"))  # noqa: E731
-    run = partial(trained, key, loss=loss, num_steps=3, save=save, callbacks=[seen])
-    if part == "step" and "at" in names:
-        assert "metrics_at" in run().labelled().arrays  # that name is taken among observations alone
-        return
-    with pytest.raises(ValueError, match=f"`{part}` must record under names that a file of results can hold"):
-        run()
+def test_names_that_cannot_be_saved_are_refused_before_the_first_step(key, names):
+    recorded, seen = jax.tree.map(jnp.asarray, names), Mock(return_value=None)
+    loss = lambda model, batch, key: (squared_error(model, batch, key), recorded)  # noqa: E731
+    options = {"num_steps": 3, "callbacks": [seen]}
+    for part, given in (("save", {"save": Save(lambda model, step, key: recorded)}), ("step", {"loss": loss})):
+        if "at" in names and part == "step":  # that name is taken among observations alone
+            continue
+        with pytest.raises(ValueError, match=f"`{part}` must record under names that a file of results can hold"):
+            trained(key, **options, **given)
     assert not seen.called
 
 
@@ -462,14 +384,10 @@ def test_inside_of_a_transformation_the_other_layer_is_named(key):
 def test_wrong_trees_are_named(key):
     models, data = linear_members(key), Epochs(regression(key), 4)
     options = {"num_steps": 2, "key": key}
-    with pytest.raises(ValueError, match="`models` must hold at least one array"):
-        fit(lambda x: x, SGD, data, **options)
     with pytest.raises(ValueError, match=r"`models` must not be empty, got a leading axis of length 0"):
         fit(Linear(jnp.ones((0, 2, 4))), SGD, data, **options)
     with pytest.raises(ValueError, match=r"`models` must agree in the leading .* = eqx.filter_vmap\(init\)\(jax"):
         fit(eqx.nn.MLP(4, 2, 8, 1, key=key), SGD, data, **options)
-    with pytest.raises(TypeError, match=r"`models.weight` must hold real numbers, got dtype complex64"):
-        fit(Linear(jnp.ones((3, 2, 4), complex)), SGD, data, **options)
     with pytest.raises(TypeError, match=r"`models.weight` must be .*, got text"):
         fit(Linear(np.full((3, 2, 4), "a")), SGD, data, **options)
     for wrong in (lambda m, b, k: (b[0], 1.0), lambda m, b, k: None, lambda m, b, k: ()):
@@ -483,23 +401,6 @@ def test_models_of_half_precision_are_trained_in_float32(key):
     full = trained(key, Linear(models.weight.astype(jnp.float32)), num_steps=5)
     assert half.models.weight.dtype == jnp.float32
     np.testing.assert_array_equal(weights(half), weights(full))
-
-
-def test_numbers_that_are_no_arrays_belong_to_all_members(key):
-    """As the rate of a dropout layer."""
-
-    def make(key):
-        return eqx.nn.Sequential([eqx.nn.Linear(4, 2, key=key), eqx.nn.Dropout(0.5)])
-
-    def loss(model, batch, key):
-        x, y = batch
-        keys = jax.random.split(key, len(x))
-        return jnp.mean((jax.vmap(lambda x, k: model(x, key=k))(x, keys) - y) ** 2)
-
-    models = eqx.filter_vmap(make)(jax.random.split(key, 3))
-    result = fit(models, make_step(loss, optax.adam(0.1)), FullBatch(regression(key)), num_steps=40, key=key)
-    assert result.models.layers[1].p == 0.5
-    assert (result.history.loss[:, -5:].mean(1) < result.history.loss[:, 0]).all()
 
 
 def test_results_print_in_a_line(key):

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import Linear, linear_members, noisy_error, regression, squared_error, weights
+from jax.test_util import check_grads
+from linear_regression import Linear, linear_members, noisy_error, regression, weights
 
 from dissociation.training import Epochs, FullBatch, HostBatches, Online, fit, make_step, train
 
@@ -17,13 +18,7 @@ def samplers(data):
     def draw(source, key):
         return jax.tree.map(lambda leaf: leaf[jax.random.permutation(key, len(leaf))[:5]], source)
 
-    return {
-        "remainder": Epochs(data, 4, shared=False),
-        "dropped": Epochs(data, 4, shared=False, drop_remainder=True),
-        "in order": Epochs(data, 4, shared=False, shuffle=False),
-        "whole": FullBatch(data),
-        "draws": Online(draw, data),
-    }
+    return {"remainder": Epochs(data, 4, shared=False), "whole": FullBatch(data), "draws": Online(draw, data)}
 
 
 @pytest.mark.slow
@@ -62,36 +57,20 @@ def test_the_gradient_through_training_is_that_of_finite_differences():
             return jnp.sum(state.model.weight**2) + infos.loss.mean()
 
         arguments = start, jnp.asarray(0.03), y
-        slopes = jax.jit(jax.grad(final, (0, 1, 2)))(*arguments)
-        value = jax.jit(final)
-        for i, slope in enumerate(slopes):
-            towards = jax.random.normal(jax.random.key(i), jnp.shape(slope))
-            moved = [
-                value(*(leaf + sign * 1e-6 * towards if j == i else leaf for j, leaf in enumerate(arguments)))
-                for sign in (1, -1)
-            ]
-            wanted = (moved[0] - moved[1]) / 2e-6
-            assert np.abs(wanted) > 1e-3
-            np.testing.assert_allclose(jnp.sum(slope * towards), wanted, rtol=1e-5)
+        for i, slope in enumerate(jax.jit(jax.grad(final, (0, 1, 2)))(*arguments)):
+            assert jnp.linalg.norm(slope) > 1e-3
+            of_one = jax.jit(lambda leaf, i=i: final(*arguments[:i], leaf, *arguments[i + 1 :]))
+            check_grads(of_one, arguments[i : i + 1], 1, modes=["rev"], eps=1e-6, rtol=1e-5)
 
 
-def test_no_steps_return_the_state(key):
-    def loss(model, batch, key):
-        return squared_error(model, batch, key), {"first": batch[0][:2]}
-
-    step = make_step(loss, optax.sgd(0.1))
-    start = step.init(Linear(jnp.ones((2, 4))))
-    state, infos = train(start, step, Epochs(regression(key), 4), 0, key=key)
-    jax.tree.map(np.testing.assert_array_equal, state, start)
-    assert infos.loss.shape == (0,)
-    assert infos.metrics["first"].shape == (0, 2, 4)
-
-
-def test_metrics_of_every_step(key):
+def test_metrics_of_every_step_and_of_none(key):
     step = make_step(lambda w, batch, key: (w * jnp.mean(batch), {"batch": jnp.max(batch)}), optax.sgd(0.0))
-    _, infos = train(step.init(jnp.asarray(1.0)), step, Epochs(jnp.arange(10.0), 4, shuffle=False), 8, key=key)
-    np.testing.assert_array_equal(infos.metrics["batch"], [3, 7, 9, 3, 7, 9, 3, 7])
-    np.testing.assert_allclose(infos.loss, [1.5, 5.5, 8.5, 1.5, 5.5, 8.5, 1.5, 5.5])
+    start, sampler = step.init(jnp.asarray(1.0)), Epochs(jnp.arange(10.0), 4, shuffle=False)
+    _, infos = train(start, step, sampler, 5, key=key)
+    np.testing.assert_array_equal(infos.metrics["batch"], [3, 7, 9, 3, 7])
+    state, infos = train(start, step, sampler, 0, key=key)
+    jax.tree.map(np.testing.assert_array_equal, state, start)
+    assert infos.loss.shape == infos.metrics["batch"].shape == (0,)
 
 
 def test_what_cannot_be_is_refused(key):
@@ -105,16 +84,8 @@ def test_what_cannot_be_is_refused(key):
         train(start, step, sampler, 1, key=key, first_step=-1)
 
 
-STACKED = {
-    "epochs": lambda data: Epochs(data, 4, stacked=True),
-    "whole": lambda data: FullBatch(data, stacked=True),
-    "draws": lambda data: Online(lambda source, key: source, data, stacked=True),
-}
-
-
-@pytest.mark.parametrize("kind", STACKED)
-def test_data_of_all_members_are_not_those_of_one(key, kind):
-    sampler = STACKED[kind](jnp.arange(3.0)[:, None, None] + jnp.zeros((3, 10, 4)))
+def test_data_of_all_members_are_not_those_of_one(key):
+    sampler = Epochs(jnp.arange(3.0)[:, None, None] + jnp.zeros((3, 10, 4)), 4, stacked=True)
     step = make_step(lambda w, batch, key: jnp.mean(batch) + 0 * w, optax.sgd(0.1))
     start = step.init(jnp.array(1.0))
     with pytest.raises(ValueError, match="`sampler` must hold the data of one member, got those of all"):

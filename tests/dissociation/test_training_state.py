@@ -26,49 +26,16 @@ def with_metrics(model, batch, key):
     return value, {"twice": 2 * value, "draw": jax.random.normal(key)}
 
 
-def test_steps_equal_a_loop_of_optax(key):
-    model, data = Linear(jax.random.normal(key, (2, 4))), regression(key)
-    optimizer = optax.adamw(0.05, weight_decay=0.1)
-    step = make_step(with_metrics, optimizer)
-    state = step.init(model)
-    weight, opt_state = model.weight, optimizer.init(model.weight)
-    for i in range(5):
-        step_key = jax.random.fold_in(key, i)
-        state, info = step(state, data, step_key)
-        value, slope = jax.value_and_grad(lambda w: squared_error(Linear(w), data, None))(weight)
-        update, opt_state = optimizer.update(slope, opt_state, weight)
-        weight = weight + update
-        np.testing.assert_allclose(info.loss, value, rtol=1e-6)
-        np.testing.assert_allclose(info.metrics["twice"], 2 * value, rtol=1e-6)
-        np.testing.assert_array_equal(info.metrics["draw"], jax.random.normal(step_key))
-        np.testing.assert_allclose(state.model.weight, weight, rtol=1e-6)
-        assert state.step == i + 1
-    assert isinstance(state.model, Linear)
-    np.testing.assert_array_equal(model.weight, jax.random.normal(key, (2, 4)))  # nothing is donated
-
-
-def test_a_state_survives_transformations(key):
+def test_a_state_survives_transformations_and_compiles_once(key):
     models, data = linear_members(key), regression(key)
     step = make_step(noisy_error, optax.adam(0.05))
-    states = eqx.filter_vmap(step.init)(models)
-    keys = jax.random.split(key, 4)
-
-    def several(state):
-        return jax.lax.scan(lambda state, k: step(state, data, k), state, keys)
-
-    mapped, infos = jax.jit(jax.vmap(several))(states)
-    assert infos.loss.shape == (3, 4)
-    assert mapped.model.name == "linear"
+    mapped = jax.vmap(lambda state: step(state, data, key)[0])(eqx.filter_vmap(step.init)(models))
+    assert (mapped.model.name, mapped.step.tolist()) == ("linear", [1, 1, 1])
+    traces = []
+    run = jax.jit(lambda state: traces.append(1) or step(state, data, key)[0])
     for m in range(3):
-        alone = step.init(Linear(models.weight[m]))
-        for own_key in keys:
-            alone, _ = step(alone, data, own_key)
+        alone = run(step.init(Linear(models.weight[m])))
         np.testing.assert_allclose(mapped.model.weight[m], alone.model.weight, rtol=1e-5, atol=1e-6)
-    assert mapped.step.tolist() == [4, 4, 4]
-    # Two states of one kind are one structure, so that a program compiled for one serves the other.
-    first, second, traces = step.init(Linear(models.weight[0])), step.init(Linear(models.weight[1])), []
-    run = jax.jit(lambda state: traces.append(1) or step(state, data, key)[1].loss)
-    run(first), run(second)
     assert len(traces) == 1
 
 
@@ -76,15 +43,9 @@ def test_replace_changes_what_it_is_told(key):
     step = make_step(squared_error, lambda rate: optax.sgd(rate, momentum=0.9))
     state = step.init(Linear(jnp.ones((2, 4))), aux={"mean": 1.0}, hyperparams=0.5)
     other = state.replace(model=Linear(jnp.zeros((2, 4)), "other"), hyperparams=jnp.asarray(0.25))
-    assert other.model.name == "other"
-    assert state.model.name == "linear"
-    np.testing.assert_array_equal(other.model.weight, 0)
-    np.testing.assert_array_equal(state.model.weight, 1)
-    assert other.hyperparams == 0.25
-    assert other.aux == state.aux
+    assert (other.model.name, state.model.name) == ("other", "linear")
+    assert (other.hyperparams, other.aux) == (0.25, state.aux)
     jax.tree.map(np.testing.assert_array_equal, other.opt_state, state.opt_state)
-    assert state.replace(step=jnp.asarray(7)).step == 7
-    assert state.replace(aux=None).aux is None
     with pytest.raises(ValueError, match="'model', 'aux', 'opt_state', 'hyperparams', 'step', got 'weight'"):
         state.replace(weight=1)
 
@@ -98,10 +59,6 @@ def test_hyperparameters_are_numbers_of_the_state(key):
     found, _ = step(state, data, key)
     np.testing.assert_allclose(found.model.weight, wanted.model.weight, rtol=1e-6)
     assert found.hyperparams == state.hyperparams
-    slope = jax.grad(
-        lambda rate: step(state.replace(hyperparams={"rate": rate, "decay": 0.0}), data, key)[0].model.weight[0, 0]
-    )
-    assert np.abs(slope(0.1)) == pytest.approx(1.0, rel=1e-3)  # a first step of Adam has the size of its rate
 
 
 def normalised_loop(model, state, batches, optimizer):
@@ -121,19 +78,13 @@ def normalised_loop(model, state, batches, optimizer):
     return model, state, values
 
 
-@pytest.mark.parametrize("how", ["fit", "train"])
-def test_batch_statistics_are_carried_by_every_member(key, how):
+def test_batch_statistics_are_carried_by_every_member(key):
     models, aux = eqx.filter_vmap(eqx.nn.make_with_state(Normalised))(jax.random.split(key, 3))
     x, y = regression(key, samples=12)
     x, optimizer = 2 * x + 1, optax.adam(0.05)
     step, sampler = make_step(normalised_error, optimizer), Epochs((x, y), 4, shuffle=False)
-    if how == "fit":
-        result = fit(models, step, sampler, num_steps=9, key=key, aux=aux)
-        state, losses = result.state, result.history.loss
-    else:
-        states = eqx.filter_vmap(lambda model, aux: step.init(model, aux=aux))(models, aux)
-        state, infos = jax.vmap(lambda state: train(state, step, sampler, 9, key=key))(states)
-        losses = infos.loss
+    result = fit(models, step, sampler, num_steps=9, key=key, aux=aux)
+    state, losses = result.state, result.history.loss
     for m in range(3):
         own, own_aux = eqx.nn.make_with_state(Normalised)(jax.random.split(key, 3)[m])
         batches = [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)] * 3
@@ -255,10 +206,8 @@ def plateau_of_several():
     ("make", "how"),
     [
         (optax.lbfgs, "fit"),
-        (optax.lbfgs, "micro_batches"),
         (lambda: optax.chain(optax.adam(0.3), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)), "hyperparams"),
         (plateau_of_several, "fit"),
-        (plateau_of_several, "hyperparams"),
         (lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), "micro_batches"),
     ],
 )
@@ -344,11 +293,7 @@ def test_what_is_returned_must_be_what_a_loop_can_carry(key):
 
     with pytest.raises(ValueError, match="`after_update` must return the state as it was: a State, arrays of"):
         run(squared_error, lambda state: state.replace(model=Linear(jnp.ones((2, 3)))))
-    with pytest.raises(ValueError, match="`after_update` must return the state"):
-        run(squared_error, lambda state: state.model)
     with pytest.raises(ValueError, match="`loss` must return aux as it was"):
         run(lambda m, aux, b, k: (squared_error(m, b, k), {"other": aux}), aux=jnp.ones(()))
     with pytest.raises(ValueError, match="`loss` must return a scalar and the new `aux`"):
         run(lambda m, aux, b, k: squared_error(m, b, k), aux=jnp.ones(()))
-    with pytest.raises(ValueError, match="`loss` must return a scalar"):
-        run(lambda m, b, k: b[0])

@@ -1,6 +1,5 @@
 """The gate: what stands for an array is taken, and what does not is refused by name."""
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -44,13 +43,6 @@ class Capsule:
         return self.values.__dlpack_device__()
 
 
-class OtherScalar(Foreign):
-    """Another library's scalar."""
-
-    def __float__(self):
-        return float(self.values)
-
-
 @validated(finite=("x",))
 def take(
     x: Float[Array | np.ndarray, "n d"],
@@ -81,24 +73,18 @@ ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
         [np.array([1.0, 2.0]), jnp.array([3.0, 4.0]), (5, 6)],
         jnp.array(ROWS, jnp.bfloat16),
         np.array(ROWS, ">f4"),
-        np.array(ROWS, np.longdouble),
         pd.DataFrame(ROWS),
         Foreign(ROWS),
         Capsule(ROWS),
-        np.ma.array(ROWS),
     ],
     ids=lambda rows: f"{type(rows).__name__}-{getattr(rows, 'dtype', '')}",
 )
 def test_whatever_stands_for_an_array_is_taken(rows):
     x = take(rows)["x"]
+    assert take(x)["x"] is x
     assert isinstance(x, np.ndarray | jax.Array)
     assert x.dtype in (np.float32, np.float64)
     np.testing.assert_array_equal(np.asarray(x, float), ROWS)
-
-
-def test_arrays_pass_untouched():
-    for x in (jnp.ones((3, 2)), np.ones((3, 2)), np.ones((3, 2), np.float32)):
-        assert take(x)["x"] is x
 
 
 @pytest.mark.parametrize(
@@ -109,6 +95,7 @@ def test_arrays_pass_untouched():
         ({"x": {"a": 1}}, TypeError, "`x` must be .*got an object of type dict"),
         ({"x": [[1.0], [2.0, 3.0]]}, ValueError, "`x` must be .*rows differ in shape"),
         ({"x": [[1.0, None]]}, TypeError, "`x` must be .*dtype object"),
+        ({"x": pd.DataFrame(ROWS, [list("aab"), [0, 1, 0]])}, ValueError, "`x` must be .*several index levels"),
         ({"x": np.ones((2, 2), complex)}, TypeError, "`x` must hold real numbers, got dtype complex128"),
         ({"x": np.ma.array(ROWS, mask=np.eye(3, 2))}, ValueError, "`x` must be .*masked"),
         ({"x": jax.random.key(0)}, TypeError, r"`x` must be .*got key<fry> of shape \(\)"),
@@ -117,11 +104,8 @@ def test_arrays_pass_untouched():
         ({"x": [[1.0, np.nan]]}, ValueError, r"`x` must be finite, got nan at index \(0, 1\)"),
         ({"y": np.ones((2, 2))}, ValueError, r"`y` must be of shape \[n, \.\.\.\] with n = 3 as in `x`, got shape"),
         ({"y": 2.0}, ValueError, r"`y` must have at least 1 axis \[n, \.\.\.\]"),
-        ({"scale": "2"}, TypeError, "`scale` must be a number, got str '2'"),
         ({"scale": True}, TypeError, "`scale` must be a number, got True"),
         ({"scale": Fraction(1, 2)}, TypeError, r"`scale` must be a number, got .* Fraction. Pass float\(...\)\."),
-        ({"steps": OtherScalar(3)}, TypeError, r"`steps` must be a whole number, .* OtherScalar. Pass int\(...\)\."),
-        ({"flag": OtherScalar(True)}, TypeError, r"`flag` must be True or False, .* OtherScalar. Pass bool\(...\)\."),
         ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float64"),
         ({"flag": "yes"}, TypeError, "`flag` must be True or False"),
         ({"word": 3}, TypeError, "`word` must be text, got int 3"),
@@ -169,7 +153,6 @@ def test_traced_values_pass_and_traced_shapes_do_not():
     assert out.shape == (3, 2)
     batched = jax.vmap(inner, in_axes=(0, 0, None))(jnp.ones((4, 3, 2)), jnp.arange(4.0), 1)
     np.testing.assert_allclose(batched[:, 0, 0], np.arange(4) + 1)
-    np.testing.assert_allclose(jax.grad(lambda s: inner(jnp.ones((3, 2)), s, 1).sum())(2.0), 6.0)
     with pytest.raises(ValueError, match="`x` must have 2 axes"):
         jax.jit(inner)(jnp.ones(3), 2.0, 3)
     with pytest.raises(TypeError, match="`count` must be a whole number that is known"):
@@ -207,8 +190,7 @@ def test_arrays_in_a_list_are_taken_one_by_one(kind):
     np.testing.assert_array_equal(first, [1, 2, 3])
     assert first.dtype.kind == second.dtype.kind == "f"
     assert opened(ROWS, paths=kind([1.0, 2.0]))[2].shape == (2,)
-    for numbers, shape in (([1.0, np.float32(2)], (2,)), ([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (3, 2))):
-        assert opened(ROWS, paths=numbers)[2].shape == shape  # one array
+    assert opened(ROWS, paths=ROWS)[2].shape == (3, 2)  # one array
 
 
 @pytest.mark.parametrize(
@@ -217,9 +199,7 @@ def test_arrays_in_a_list_are_taken_one_by_one(kind):
         ([np.ones(3), ["a"]], r"`paths\[1\]` must be an array .*text"),
         ([np.ones(3), [1.0, 2.0]], r"`paths\[1\]` must be an array, or .*nested lists of shape \(2,\)\. Pass numpy"),
         ([[1.0, 2.0], [3.0]], r"`paths` must be an array .*, or a list of arrays, got a list whose rows differ"),
-        ([[[1.0, 2.0]], [[3.0, 4.0]]], r"`paths` must be .* list of arrays, got nested lists of shape \(2, 1, 2\)"),
         ([], "`paths` must not be empty"),
-        ([np.ones(3), np.ones(3) * 1j], r"`paths\[1\]` must hold real numbers"),
         ([np.ones(3), np.asarray(1.0)], r"`paths\[1\]` must have at least 1 axis"),
     ],
     ids=str,
@@ -263,7 +243,6 @@ def test_labels_are_integers_or_one_hot(kind):
         ([0, 1], r"`labels` must be of shape \[n.* with n = 3"),
         ([[1], [0], [2]], r"`labels` must be .*one column.*labels\[:, 0\]"),
         (np.full((3, 4), 0.25), "`labels` must be .*in row 0"),
-        (np.zeros((3, 4, 1)), "`labels` must be"),
     ],
     ids=str,
 )
@@ -301,7 +280,6 @@ def test_integers_that_would_wrap_are_refused():
     assert first_of([1], host=large)[1] == 2**40  # never goes to JAX
     for call, message in (
         (lambda: first_of([0, 2**31]), "x` must hold integers from -2147483648 to 2147483647, got 2147483648. Larger"),
-        (lambda: first_of(-large), "x` must hold integers .*, got -1099511627776"),
         (lambda: first_of([0], labels=large), "labels` must hold integers .*, got 1099511627776"),
         (lambda: first_of([0], more=[np.array([1]), large]), r"more\[1\]` must hold integers .*, got 1099511627776"),
         (lambda: as_examples("x", {"tokens": large}), "x` must hold integers .*, got 1099511627776"),
@@ -319,9 +297,8 @@ def test_keys_may_be_one_or_several_where_both_are_meant():
     typed, raw = jax.random.key(0), jax.random.PRNGKey(0)
     assert (draw(typed), draw(jax.random.split(typed, 3))) == ((), (3,))
     assert (draw(raw), draw(np.asarray(jax.random.split(raw, 3)))) == ((2,), (3, 2))
-    for wrong in (0, None, "a", jnp.ones(2)):
-        with pytest.raises(TypeError, match="`key` must be a random key"):
-            draw(wrong)
+    with pytest.raises(TypeError, match="`key` must be a random key"):
+        draw(jnp.ones(2))
     with pytest.raises(ValueError, match=r"got keys of shape \(2, 2\)"):
         draw(jax.random.split(typed, (2, 2)))
 
@@ -346,13 +323,11 @@ WHITE[7] = 254 / 255
     [
         (NOISE + [0, -1e9, 0]).tolist(),
         (NOISE * 1e-30 + [0, 1e-20, 0]),
-        [[1, 2**40 + i, 0] for i in range(40)],
         np.array([[0, 2**32 - 41 + i, 0] for i in range(40)], np.uint32),
         np.stack([NOISE + [0, 1e9, 0]] * 2),
-        NOISE[:2] + [0, 1e9, 0],
         pd.DataFrame(NOISE + [0, 1e5, 0]),
     ],
-    ids=["list", "small", "integers", "uint32", "stacked", "two", "frame"],
+    ids=["list", "small", "uint32", "stacked", "frame"],
 )
 def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
     with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps") as seen:
@@ -371,10 +346,8 @@ def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
         np.full((40, 2), 2**24 + 1),
         0.1 + 1e-17 * NOISE,
         WHITE,
-        np.arange(0, 100_000, 100),
         np.array([2**31 - 40, 2**31 - 1] * 20) // 256 * 256,
         np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3)).astype(np.uint8),
-        np.full((40, 2), np.nan),
     ],
     ids=str,
 )
@@ -385,25 +358,11 @@ def test_what_loses_nothing_passes_without_a_word(x):
 
 
 def test_messages_have_no_holes():
-    for check, message in (
-        (
-            lambda: figures.check_choice("name", "a", ()),
-            "`name` must be left out, as there is nothing to choose from, got 'a'.",
-        ),
-        (lambda: figures.fail("name", "be short", ""), "`name` must be short, got nothing."),
-        (lambda: figures.check_count("n", 2**31), "`n` must be at most 2147483647, got 2147483648."),
-    ):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            check()
+    with pytest.raises(ValueError, match=r"^`name` must be left out, as there is nothing to choose from, got 'a'\.$"):
+        figures.check_choice("name", "a", ())
+    with pytest.raises(ValueError, match=r"^`name` must be short, got nothing\.$"):
+        figures.fail("name", "be short", "")
 
-
-def test_frames_of_several_runs_are_no_array():
-    runs = pd.MultiIndex.from_product([["a", "b"], range(4)], names=["run", "time"])
-    with pytest.raises(ValueError, match="`x` must be an array of .*, got a frame of several index levels"):
-        narrow(pd.DataFrame(np.zeros((8, 2)), index=runs))
-
-
-def test_an_error_of_a_model_has_no_hole():
     with pytest.raises(TypeError, match="got an error: ") as seen:
         checks.check_model("model", lambda x: jax.vmap(lambda a, b: a + b)(jnp.ones((4, 3)), x), np.zeros(5))
     assert ":." not in str(seen.value)

@@ -16,7 +16,7 @@ from labels import assert_labelled
 from dissociation import load_results
 from dissociation.data import load
 from dissociation.figures import _command as command
-from dissociation.figures._labels import flat_results_of
+from dissociation.figures._results import flat_results_of
 from dissociation.models import Encoder
 from koopman import figures
 from koopman.figures import ordered_mnist, spectra

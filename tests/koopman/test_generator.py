@@ -36,7 +36,7 @@ def small(n=12, d=4, m=2, seed=3):
     return rng.normal(size=(n, d)), rng.normal(size=(n, d, m))
 
 
-@pytest.mark.parametrize(("alpha", "shift"), [(0.0, None), (0.3, None), (0.3, 2.0), (None, 5.0), (None, None)])
+@pytest.mark.parametrize(("alpha", "shift"), [(0.0, 30.0), (0.3, None), (0.3, 2.0), (None, 5.0), (None, None)])
 def test_against_a_dense_pencil(alpha, shift):
     x, jac = small()
     c, e = x.T @ x / 12, 0.7 * np.einsum("nik,njk->ij", jac, jac) / 12
@@ -52,14 +52,6 @@ def test_against_a_dense_pencil(alpha, shift):
         functions = x @ vectors[:, :3]
         support = np.sum(functions**2, 0) ** 2 / np.sum(functions**4, 0)
         np.testing.assert_allclose(found.support, support, rtol=1e-10)
-
-
-def test_without_alpha_the_shift_cancels():
-    x, jac = small()
-    with jax.enable_x64(True):
-        plain = fit_generator(x, jac, rank=4, alpha=0.0)
-        for shift in (0.1, 30.0):
-            np.testing.assert_allclose(fit_generator(x, jac, rank=4, alpha=0.0, shift=shift)[0], plain[0], rtol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import beta, kstest
 
 from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
 from koopman.datasets._exact import conjugate_order
-from koopman.datasets._maps import logistic_noise
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(600)
 X, WEIGHTS = (NODES[:, None] + 1) / 2, WEIGHTS / 2
@@ -18,14 +16,6 @@ def transition_density(order):
     """p(y | x) at the Gauss-Legendre nodes, straight from the definition of the map; rows x, columns y."""
     shift = X.T - 4 * X * (1 - X)
     return np.cos(np.pi * shift) ** (2 * order) * 4.0**order / math.comb(2 * order, order)
-
-
-def test_order_of_eigenvalues():
-    pair = np.complex128(-0.1 + 0.8j)
-    values = np.array([0.5, pair.conj() * (1 + 1e-15), 1.0, pair, 0.3j, -0.3j, -0.9])
-    np.testing.assert_array_equal(values[conjugate_order(values)], [1, -0.9, pair, values[1], 0.5, 0.3j, -0.3j])
-    twice = np.array([0.3j, -0.3j, -0.3j, 0.3j])
-    np.testing.assert_array_equal(twice[conjugate_order(twice)], [0.3j, -0.3j, 0.3j, -0.3j])
 
 
 @pytest.mark.parametrize("order", [1, 20])
@@ -67,15 +57,6 @@ def test_the_operator_maps_features_to_features():
     values = np.linalg.eigvals(matrix)
     np.testing.assert_allclose(values[conjugate_order(values)][:6], logistic_spectrum(5).eigenvalues, atol=1e-12)
     assert residual(2)[0] > 1e-2  # too small a span is not invariant
-
-
-@pytest.mark.parametrize("order", [1, 20])
-def test_noise_has_its_distribution(order, key):
-    draws = np.asarray(logistic_noise(key, (20_000,), order=order))
-    assert np.abs(draws).max() < 0.5
-    assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, order + 0.5).cdf).pvalue > 1e-3
-    assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, 1.2 * order + 0.5).cdf).pvalue < 1e-3  # the test can tell
-    assert abs(np.mean(draws > 0) - 0.5) < 4 * 0.5 / np.sqrt(len(draws))
 
 
 def test_trajectories_follow_the_density_and_the_operator(key):

@@ -10,23 +10,10 @@ NAME = next((name for name in ("chromium", "chromium-browser", "google-chrome", 
 
 def run(address, folder, *flags):
     """Opens a file or an address and returns what the browser wrote to its output, and what its console says."""
-    words = [
-        NAME,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--enable-logging=stderr",
-        "--v=0",
-    ]
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0"]
     words += [f"--user-data-dir={folder / 'profile'}", "--window-size=1100,4000", "--virtual-time-budget=10000", *flags]
-    done = subprocess.run(
-        [*words, address if isinstance(address, str) else address.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    where = address if isinstance(address, str) else address.as_uri()
+    done = subprocess.run([NAME, *words, where], capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if re.search(r":CONSOLE[:(]", line)]
 
 

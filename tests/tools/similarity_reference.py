@@ -344,8 +344,3 @@ def classical_mds(distances, num_dims):
     values, vectors = scipy.linalg.eigh(-0.5 * h @ distances**2 @ h)
     leading = np.argsort(-values)[:num_dims]
     return vectors[:, leading] * np.sqrt(np.maximum(values[leading], 0.0))
-
-
-def stress(distances, coordinates):
-    """Raw stress: sum over pairs i<j of (d_ij - |z_i - z_j|)^2, distances [n, n]."""
-    return np.sum((squareform(distances) - pdist(coordinates)) ** 2)

@@ -161,22 +161,6 @@ class Recurrent(eqx.Module):
         return self.head(last[0] if pair else last)
 
 
-class FusedAttention(eqx.Module):
-    """One head; queries, keys and values of one matrix, cut apart."""
-
-    fused: eqx.nn.Linear
-    out: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.fused = eqx.nn.Linear(5, 18, key=keys[0])
-        self.out = eqx.nn.Linear(6, 3, key=keys[1])
-
-    def __call__(self, x):
-        q, k, v = jnp.split(jax.vmap(self.fused)(x), 3, axis=-1)
-        return jax.vmap(self.out)(jax.nn.softmax(q @ k.T / 3.0) @ v)
-
-
 class Depthwise(eqx.Module):
     """A convolution, one of as many groups as channels, and one of groups of two."""
 
@@ -217,20 +201,6 @@ class Stack(eqx.Module):
         return self.head(jax.lax.scan(layer, self.embed(x), arrays)[0])
 
 
-def sequential(key):
-    keys = jax.random.split(key, 3)
-    return eqx.nn.Sequential(
-        [
-            eqx.nn.Linear(5, 7, key=keys[0]),
-            eqx.nn.Lambda(jax.nn.leaky_relu),
-            eqx.nn.Dropout(0.5),
-            eqx.nn.Linear(7, 6, key=keys[1]),
-            eqx.nn.Lambda(jnp.tanh),
-            eqx.nn.Linear(6, 3, key=keys[2]),
-        ]
-    )
-
-
 ZOO = {
     "perceptron": Kind(
         lambda key: eqx.nn.MLP(5, 3, 8, 2, key=key), normal(12, 5), {"layers[0]": (8, "sg"), "layers[1]": (8, "sg")}
@@ -243,7 +213,6 @@ ZOO = {
     "linear": Kind(
         lambda key: eqx.nn.MLP(5, 3, 8, 1, activation=lambda x: x, key=key), normal(12, 5), {"layers[0]": (8, "sgr")}
     ),
-    "sequential": Kind(sequential, normal(12, 5), {"layers[0]": (7, "sg"), "layers[3]": (6, "g")}),
     "convolutional": Kind(
         lambda key: CNN(10, key=key),
         normal(3, 784),
@@ -284,7 +253,6 @@ ZOO = {
         },
         {"blocks[0].attention.query_proj:2": 4, "blocks[0].attention.value_proj": 4},
     ),
-    "fused attention": Kind(FusedAttention, normal(4, 7, 5), {"fused": (6, "sgr"), "fused:2": (6, "sgr")}),
     "gated recurrent": Kind(lambda key: Recurrent(eqx.nn.GRUCell, key), normal(5, 7, 4), {"cell": (6, "g")}),
     "long short-term memory": Kind(lambda key: Recurrent(eqx.nn.LSTMCell, key), normal(5, 7, 4), {"cell": (6, "g")}),
     "grouped convolutions": Kind(
