@@ -1,4 +1,8 @@
-"""Strict settings for every test: four virtual CPU devices, no silent rank promotion, a clear random state."""
+"""Strict settings for every test: four virtual CPU devices, no silent rank promotion, a clear random state.
+
+They run on the CPU also where there is a GPU, of which two workers would each take most of the memory. On a GPU:
+`JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pytest`.
+"""
 
 import gc
 import os
@@ -13,6 +17,9 @@ os.environ.setdefault(
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] != "cpu":  # a GPU multiplies float32 as TF32 unless told; tests compare formulas
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "float32")
 # As `use_all_cores` has them: decompositions on several devices.
 os.environ.setdefault("PJRT_NPROC", "8")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -39,6 +46,10 @@ def pytest_collection_modifyitems(items):
     """The longest first: workers take modules in this order, and one alone with a long one leaves the others idle."""
     longest = {"notebooks", "test_protocol.py", "test_inputs.py"}
     items.sort(key=lambda item: longest.isdisjoint((item.path.name, item.path.parent.name)))
+    if jax.default_backend() != "cpu":
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip("how a CPU computes"))
 
 
 @pytest.fixture

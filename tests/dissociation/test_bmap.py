@@ -239,6 +239,7 @@ def chosen_batch(caplog, *, budget, size=40):
     return chosen
 
 
+@pytest.mark.cpu
 def test_auto_takes_the_largest_batch_that_fits(caplog):
     x = arange(40, 100)
 
@@ -288,6 +289,7 @@ def test_convolutions_on_a_cpu_are_looped_over_outside_of_compiled_programs():
     assert loops_in(bmap(jnp.dot, batch_size=2), arange(SIZE, 3), arange(SIZE, 3)) == 1  # dense layers stay
 
 
+@pytest.mark.cpu
 def test_convolutions_in_a_compiled_loop_on_a_cpu_are_reported():
     images, kernels = arange(SIZE, 2, 1, 6, 6), arange(SIZE, 3, 1, 3, 3)
     nested = jax.jit(bmap(lambda a, b: jax.jit(convolve)(a, b), batch_size=1))

@@ -13,6 +13,7 @@ from linear_regression import squared_error, trained, weights
 
 from dissociation.training import Callback, CsvLog, EarlyStop, FreezeDiverged, Layout, Progress, Save
 from dissociation.training import _callbacks as callbacks_module
+from dissociation.training._progress import Meter
 
 
 def rated(rate):
@@ -68,7 +69,7 @@ def test_callbacks_are_told_in_order(key, tmp_path):
 
 def test_progress_shows_records(key):
     def shown(**options):
-        meter = Mock()
+        meter = Mock(return_value=Mock(spec=Meter))
         result = trained(key, num_steps=9, callbacks=[Progress(meter)], **options)
         assert 9 in meter.call_args.args
         assert meter.return_value.method_calls[-1] == call.close()

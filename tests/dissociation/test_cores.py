@@ -17,6 +17,8 @@ from dissociation.training import _run as run_module
 from dissociation.training import _sharding as sharding
 from dissociation.training._cores import CALLBACKS, available_cores, number_of_threads, run_tasks, runs_in_parallel
 
+pytestmark = pytest.mark.cpu
+
 
 def in_a_process_of_its_own(code):
     """What it prints, without the tests' four devices."""

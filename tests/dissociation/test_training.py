@@ -27,6 +27,7 @@ import dissociation
 from dissociation.training import Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
 from dissociation.training import _chunk as chunk_module
 from dissociation.training import _run as run_module
+from dissociation.training._progress import Meter
 
 SGD = make_step(squared_error, optax.sgd(0.1))
 
@@ -166,7 +167,7 @@ def test_observations_are_by_epoch_unless_told(key):
     assert steps(epochs, save=observed) == [0, 3, 6, 8]
     assert steps(save=observed) == [0, 8]
     assert steps(epochs, callbacks=[lambda step, records: None]) == [0, 3, 6, 8]
-    assert steps(epochs, callbacks=[Progress(Mock())]) == []
+    assert steps(epochs, callbacks=[Progress(Mock(return_value=Mock(spec=Meter)))]) == []
     assert steps(epochs) == []
 
 
@@ -255,6 +256,7 @@ def test_one_program_serves_all_steps_and_observations(key, caplog):
         assert sum(name in message for message in compiled) == 1, name
 
 
+@pytest.mark.cpu
 def test_a_log_compiles_nothing(key, caplog):
     trained(key, num_steps=5)
     with caplog.at_level(logging.INFO, "dissociation"):
@@ -407,6 +409,6 @@ def test_results_print_in_a_line(key):
     found = trained(key, num_steps=30, save=Save(lambda model, step, key: {"norm": jnp.sum(model.weight**2)}))
     said = repr(found)
     assert "\n" not in said
-    assert said.startswith("FitResult(3 of Linear, 0 diverged, 30 steps by scan, ")
+    assert said.startswith("FitResult(3 of Linear, 0 diverged, 30 steps by ")
     assert repr(found.history) in said
     assert f"loss=f32[3,30](numpy) from {found.history.loss.min():.4g} to {found.history.loss.max():.4g}" in said

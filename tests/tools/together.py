@@ -25,7 +25,7 @@ def free_port() -> int:
 def start(count: int, *words: str, command: list[str] | None = None, devices: int = 1) -> list[subprocess.Popen[str]]:
     """Starts `count` processes of a part of this file, or of a figure's command, each with so many devices."""
     where = f"127.0.0.1:{free_port()}"
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1"}
     env["XLA_FLAGS"] = " ".join(w for w in env.get("XLA_FLAGS", "").split() if "device_count" not in w)
     started = []
     for index in range(count):
