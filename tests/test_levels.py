@@ -114,6 +114,19 @@ def test_pages_notebooks_benchmarks_and_applications_import_public_names(path, c
             assert not name or shown or is_module(whole), f"{path} imports {whole}, which no folder lists"
 
 
+def test_tests_import_by_its_public_name_what_has_one():
+    """Others that they import from modules with an underscore are parts that no folder lists."""
+    inits = {name: ROOT / Path(*name.split("."), "__init__.py") for name in FACES}
+    behind = {
+        pair: f"{name}.{pair[1]}"
+        for name, path in inits.items() if path.exists()
+        for pair in imports(path.read_text()) if pair[1] in FACES[name]
+    }  # fmt: skip
+    for path in (ROOT / "tests").rglob("*.py"):
+        for pair in imports(path.read_text()):
+            assert pair not in behind or "._" not in pair[0], f"{path} imports {'.'.join(pair)}: {behind[pair]}"
+
+
 def names_in(path):
     """Dotted names of modules, and of what is taken of them, that a file imports or spells out."""
     for node in ast.walk(ast.parse(path.read_text())):
