@@ -11,7 +11,10 @@ import scipy.linalg
 import scipy.optimize
 import scipy.special
 import scipy.stats
-from scipy.spatial.distance import pdist, squareform
+from scipy.spatial.distance import jensenshannon, pdist, squareform
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.metrics import r2_score
+from sklearn.model_selection import cross_val_predict
 
 from dissociation._core import splits
 
@@ -254,27 +257,14 @@ def gulp_distance(x, y, lam):
 # Regression
 
 
-def ridge_predictions(x_train, y_train, x_test, alpha):
-    """Predictions of min |Yc - Xc W|^2 + alpha |W|^2 with a free intercept; the least norm at alpha 0."""
-    x_mean, y_mean = x_train.mean(axis=0), y_train.mean(axis=0)
-    x, y = x_train - x_mean, y_train - y_mean
-    if alpha > 0:
-        weights = np.linalg.inv(x.T @ x + alpha * np.eye(x.shape[1])) @ x.T @ y
-    else:
-        weights = np.linalg.pinv(x, rcond=np.sqrt(RANK_TOLERANCE)) @ y
-    return (x_test - x_mean) @ weights + y_mean
-
-
-def linear_predictivity(x, y, alpha=0.0, num_folds=5, in_sample=False):
-    """R^2 of y from x over all samples and neurons together, on the project's own folds."""
-    predicted = np.zeros(y.shape)
-    if in_sample:
-        predicted = ridge_predictions(x, y, x, alpha)
-    else:
-        for test in splits.folds(len(x), num_folds):
-            train = np.setdiff1d(np.arange(len(x)), test)
-            predicted[test] = ridge_predictions(x[train], y[train], x[test], alpha)
-    return 1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean(axis=0)) ** 2)
+def linear_predictivity(x, y, alpha=0.0, num_folds=5):
+    """R^2 of y from x over all samples and neurons together, on the project's own folds; without folds, in sample."""
+    model = Ridge(alpha) if alpha else LinearRegression()
+    every = np.arange(len(x))
+    tests = splits.folds(len(x), num_folds) if num_folds else []
+    folds = [(np.setdiff1d(every, test), test) for test in tests] or [(every, every)]
+    predicted = cross_val_predict(model, x, y, cv=folds)
+    return r2_score(y, predicted, multioutput="variance_weighted")
 
 
 # Matching
@@ -314,9 +304,7 @@ def disagreement(x, y):
 
 def jensen_shannon(x, y):
     """Mean Jensen-Shannon divergence, in nats, of the softmax of each row."""
-    a, b = scipy.special.softmax(x, 1), scipy.special.softmax(y, 1)
-    middle = (a + b) / 2
-    return np.mean((scipy.special.rel_entr(a, middle) + scipy.special.rel_entr(b, middle)).sum(1) / 2)
+    return np.mean(jensenshannon(scipy.special.softmax(x, 1), scipy.special.softmax(y, 1), axis=1) ** 2)
 
 
 def min_max_disagreement(x, y, labels):

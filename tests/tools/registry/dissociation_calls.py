@@ -16,20 +16,6 @@ SAMPLES = np.random.default_rng(1).standard_normal((100, 2)).astype(np.float32)
 
 OTHER = np.random.default_rng(2).standard_normal((12, 2)).astype(np.float32)
 DISTANCES = np.linalg.norm(TALL[:, None, :2] - TALL[None, :, :2], axis=2)
-TWO_ARRAYS = (
-    similarity.linear_cka,
-    similarity.debiased_cka,
-    similarity.distance_correlation,
-    similarity.procrustes_distance,
-    similarity.angular_similarity,
-    similarity.angular_distance,
-    similarity.cca,
-    similarity.cca_squared,
-    similarity.pwcca,
-    similarity.hard_matching,
-    similarity.soft_matching,
-)
-"""Measures without options."""
 
 DIGITS = RANDOM.integers(0, 10, 12)
 FONTS = RANDOM.standard_normal((2, 10, 57, 57)).astype(np.float32)
@@ -221,7 +207,7 @@ CALLS = {
     measures.information_plane: lambda: dict(
         features=TALL, inputs=TALL, labels=LABELS, key=KEY, batch_size=6, num_passes=1, sigma=5.0
     ),
-    **{function: lambda: dict(x=TALL, y=OTHER) for function in TWO_ARRAYS},
+    **{getattr(similarity, name): lambda: dict(x=TALL, y=OTHER) for name in similarity.MEASURES},
     similarity.rbf_cka: lambda: dict(x=TALL, y=OTHER, scale=0.8),
     similarity.debiased_rbf_cka: lambda: dict(x=TALL, y=OTHER, scale=0.8),
     similarity.partial_whitening_distance: lambda: dict(x=TALL, y=OTHER, a=0.3),
