@@ -88,7 +88,7 @@ def test_margins(small):
         np.testing.assert_allclose(along - boundary, results.margins[f"margin_{name}"], atol=1e-3)
 
 
-def test_models_are_kept(small):
+def test_models_are_kept_and_those_of_another_run_refused(small, tmp_path):
     results, config, folder = small
     models = collapse.load_models(config, folder)
     data = collapse.source(config)
@@ -103,12 +103,7 @@ def test_models_are_kept(small):
             read(other, folder)
     with pytest.raises(FileNotFoundError, match=r"identity\.json"):
         collapse.load_models(config, folder / "none")
-
-
-def test_models_and_series_of_another_run_are_refused(small, tmp_path):
-    _, config, folder = small
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    other = dataclasses.replace(config, num_steps=100)
     identity = {**read_identity(tmp_path), "config": json.loads(json.dumps(dataclasses.asdict(other)))}
     (tmp_path / "identity.json").write_text(json.dumps({"identity": identity, "digest": digest_of(identity)}))
     for read, name in ((collapse.load_models, "models.ckpt"), (collapse.load_partial, "series.npz")):

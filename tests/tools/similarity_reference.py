@@ -119,7 +119,7 @@ def angular_distance(x, y):
     return np.arccos(min(angular_similarity(x, y), 1.0))
 
 
-def partial_whitening_distance(x, y, a):
+def partial_whitening_distance(x, y, a=0.5):
     """Angle between shapes of Z = Xc (a I + (1-a) (|Xc|/sqrt p) (Xc'Xc)^(-1/2)): a = 1 plain, a = 0 white."""
 
     def whitened(x):
@@ -182,13 +182,13 @@ def neighbours(x, number):
     return [set(row) for row in np.argsort(apart, axis=1, kind="stable")[:, :number]]
 
 
-def mutual_knn(x, y, num_neighbours):
+def mutual_knn(x, y, num_neighbours=10):
     """Mean share of nearest neighbours in common."""
     pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
     return np.mean([len(a & b) / num_neighbours for a, b in pairs])
 
 
-def knn_jaccard(x, y, num_neighbours):
+def knn_jaccard(x, y, num_neighbours=10):
     """Mean Jaccard index of the sets of nearest neighbours."""
     pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
     return np.mean([len(a & b) / len(a | b) for a, b in pairs])
@@ -237,7 +237,7 @@ def pwcca(x, y):
     return np.sum(weights / weights.sum() * rho)
 
 
-def gulp_distance(x, y, lam):
+def gulp_distance(x, y, lam=0.01):
     """GULP (Boix-Adsera et al. 2022), the root of its squared distance, data scaled to |Xc|^2 = n."""
     n = len(x)
     x, y = centred(x), centred(y)

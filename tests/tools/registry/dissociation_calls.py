@@ -22,25 +22,22 @@ FONTS = RANDOM.standard_normal((2, 10, 57, 57)).astype(np.float32)
 KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backend
 
 
-def network():
+def network(**options):
     """A perceptron of 3 inputs, two hidden layers of 5 and 2 outputs."""
-    return eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(1))
+    return eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(1), **options)
 
 
-def hidden(name="layers[1]"):
-    """A group of 5 neurons of it; or of a network without activation."""
-    if name == "linear":
-        model = eqx.nn.MLP(3, 2, 5, 1, activation=lambda x: x, key=jax.random.key(1))
-        return rewrites.neuron_groups(model, np.ones(3, np.float32))["layers[0]"]
-    return rewrites.neuron_groups(network(), np.ones(3, np.float32))[name]
+def all_groups(**options):
+    return rewrites.neuron_groups(network(**options), np.ones(3, np.float32))
+
+
+def hidden(**options):
+    """A group of 5 neurons of it."""
+    return all_groups(**options)["layers[1]"]
 
 
 def two_networks():
     return {"a": network(), "b": network()}
-
-
-def all_groups():
-    return rewrites.neuron_groups(network(), np.ones(3, np.float32))
 
 
 def first_weight(model):
@@ -152,7 +149,7 @@ CALLS = {
     rewrites.scale: lambda: dict(group=hidden(), factor=np.array([0.5, 1.0, 2.0, 3.0, 1.0]), scaling=0),
     rewrites.duplicate: lambda: dict(group=hidden(), multiplier=1.5),
     rewrites.add_nuisance: lambda: dict(group=hidden(), num_groups=2) | NUISANCE,
-    rewrites.rotate: lambda: dict(group=hidden("linear"), matrix=np.diag(np.arange(1.0, 6.0))),
+    rewrites.rotate: lambda: dict(group=hidden(activation=lambda x: x), matrix=np.diag(np.arange(1.0, 6.0))),
     rewrites.add_phantom: lambda: dict(group=hidden(), model=network()) | PATTERN,
     rewrites.null_space: lambda: dict(seen=vectors_seen(), rtol=1e-9),
     rewrites.null_perturb: lambda: dict(space=rewrites.null_space(vectors_seen()), std=0.1, key=KEY),
