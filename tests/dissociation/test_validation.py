@@ -118,16 +118,8 @@ def test_whatever_stands_for_an_array_is_taken(rows):
         ({"fractions": ()}, ValueError, "`fractions` must not be empty"),
         ({"module": jax.nn.relu}, TypeError, "`module` must be of type MLP, got the function relu"),
         ({"paths": [np.ones(3), ["a"]]}, TypeError, r"`paths\[1\]` must be an array .*text"),
-        (
-            {"paths": [np.ones(3), [1.0, 2.0]]},
-            ValueError,
-            r"`paths\[1\]` must be .* lists of shape \(2,\)\. Pass numpy",
-        ),
-        (
-            {"paths": [[1.0, 2.0], [3.0]]},
-            ValueError,
-            "`paths` must be .*, or a list of arrays, got a list whose rows d",
-        ),
+        ({"paths": [np.ones(3), [1.0, 2.0]]}, ValueError, r"`paths\[1\]` must be .*lists of shape \(2,\)\. Pass"),
+        ({"paths": [[1.0, 2.0], [3.0]]}, ValueError, "`paths` must be .*, or a list of arrays, got a list whose rows"),
         ({"paths": []}, ValueError, "`paths` must not be empty"),
         ({"paths": [np.ones(3), np.asarray(1.0)]}, ValueError, r"`paths\[1\]` must have at least 1 axis"),
     ],
