@@ -34,10 +34,6 @@ def standardised(x, train):
     return np.where(constant, 0, (x - x[train].mean(0)) / deviation)
 
 
-def objective(z, y, weights, intercept, ridge):
-    return -np.sum(y * log_softmax(z @ weights + intercept, 1)) + ridge / 2 * np.sum(weights**2)
-
-
 def sklearn_folds(x, y, num_splits, ridge):
     labels, chances, losses = y.argmax(1), np.zeros(y.shape), []
     for train, test in KFold(num_splits).split(x):
@@ -49,7 +45,8 @@ def sklearn_folds(x, y, num_splits, ridge):
             weights, shift = np.stack([-peer.coef_[0], peer.coef_[0]], 1) / 2, np.r_[-1, 1] * peer.intercept_ / 2
         else:
             weights, shift = peer.coef_.T, peer.intercept_
-        losses.append(objective(z[train], y[train][:, peer.classes_], weights, shift, ridge))
+        chosen = y[train][:, peer.classes_] * log_softmax(z[train] @ weights + shift, 1)
+        losses.append(-np.sum(chosen) + ridge / 2 * np.sum(weights**2))
     return chances, np.array(losses)
 
 
@@ -135,20 +132,17 @@ def test_features_constant_in_one_training_part_only():
     np.testing.assert_allclose(fit.losses, sklearn_folds(x, y, 4, 1.0)[1], rtol=RTOL)
 
 
-def constant_columns(n, dtype):
-    """Columns that hold no information but the rounding of their values: [n, 4]."""
-    rng = np.random.default_rng(5)
-    table = np.tile((rng.normal(size=4) * np.geomspace(1e-3, 1e4, 4)).astype(dtype), (n, 1))
-    return np.where(rng.random((n, 4)) < 0.5, np.nextafter(table, dtype(np.inf)), table)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_constant_columns_do_no_harm(dtype):
+    """Which hold no information but the rounding of their values."""
     x, y = make_data(103, 4, 4, dtype=dtype)
+    rng = np.random.default_rng(5)
+    table = np.tile((rng.normal(size=4) * np.geomspace(1e-3, 1e4, 4)).astype(dtype), (103, 1))
+    constant = np.where(rng.random((103, 4)) < 0.5, np.nextafter(table, dtype(np.inf)), table)
     with jax.enable_x64(dtype == np.float64):
         options = SPLITS | {"ridge": 0.1}
         plain = measures.crossval_softmax_fit(np.pad(x, ((0, 0), (0, 4))), y, **options)
-        fit = measures.crossval_softmax_fit(np.c_[x, constant_columns(103, dtype)], y, **options)
+        fit = measures.crossval_softmax_fit(np.c_[x, constant], y, **options)
         assert fit.converged.all()
         assert fit.iterations <= plain.iterations + 1
         np.testing.assert_allclose(fit.losses, plain.losses, rtol=RTOL)

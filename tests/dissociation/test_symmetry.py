@@ -20,9 +20,6 @@ def of_rank(samples, features, rank, seed=0):
     return (rng.integers(-3, 4, (samples, rank)) @ rng.integers(-3, 4, (rank, features))).astype(np.float32)
 
 
-# null space
-
-
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize(("samples", "features", "rank"), [(50, 9, 6), (5, 9, 5), (9, 9, 9), (4, 9, 0)])
 def test_dimensions_are_exact(samples, features, rank, chunk, monkeypatch):
@@ -72,9 +69,6 @@ def test_weak_directions_are_not_null():
     assert null_dimension(data, rtol=1e-5) == (3, 3, 6)
     assert null_dimension(data, 1e-8) == (2, 4, 6)
     assert null_dimension(np.diag([1, 1.2e-10, 0.8e-10])) == (1, 2, 3)  # it is 1e-10
-
-
-# noise in the null space
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +167,6 @@ def test_the_null_space_does_not_depend_on_units():
         np.testing.assert_allclose(scaled.basis @ data.T, 0, atol=1e-13)
     assert null_spectrum(np.zeros((5, 8))).rank == 0
     assert null_spectrum(np.full((5, 8), -128, np.int8)).rank == 1
-
-
-# the real digits
 
 
 @pytest.mark.slow

@@ -197,16 +197,12 @@ def quadratic(weights, batch, key):
     return 0.5 * jnp.sum(batch.mean(0) * weights**2) - weights.sum()
 
 
-def plateau_of_several():
-    return optax.MultiSteps(optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)), 2)
-
-
 @pytest.mark.parametrize(
     ("make", "how"),
     [
         (optax.lbfgs, "fit"),
         (lambda: optax.chain(optax.adam(0.3), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)), "hyperparams"),
-        (plateau_of_several, "fit"),
+        (lambda: optax.MultiSteps(optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)), 2), "fit"),
         (lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), "micro_batches"),
     ],
 )
