@@ -27,17 +27,13 @@ def make_data(n=103, d=8, classes=4, seed=0, dtype=np.float32):
     return x.astype(dtype), np.eye(classes, dtype=dtype)[labels]
 
 
-def standardised(x, train):
-    x = np.asarray(x, np.float64)
-    constant = np.ptp(x[train], axis=0) == 0
-    deviation = np.where(constant, 1, x[train].std(0))
-    return np.where(constant, 0, (x - x[train].mean(0)) / deviation)
-
-
 def sklearn_folds(x, y, num_splits, ridge):
-    labels, chances, losses = y.argmax(1), np.zeros(y.shape), []
+    x, labels, chances, losses = np.asarray(x, np.float64), y.argmax(1), np.zeros(y.shape), []
     for train, test in KFold(num_splits).split(x):
-        z, two = standardised(x, train), len(set(labels[train])) == 2
+        constant = np.ptp(x[train], axis=0) == 0
+        deviation = np.where(constant, 1, x[train].std(0))
+        z = np.where(constant, 0, (x - x[train].mean(0)) / deviation)
+        two = len(set(labels[train])) == 2
         with threadpool_limits(1):  # on a busy machine more threads wait for each other
             peer = LogisticRegression(C=(1 + two) / ridge, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
         chances[np.ix_(test, peer.classes_)] = peer.predict_proba(z[test])

@@ -14,18 +14,14 @@ def network(inputs=20, hidden=8, classes=3, seed=0, **options):
     return BilinearNetwork(inputs, hidden, classes, key=jax.random.key(seed), **options)
 
 
-def dense_forms(model):
+@pytest.mark.parametrize("hidden", [30, 300])
+def test_decomposition_against_a_dense_reference(hidden):
     """Input-space matrices in float64, straight from the definition."""
+    model = network(784, hidden, 10)
     embed, head = np.asarray(model.embed, float), np.asarray(model.head, float)
     left, right = (np.asarray(w, float) @ embed for w in (model.layers[0].left, model.layers[0].right))
     forms = np.einsum("co,oi,oj->cij", head, left, right)
-    return 0.5 * (forms + forms.swapaxes(1, 2))
-
-
-@pytest.mark.parametrize("hidden", [30, 300])
-def test_decomposition_against_a_dense_reference(hidden):
-    model = network(784, hidden, 10)
-    dense = dense_forms(model)
+    dense = 0.5 * (forms + forms.swapaxes(1, 2))
     found = decompose(model)
     assert found.vectors.shape == (10, hidden, 784)
     own = np.asarray(found.values, float), np.asarray(found.vectors, float)

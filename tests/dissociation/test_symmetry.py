@@ -11,8 +11,6 @@ from dissociation.rewrites import certify, null_dimension, null_perturb
 from dissociation.rewrites._null_spaces import null_basis, null_spectrum, perturb_in_null_space
 from dissociation.rewrites._rewrites import NullSpace
 
-needs_mnist = pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="DISSOCIATION_DATA is not set")
-
 
 def of_rank(samples, features, rank, seed=0):
     """Whole numbers, so that the rank is exact."""
@@ -170,7 +168,7 @@ def test_the_null_space_does_not_depend_on_units():
 
 
 @pytest.mark.slow
-@needs_mnist
+@pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="DISSOCIATION_DATA is not set")
 def test_mnist(key):
     from dissociation.data import mnist_data
 
