@@ -308,10 +308,9 @@ def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
             same(wanted, found, 1e-3)
 
 
-NEAREST = "dissociation.measures._nearest"
 MAY_DEPEND_ON_ORDER = {
     "dissociation.measures._collapse.class_moments": "`rest` is the rounding of the means",
-    f"{NEAREST}.information": "errors are of parts: test_nearest_information.py",
+    "dissociation.measures._nearest.information": "errors are of parts: test_nearest_information.py",
     "dissociation.similarity._dissimilarity.crossnobis_rsa": "rows run through the same conditions",
     "dissociation.similarity._dissimilarity.crossnobis_rdm": "rows run through the same conditions",
     "dissociation.similarity._dissimilarity.rdm": "pairs in one row",

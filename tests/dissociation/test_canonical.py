@@ -15,8 +15,6 @@ from dissociation.rewrites import canonical, fingerprint, fingerprint_distance, 
 from dissociation.rewrites._groups import parameters_of
 from dissociation.rewrites._sizes import refit
 
-KINDS = ("perceptron", "convolutional", "residual")
-
 MADE_AND_READ = {
     "perceptron": [([(0, 0), (1, 0)], [(2, 1)]), ([(2, 0), (3, 0)], [(4, 1)])],
     "convolutional": [([(0, 3), (1, 0)], [(2, 2)]), ([(2, 3), (3, 0)], [(4, 1)]), ([(4, 0), (5, 0)], [(6, 1)])],
@@ -73,7 +71,7 @@ def composed(name, model, rng, steps=5, kinds=("permute", "scale", "duplicate", 
     return with_leaves(model, leaves)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MADE_AND_READ)
 def test_the_canonical_form_computes_the_same(name):
     model, inputs, _ = one(name)
     first = canonical(model, inputs[0])
@@ -89,7 +87,7 @@ def test_the_canonical_form_computes_the_same(name):
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MADE_AND_READ)
 def test_rewrites_of_a_network_have_one_fingerprint(name, count):
     model, inputs, _ = one(name)
     own, rng = fingerprint(model, inputs[0]), np.random.default_rng(5)
@@ -99,7 +97,7 @@ def test_rewrites_of_a_network_have_one_fingerprint(name, count):
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MADE_AND_READ)
 def test_other_networks_have_other_fingerprints(name, count):
     kind = ZOO[name]
     example = kind.inputs(jax.random.key(1))[0]
@@ -116,7 +114,7 @@ def nearby(name, model, rng, kind):
     return with_leaves(model, leaves)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MADE_AND_READ)
 def test_networks_that_differ_in_little_have_other_fingerprints(name):
     model, inputs, _ = one(name)
     own, rng = fingerprint(model, inputs[0]), np.random.default_rng(1)
@@ -330,7 +328,7 @@ def test_what_has_no_canonical_form_is_refused_by_name():
             canonical(arrays, jnp.ones(5), call=call)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MADE_AND_READ)
 def test_neurons_without_activity_are_dropped_where_asked(name):
     """Biases far below zero: dead on the data, and not for every input."""
     model, inputs, groups = one(name)

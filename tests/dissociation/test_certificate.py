@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dissociation.models import MLP
-from dissociation.rewrites import add_parameter_noise, certify, neuron_groups, scale
+from dissociation.rewrites import certify
 
 INPUTS = np.asarray([[1.0, 0.0], [0.0, 2.0], [-4.0, 1.0], [0.5, 0.4]], np.float32)
 
@@ -47,15 +47,6 @@ def test_outputs_of_any_shape():
         certificate = certify(original, rewritten, INPUTS)
         assert int(certificate.changed_predictions) == 1
         assert float(certificate.max_abs_change) == change
-
-
-def test_rewrite_passes_and_noise_fails(key):
-    model, x = eqx.nn.MLP(6, 3, 10, 2, key=key), jax.random.normal(key, (200, 6))
-    assert bool(certify(model, scale(neuron_groups(model, x[0])["layers[1]"], 20)(model), x).kept())
-    noisy = add_parameter_noise(model, 0.1, key=key)
-    found = certify(model, noisy, x)
-    assert not bool(found.kept())
-    np.testing.assert_allclose(found.max_abs_change, jnp.abs(jax.vmap(noisy)(x) - jax.vmap(model)(x)).max(), rtol=1e-5)
 
 
 def test_the_highest_precision_is_asked_for():

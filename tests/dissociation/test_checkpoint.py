@@ -52,13 +52,12 @@ def test_round_trip(key, tmp_path):
     assert checkpoint.read_header(tmp_path / "deep" / "file") == {"step": 3}
 
 
-NUMBERS = np.array([[0, 1, 2], [100, 3, 5]])
 KINDS = [*"?bHqQegFG", ">f4", ">c16", ">M8[ns]", "m8[s]", jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_every_kind_of_numbers_comes_back(tmp_path, dtype):
-    x = (NUMBERS % 7).astype(dtype)
+    x = np.array([[0, 1, 2], [2, 3, 5]]).astype(dtype)
     given = {"rows": x, "columns": np.asfortranarray(x), "strided": x[::-1, ::2], "scalar": x[0, 0], "empty": x[:, :0]}
     given["no axis"] = x[1, 1:2].reshape(())
     checkpoint.save(tmp_path / "file", given)

@@ -88,7 +88,7 @@ def test_margins(small):
         np.testing.assert_allclose(along - boundary, results.margins[f"margin_{name}"], atol=1e-3)
 
 
-def test_models_are_kept(small):
+def test_models_are_kept_and_those_of_another_run_refused(small, tmp_path):
     results, config, folder = small
     models = collapse.load_models(config, folder)
     data = collapse.source(config)
@@ -103,12 +103,7 @@ def test_models_are_kept(small):
             read(other, folder)
     with pytest.raises(FileNotFoundError, match=r"identity\.json"):
         collapse.load_models(config, folder / "none")
-
-
-def test_models_and_series_of_another_run_are_refused(small, tmp_path):
-    _, config, folder = small
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    other = dataclasses.replace(config, num_steps=100)
     identity = {**read_identity(tmp_path), "config": json.loads(json.dumps(dataclasses.asdict(other)))}
     (tmp_path / "identity.json").write_text(json.dumps({"identity": identity, "digest": digest_of(identity)}))
     for read, name in ((collapse.load_models, "models.ckpt"), (collapse.load_partial, "series.npz")):
@@ -116,7 +111,7 @@ def test_models_and_series_of_another_run_are_refused(small, tmp_path):
             read(other, tmp_path)
 
 
-def with_a_diverged_seed(small):
+def test_a_seed_that_diverged_is_left_out_and_named(small):
     """The first network of the first decay is not finite from the third observation on; accuracies look plausible."""
     results, config, _ = small
     flat = {
@@ -127,13 +122,9 @@ def with_a_diverged_seed(small):
     flat["train_loss"][0, 2:] = np.inf
     margins = {name: values.reshape(4, *values.shape[2:]) for name, values in results.margins.items()}
     margins = masked(margins, np.array([False, True, True, True]))
-    for diverged_at in (np.array([9, -1, -1, -1]), None):  # after training, and under way
-        yield assemble(config, results.data, results.time_step, flat, margins, diverged_at, {})
-
-
-def test_a_seed_that_diverged_is_left_out_and_named(small):
-    results, config, _ = small
-    for found, step in zip(with_a_diverged_seed(small), (9, results.time_step[2]), strict=True):
+    # After training, and under way.
+    for diverged_at, step in ((np.array([9, -1, -1, -1]), 9), (None, results.time_step[2])):
+        found = assemble(config, results.data, results.time_step, flat, margins, diverged_at, {})
         for name, values in found.series.items():
             assert np.isfinite(values[0, 0, :2]).all(), name
             assert np.isnan(values[0, 0, 2:]).all(), name

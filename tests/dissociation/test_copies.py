@@ -107,6 +107,15 @@ def begun_at_the_end(p, x):
     return jax.lax.scan(layer, (x[0] @ p["in"], p["start"]), (p["a"], p["b"]), reverse=True)[0][0] @ p["head"]
 
 
+def recurrent(p, x):
+    """Blocks of a matrix that could move apart: neurons that meet each other in one array move alike, which is safe."""
+
+    def turn(h, x):
+        return jnp.tanh(jnp.einsum("hd,hdf->hf", h, p["w"]) + jnp.einsum("e,ehd->hd", x, p["u"])), None
+
+    return jnp.einsum("hd,hdo->o", jax.lax.scan(turn, jnp.zeros((HEADS, DIM)), x)[0], p["o"])
+
+
 def between(change):
     """Heads of neurons, something done to them, and what reads them."""
     return lambda p, x: jnp.einsum("hd,hdo->o", change(jnp.einsum("e,ehd->hd", x[0], p["u"])), p["o"])
@@ -144,6 +153,7 @@ SEPARATE = {
     "stack, its hidden neurons read outside": (with_outputs, STACK | {"r": "ln"}, LAYERED),
     "stack, from the end, begun with a bias": (begun_at_the_end, STACK | {"start": "n"}, LAYERED),
     "a loop one turn late": (one_late, {"a": "len", "g": "ln", "r": "lno", "last": "no"}, [(HIDDEN, LAYERS + 1)]),
+    "recurrent": (recurrent, SINGLE | {"w": "hdd"}, [(HEADS, 1), (DIM, 1)]),
     "cut at known places": (between(cut), SINGLE, [(DIM, HEADS), (2, DIM)]),
     "two of three change places": (
         between(lambda y: jax.lax.cond(y.sum() > 0, lambda z: jnp.concatenate([z[1::-1], z[2:]]), jnp.tanh, y)), SINGLE,
@@ -215,8 +225,10 @@ def separate_rewrites(group):
         yield rewrites.rotate(group, jnp.eye(group.size)[None] + 0.3 * noise)
 
 
-def check_separate(function, kinds, wanted):
+@pytest.mark.parametrize("name", SEPARATE)
+def test_copies_move_separately(name):
     """Sizes and copies of the groups are as wanted, and each copy moves by itself without changing the function."""
+    function, kinds, wanted = SEPARATE[name]
     with jax.enable_x64(True):
         model = weights(kinds)
         groups, change = neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function), changes(function, model)
@@ -224,11 +236,6 @@ def check_separate(function, kinds, wanted):
         for group in groups.values():
             for rewrite in separate_rewrites(group):
                 assert change(rewrite(model)) < 1e-12, (group, rewrite)
-
-
-@pytest.mark.parametrize("name", SEPARATE)
-def test_copies_move_separately(name):
-    check_separate(*SEPARATE[name])
 
 
 def forced(group):
@@ -255,18 +262,6 @@ def test_copies_that_must_move_alike_do(name):
         assert own.copies == 1
         assert all(change(rewrite(model)) < 1e-12 for rewrite in separate_rewrites(own))
         assert change(rewrites.permute(forced(own), key=jax.random.key(3))(model)) > 1e-3
-
-
-def test_neurons_that_meet_each_other_in_one_array_move_alike():
-    """Which is safe: the blocks of a recurrent matrix could move apart."""
-
-    def call(p, x):
-        def turn(h, x):
-            return jnp.tanh(jnp.einsum("hd,hdf->hf", h, p["w"]) + jnp.einsum("e,ehd->hd", x, p["u"])), None
-
-        return jnp.einsum("hd,hdo->o", jax.lax.scan(turn, jnp.zeros((HEADS, DIM)), x)[0], p["o"])
-
-    check_separate(call, SINGLE | {"w": "hdd"}, [(HEADS, 1), (DIM, 1)])
 
 
 def test_slots_say_which_copy_is_where():

@@ -1,6 +1,5 @@
 """Several processes on this machine, with CPU collectives: their members, their files, and the death of one."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import together
 
 import dissociation
 from dissociation import training
@@ -22,9 +22,6 @@ from dissociation.training import _checkpoint as checkpoint
 from dissociation.training import _distributed as distributed
 from dissociation.training import _run as run_module
 from dissociation.training._chunk import run_chunk
-
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tools"))
-import together
 
 
 def test_arguments_must_fit_together():

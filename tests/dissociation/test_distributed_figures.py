@@ -1,14 +1,11 @@
 """Figures made by two processes: the arrays of one process, and the same bits whichever process is killed."""
 
 import random
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import together
 
 pytestmark = pytest.mark.slow

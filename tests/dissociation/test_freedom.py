@@ -203,9 +203,6 @@ def test_linear_maps_reach_a_reference_in_their_span():
         linear_cka_freedom(x, np.ones((50, 2)))
 
 
-# Bounds
-
-
 def test_gradients_come_to_the_exact_interval(networks):
     """Also with a neuron that is constant, and samples in another unit."""
     *_, x, y = networks

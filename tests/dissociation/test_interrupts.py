@@ -64,6 +64,5 @@ def test_signals_end_a_program_at_any_moment(kind, said, number):
     assert out.strip() == said
     assert "Traceback" not in error
     assert time.perf_counter() - began < 5
-    assert ("the program: stopped. Nothing had begun." in error) == (
-        kind not in ("saving", "threads")
-    )  # a program that ends by itself says so itself
+    # A program that ends by itself says so itself.
+    assert ("the program: stopped. Nothing had begun." in error) == (kind not in ("saving", "threads"))

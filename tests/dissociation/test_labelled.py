@@ -206,11 +206,7 @@ def test_a_file_that_may_not_be_read_is_not_called_broken(everything, tmp_path, 
 
 
 def test_without_the_extra_it_says_what_to_install(everything, tmp_path, monkeypatch):
-    path = everything.save(tmp_path / "x.nc")
-
-    def missing(name):
-        raise ImportError(name)
-
+    path, missing = everything.save(tmp_path / "x.nc"), Mock(side_effect=ImportError)
     monkeypatch.setattr("dissociation._core.labelled.importlib.import_module", missing)
     for call in (everything.to_xarray, everything.to_dataframe, lambda: load_results(path)):
         with pytest.raises(ImportError, match=r"must be installed for this: pip install 'dissociation\[labels\]'"):

@@ -18,9 +18,6 @@ X = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32)
 IMAGES = np.random.default_rng(0).uniform(size=(4, 28, 28)).astype(np.float32)
 
 
-# Layers
-
-
 def test_convolution_and_pooling_by_hand():
     layer = Convolution(2, 3, key=KEY)
     x = jax.random.normal(jax.random.key(1), (6, 8, 2))
@@ -76,9 +73,6 @@ def test_initial_weights():
     np.testing.assert_allclose(draw_weights("lecun", (300, 400), 100, key=KEY).std(), 0.1, rtol=0.01)
     with pytest.raises(ValueError, match=r"`init` must give weights of shape \(5, 3\), got \(3, 5\)"):
         draw_weights(lambda key, shape, fan_in: jnp.zeros(shape[::-1]), (5, 3), 3, key=KEY)
-
-
-# Networks
 
 
 def test_encoders_and_decoders_by_hand():
@@ -142,9 +136,6 @@ def test_any_bilinear_model_can_be_wrapped():
     # And decomposed: the first layer's forms give what it computes.
     spectrum = decompose(model, np.eye(6, dtype=np.float32), layer=0)
     np.testing.assert_allclose(spectrum(x), hidden[1], rtol=1e-3, atol=1e-3)
-
-
-# Refusals
 
 
 @pytest.mark.usefixtures("unchecked")

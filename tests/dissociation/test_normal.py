@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
-from scipy import special, stats
+from scipy import special
 
 from dissociation._core.keys import normal
 
@@ -19,7 +19,8 @@ def test_both_words_serve(key):
     )
     uniform = 2.0 * (words >> 9) / 2**23 - 1
     expected = np.sqrt(2) * special.erfinv(np.maximum(uniform, np.nextafter(np.float32(-1), np.float32(0))))
-    np.testing.assert_allclose(normal(key, (100,)), expected, rtol=2e-5, atol=1e-6)
+    for size in (99, 100):
+        np.testing.assert_allclose(normal(key, (size,)), expected[:size], rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(words[:50] ^ words[50:], jax.random.bits(key, (50,)))  # what JAX makes of them
 
 
@@ -55,22 +56,3 @@ def test_the_key_alone_decides(key):
     np.testing.assert_array_equal(alone, jax.jit(jax.vmap(lambda k: normal(k, (33, 5))))(keys))
     np.testing.assert_array_equal(alone, jax.lax.map(lambda k: normal(k, (33, 5)), keys))
     np.testing.assert_array_equal(alone[0], normal(jax.random.key_data(keys[0]), (33, 5)))
-
-
-def test_statistics():
-    """Moments, the whole distribution, halves of one draw, members and steps: each within 4 standard errors."""
-    members, steps, size = 4, 5, 20_001
-    keys = jax.random.split(jax.random.key(11), members)
-    at = lambda k, step: normal(jax.random.fold_in(k, step), (size,))  # noqa: E731
-    drawn = np.asarray(jax.vmap(lambda k: jax.vmap(lambda s: at(k, s))(jnp.arange(steps)))(keys), np.float64)
-    rows = drawn.reshape(-1, size)
-    for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
-        spread = np.sqrt((stats.norm.moment(2 * power) - moment**2) / drawn.size)
-        assert abs(np.mean(drawn**power) - moment) < 4 * spread
-    assert stats.kstest(drawn.ravel(), "norm").pvalue > 0.01
-    together = np.corrcoef(rows)[np.triu_indices(len(rows), 1)]
-    assert np.abs(together).max() < 4.5 / np.sqrt(size)  # of 190 pairs
-    halves = [np.corrcoef(row[: size // 2 + 1][: size // 2], row[size // 2 + 1 :])[0, 1] for row in rows]
-    assert np.abs(halves).max() < 4 / np.sqrt(size / 2)
-    neighbours = [np.corrcoef(row[1:], row[:-1])[0, 1] for row in rows]
-    assert np.abs(neighbours).max() < 4 / np.sqrt(size)

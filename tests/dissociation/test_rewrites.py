@@ -30,12 +30,6 @@ from dissociation.rewrites._groups import parameters_of
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 
 
-GROWS_NOT = {
-    ("transformer", "blocks[0].attention.query_proj:2"): "number of neurons the function does not depend on",
-}
-"""Groups whose number the program holds, or a module keeps."""
-
-
 def all_rewrites(group):
     key = jax.random.key(2)
     yield "permute", lambda: permute(group, key=key)
@@ -65,8 +59,8 @@ def test_every_rewrite_of_every_group_keeps_the_function(name):
         for group in groups.values():
             for what, make in all_rewrites(group):
                 grows = what in ("duplicate", "cancelling", "without effect")
-                if grows and (name, group.name) in GROWS_NOT:
-                    with pytest.raises((ValueError, TypeError), match=GROWS_NOT[name, group.name]):
+                if grows and group.name == "blocks[0].attention.query_proj:2":  # whose number the program holds
+                    with pytest.raises(ValueError, match="number of neurons the function does not depend on"):
                         make()(model)
                     continue
                 rewritten = make()(model)
@@ -104,20 +98,6 @@ def test_rows_made_by_different_weights_are_scaled_alike(number):
     rewritten = scale(group, jnp.arange(1.0, 9.0))(params)
     np.testing.assert_allclose(call(rewritten, X), call(params, X), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(rewritten[1], params[1] * jnp.arange(1.0, 9.0)[:, None], rtol=1e-6)
-
-
-def test_controls_change_the_function():
-    model, inputs, groups = one("perceptron")
-    group = groups["layers[0]"]
-    rewritten = permute(group, key=jax.random.key(0))(model)
-    half = eqx.tree_at(lambda m: m.layers[1].weight, rewritten, model.layers[1].weight)
-    assert change(model, half, inputs) > 1e-2
-    scaled = scale(group, 2.0)(model)
-    half = eqx.tree_at(lambda m: m.layers[0].bias, scaled, model.layers[0].bias)
-    assert change(model, half, inputs) > 1e-2
-    nuisance = add_nuisance(group, 2, key=jax.random.key(0))(model)
-    read = nuisance.layers[1].weight.at[:, -1].set(0.1)
-    assert change(model, eqx.tree_at(lambda m: m.layers[1].weight, nuisance, read), inputs) > 1e-2
 
 
 def test_rewrites_follow_one_another():
@@ -301,13 +281,6 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     space = null_space(layer_inputs(model, x[:2], ".layers[1].weight"))
     with pytest.raises(ValueError, match="must have an array .layers.1..weight of 2 axes, 8 features"):
         null_perturb(space, 0.1, key=jax.random.key(0))(eqx.nn.MLP(5, 3, 9, 1, key=jax.random.key(0)))
-
-
-def test_scalar_inputs(key):
-    model, x = eqx.nn.MLP("scalar", "scalar", 10, 2, key=key), A[0]
-    first, second = neuron_groups(model, x[0]).values()
-    rewrite = scale(second, 20.0) | add_nuisance(first, 3, 2, key=key)
-    assert bool(certify(model, rewrite(model), x).kept(1e-5))
 
 
 def test_examples_may_be_several_arrays():

@@ -158,13 +158,6 @@ def test_a_full_spectrum_has_the_networks_radii_and_a_truncated_one_has_not():
     assert np.abs(certify(truncate(spectrum, 2), x, labels).radius - own).max() > 0.01
 
 
-def exact_distances(source, x, labels):
-    """In float64, of the same weights: what `test_no_attack_finds_a_nearer_one` compares with a general optimiser."""
-    with jax.enable_x64(True):
-        found = certify(float64(source), x.astype(float), labels)
-        return np.asarray(found.radius), np.asarray(found.radius + found.allowance)
-
-
 def cancelling(size, width, seed):
     """A network whose margin is left of terms `size` times as large."""
     rng = np.random.default_rng(seed)
@@ -193,7 +186,9 @@ def test_float32_certifies_no_more_than_the_true_distance(model, loss):
     x = np.random.default_rng(0).normal(size=(24, width)).astype(np.float32)
     labels = jax.vmap(model)(x).argmax(1)
     found = certify(model, x, labels)
-    certified, distance = exact_distances(model, x, labels)
+    with jax.enable_x64(True):  # what `test_no_attack_finds_a_nearer_one` compares with a general optimiser
+        exact = certify(float64(model), x.astype(float), labels)
+        certified, distance = np.asarray(exact.radius), np.asarray(exact.radius + exact.allowance)
     assert (np.asarray(found.radius, float) <= distance).all()
     assert (certified <= distance).all()
     some = np.isfinite(distance) & (distance > 0)

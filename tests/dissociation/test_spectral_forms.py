@@ -5,7 +5,7 @@ import pytest
 
 from dissociation.bilinear import adversarial_mask, decompose, interaction_tensor, truncate, truncated_outputs
 from dissociation.bilinear._forms import activations, contributions, mean_contribution, reorder
-from dissociation.models import BilinearNetwork, wrap_bilinear
+from dissociation.models import BilinearNetwork
 
 RNG = np.random.default_rng(0)
 
@@ -14,18 +14,14 @@ def network(inputs=20, hidden=8, classes=3, seed=0, **options):
     return BilinearNetwork(inputs, hidden, classes, key=jax.random.key(seed), **options)
 
 
-def dense_forms(model):
+@pytest.mark.parametrize("hidden", [30, 300])
+def test_decomposition_against_a_dense_reference(hidden):
     """Input-space matrices in float64, straight from the definition."""
+    model = network(784, hidden, 10)
     embed, head = np.asarray(model.embed, float), np.asarray(model.head, float)
     left, right = (np.asarray(w, float) @ embed for w in (model.layers[0].left, model.layers[0].right))
     forms = np.einsum("co,oi,oj->cij", head, left, right)
-    return 0.5 * (forms + forms.swapaxes(1, 2))
-
-
-@pytest.mark.parametrize("hidden", [30, 300])
-def test_decomposition_against_a_dense_reference(hidden):
-    model = network(784, hidden, 10)
-    dense = dense_forms(model)
+    dense = 0.5 * (forms + forms.swapaxes(1, 2))
     found = decompose(model)
     assert found.vectors.shape == (10, hidden, 784)
     own = np.asarray(found.values, float), np.asarray(found.vectors, float)
@@ -71,27 +67,6 @@ def test_orders():
     assert (np.diff(values["negative"]) >= 0).all()
     assert values["positive"][0, 0] > 0 > values["negative"][0, 0]
     np.testing.assert_allclose(np.sort(values["magnitude"]), values["negative"], atol=1e-6)
-
-
-def test_boolean_tasks_are_recovered():
-    # Over inputs in {0, 1}: AND = ab, XOR = (a - b)^2, NOR = 1 - a - b + ab; with a^2 = a all are quadratic forms.
-    forms = np.asarray([
-        [[0, 0.5, 0], [0.5, 0, 0], [0, 0, 0]],
-        [[1, -1, 0], [-1, 1, 0], [0, 0, 0]],
-        [[0, 0.5, -0.5], [0.5, 0, -0.5], [-0.5, -0.5, 1]],
-    ])  # fmt: skip
-    cases = np.asarray([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)
-    truth = np.asarray([[0, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]])
-    # Layers whose rows are the forms' eigenvectors compute them, and decomposing the layer returns the forms.
-    values, vectors = np.linalg.eigh(forms)
-    rows = vectors.swapaxes(1, 2).reshape(-1, 3)
-    head = np.zeros((3, 9))
-    for task in range(3):
-        head[task, 3 * task : 3 * task + 3] = values[task]
-    layer = (rows[:, :2], rows[:, :2], rows[:, 2], rows[:, 2])
-    model = wrap_bilinear(np.eye(2), [layer], head)
-    np.testing.assert_allclose(jax.vmap(model)(cases), truth.T, atol=1e-5)
-    np.testing.assert_allclose(interaction_tensor(model), forms, atol=1e-5)
 
 
 def test_deeper_layers_by_directions_pulled_back():

@@ -11,16 +11,11 @@ from dissociation.rewrites import certify, null_dimension, null_perturb
 from dissociation.rewrites._null_spaces import null_basis, null_spectrum, perturb_in_null_space
 from dissociation.rewrites._rewrites import NullSpace
 
-needs_mnist = pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="DISSOCIATION_DATA is not set")
-
 
 def of_rank(samples, features, rank, seed=0):
     """Whole numbers, so that the rank is exact."""
     rng = np.random.default_rng(seed)
     return (rng.integers(-3, 4, (samples, rank)) @ rng.integers(-3, 4, (rank, features))).astype(np.float32)
-
-
-# null space
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
@@ -72,9 +67,6 @@ def test_weak_directions_are_not_null():
     assert null_dimension(data, rtol=1e-5) == (3, 3, 6)
     assert null_dimension(data, 1e-8) == (2, 4, 6)
     assert null_dimension(np.diag([1, 1.2e-10, 0.8e-10])) == (1, 2, 3)  # it is 1e-10
-
-
-# noise in the null space
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +167,8 @@ def test_the_null_space_does_not_depend_on_units():
     assert null_spectrum(np.full((5, 8), -128, np.int8)).rank == 1
 
 
-# the real digits
-
-
 @pytest.mark.slow
-@needs_mnist
+@pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="DISSOCIATION_DATA is not set")
 def test_mnist(key):
     from dissociation.data import mnist_data
 

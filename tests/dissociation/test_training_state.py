@@ -1,5 +1,7 @@
 """One optimiser step as a pure function: `make_step`, `State`."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -173,22 +175,19 @@ def test_micro_batches_must_divide_the_batch(key):
 
 
 def test_an_optimiser_and_its_hyperparameters_belong_together(key):
-    model = Linear(jnp.ones((2, 4)))
-    with pytest.raises(TypeError, match=r"`optimizer` must be an optax.GradientTransformation where .* is None"):
-        make_step(squared_error, optax.adam).init(model)
-    with pytest.raises(TypeError, match="`optimizer` must be a function .*which does not use them"):
-        make_step(squared_error, optax.adam(0.1)).init(model, hyperparams=0.1)
-    with pytest.raises(TypeError, match="`optimizer` must return an optax.GradientTransformation"):
-        make_step(squared_error, lambda rate: rate).init(model, hyperparams=0.1)
-    with pytest.raises(TypeError, match="`optimizer` must be an optax.GradientTransformation, or a function"):
-        make_step(squared_error, None)
-    for count, error in ((0, ValueError), (2.0, TypeError)):
-        with pytest.raises(error, match="`micro_batches` must"):
-            make_step(squared_error, optax.sgd(0.1), micro_batches=count)
-    with pytest.raises(TypeError, match="complex64"):
-        make_step(squared_error, optax.sgd(0.1)).init(Linear(jnp.ones((2, 4), complex)))
-    with pytest.raises(ValueError, match="`model` must hold at least one array, got none"):
-        make_step(squared_error, optax.sgd(0.1)).init(jnp.tanh)
+    model, made, sgd = Linear(jnp.ones((2, 4))), partial(make_step, squared_error), optax.sgd(0.1)
+    for call, error, words in (
+        (lambda: made(optax.adam).init(model), TypeError, "be an optax.GradientTransformation where .* is None"),
+        (lambda: made(sgd).init(model, hyperparams=0.1), TypeError, "be a function .*which does not use them"),
+        (lambda: made(lambda rate: rate).init(model, hyperparams=0.1), TypeError, "return an optax.GradientTransform"),
+        (lambda: made(None), TypeError, "`optimizer` must be an optax.GradientTransformation, or a function"),
+        (lambda: made(sgd, micro_batches=0), ValueError, "`micro_batches` must"),
+        (lambda: made(sgd, micro_batches=2.0), TypeError, "`micro_batches` must"),
+        (lambda: made(sgd).init(Linear(jnp.ones((2, 4), complex))), TypeError, "complex64"),
+        (lambda: made(sgd).init(jnp.tanh), ValueError, "`model` must hold at least one array, got none"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 CURVATURE = jnp.array([[1.0, 3.0, 10.0], [2.0, 0.5, 7.0]])
@@ -198,16 +197,12 @@ def quadratic(weights, batch, key):
     return 0.5 * jnp.sum(batch.mean(0) * weights**2) - weights.sum()
 
 
-def plateau_of_several():
-    return optax.MultiSteps(optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)), 2)
-
-
 @pytest.mark.parametrize(
     ("make", "how"),
     [
         (optax.lbfgs, "fit"),
         (lambda: optax.chain(optax.adam(0.3), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)), "hyperparams"),
-        (plateau_of_several, "fit"),
+        (lambda: optax.MultiSteps(optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)), 2), "fit"),
         (lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), "micro_batches"),
     ],
 )

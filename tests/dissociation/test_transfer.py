@@ -40,14 +40,6 @@ def test_default_budgets_are_twentieths():
     assert measures.transfer_errors(x, y, key=None, num_buckets=1, probe="gradient").shape == (20,)
 
 
-def test_a_perfect_and_a_useless_representation():
-    _, y = make_data(300)
-    noise = np.random.default_rng(1).normal(size=(300, 3)).astype(np.float32)
-    options = {"key": None, "fractions": (0.5, 1.0), "num_buckets": 1}
-    np.testing.assert_allclose(measures.transfer_errors(y, y, **options), 0, atol=1e-6)
-    assert measures.transfer_errors(noise, y, **options).min() > 0.3
-
-
 def test_wrong_use():
     for options, message in (
         ({"fractions": (0.0, 1.0)}, r"`fractions` must lie in \(0, 1\]"),

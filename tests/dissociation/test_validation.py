@@ -59,6 +59,7 @@ def take(
     fractions: Sequence[float] = (0.5,),
     module: eqx.nn.MLP | None = None,
     indices: Int[Array | np.ndarray, " k"] | None = None,
+    paths: Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "time ..."]] | None = None,
 ) -> dict[str, Any]:
     """Returns what came through."""
     return dict(locals())
@@ -116,6 +117,11 @@ def test_whatever_stands_for_an_array_is_taken(rows):
         ({"fractions": 0.5}, ValueError, r"`fractions` must be known real numbers, one .*, got shape \(\)"),
         ({"fractions": ()}, ValueError, "`fractions` must not be empty"),
         ({"module": jax.nn.relu}, TypeError, "`module` must be of type MLP, got the function relu"),
+        ({"paths": [np.ones(3), ["a"]]}, TypeError, r"`paths\[1\]` must be an array .*text"),
+        ({"paths": [np.ones(3), [1.0, 2.0]]}, ValueError, r"`paths\[1\]` must be .*lists of shape \(2,\)\. Pass"),
+        ({"paths": [[1.0, 2.0], [3.0]]}, ValueError, "`paths` must be .*, or a list of arrays, got a list whose rows"),
+        ({"paths": []}, ValueError, "`paths` must not be empty"),
+        ({"paths": [np.ones(3), np.asarray(1.0)]}, ValueError, r"`paths\[1\]` must have at least 1 axis"),
     ],
 )
 def test_the_rest_is_refused_by_name(arguments, error, message):
@@ -166,15 +172,14 @@ def opened(
     x: Float[Array | np.ndarray, "n d"],
     shape: tuple[int, ...] = (1,),
     anything: Any = None,
-    paths: Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "time ..."]] | None = None,
     **options: Any,
 ) -> Any:
     """Returns what came through."""
-    return x, shape, paths, options
+    return x, shape, options
 
 
 def test_options_for_others_pass_and_the_rest_is_still_checked():
-    x, shape, _, options = opened(ROWS, shape=(), anything=object(), depth=3)
+    x, shape, options = opened(ROWS, shape=(), anything=object(), depth=3)
     assert isinstance(x, np.ndarray)
     assert shape == ()
     assert options == {"depth": 3}
@@ -186,27 +191,11 @@ def test_options_for_others_pass_and_the_rest_is_still_checked():
 
 @pytest.mark.parametrize("kind", [jnp.asarray, Foreign, pd.Series])
 def test_arrays_in_a_list_are_taken_one_by_one(kind):
-    first, second = opened(ROWS, paths=[kind([1, 2, 3]), kind([4.0])])[2]
+    first, second = take(ROWS, paths=[kind([1, 2, 3]), kind([4.0])])["paths"]
     np.testing.assert_array_equal(first, [1, 2, 3])
     assert first.dtype.kind == second.dtype.kind == "f"
-    assert opened(ROWS, paths=kind([1.0, 2.0]))[2].shape == (2,)
-    assert opened(ROWS, paths=ROWS)[2].shape == (3, 2)  # one array
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ([np.ones(3), ["a"]], r"`paths\[1\]` must be an array .*text"),
-        ([np.ones(3), [1.0, 2.0]], r"`paths\[1\]` must be an array, or .*nested lists of shape \(2,\)\. Pass numpy"),
-        ([[1.0, 2.0], [3.0]], r"`paths` must be an array .*, or a list of arrays, got a list whose rows differ"),
-        ([], "`paths` must not be empty"),
-        ([np.ones(3), np.asarray(1.0)], r"`paths\[1\]` must have at least 1 axis"),
-    ],
-    ids=str,
-)
-def test_lists_of_other_things_are_refused(paths, message):
-    with pytest.raises((TypeError, ValueError), match="^" + message):
-        opened(ROWS, paths=paths)
+    assert take(ROWS, paths=kind([1.0, 2.0]))["paths"].shape == (2,)
+    assert take(ROWS, paths=ROWS)["paths"].shape == (3, 2)  # one array
 
 
 @validated

@@ -11,16 +11,14 @@ import scipy.linalg
 import scipy.optimize
 import scipy.special
 import scipy.stats
-from scipy.spatial.distance import pdist, squareform
+from scipy.spatial.distance import jensenshannon, pdist, squareform
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.metrics import r2_score
+from sklearn.model_selection import cross_val_predict
 
 from dissociation._core import splits
 
 RANK_TOLERANCE = 1e-12  # eigenvalues of a covariance below this share of the largest one count as zero
-
-
-def centring(n):
-    """H = I - 11'/n."""
-    return np.eye(n) - np.ones((n, n)) / n
 
 
 def centred(x):
@@ -41,13 +39,10 @@ def cosine(a, b):
     return np.sum(a * b) / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
-# Kernels
-
-
-def hsic_biased(k, l):  # noqa: E741
-    """<HKH, HLH>, without the factor 1/(n-1)^2 that cancels in CKA."""
-    h = centring(len(k))
-    return np.sum((h @ k @ h) * (h @ l @ h))
+def centred_gram(k):
+    """HKH, H = I - 11'/n."""
+    h = np.eye(len(k)) - 1 / len(k)
+    return h @ k @ h
 
 
 def hsic_unbiased(k, l):  # noqa: E741
@@ -60,9 +55,9 @@ def hsic_unbiased(k, l):  # noqa: E741
     return total / (n * (n - 3))
 
 
-def kernel_cka(k, l, hsic):  # noqa: E741
-    """Cosine of two Gram matrices under an HSIC."""
-    return hsic(k, l) / np.sqrt(hsic(k, k) * hsic(l, l))
+def debiased_kernel_cka(k, l):  # noqa: E741
+    """Cosine of two Gram matrices under HSIC_u."""
+    return hsic_unbiased(k, l) / np.sqrt(hsic_unbiased(k, k) * hsic_unbiased(l, l))
 
 
 def linear_gram(x):
@@ -72,27 +67,24 @@ def linear_gram(x):
 
 def linear_cka(x, y):
     """Linear CKA (Kornblith et al. 2019): the cosine of the centred Gram matrices."""
-    return kernel_cka(linear_gram(x), linear_gram(y), hsic_biased)
+    return cosine(linear_gram(x), linear_gram(y))
 
 
 def debiased_cka(x, y):
     """Debiased linear CKA: HSIC_u in place of HSIC; may be negative."""
-    return kernel_cka(linear_gram(x), linear_gram(y), hsic_unbiased)
+    return debiased_kernel_cka(linear_gram(x), linear_gram(y))
 
 
 def rbf_cka(x, y, scale=1.0, debiased=False):
     """CKA of Gaussian kernels exp(-d^2 / (2 sigma^2)), sigma = scale * median of the distances d of pairs i<j."""
     distances = [pdist(one) for one in (x, y)]
     grams = [np.exp(-(squareform(d) ** 2) / (2 * (scale * np.median(d)) ** 2)) for d in distances]
-    return kernel_cka(*grams, hsic_unbiased if debiased else hsic_biased)
+    return debiased_kernel_cka(*grams) if debiased else cosine(*map(centred_gram, grams))
 
 
 def debiased_rbf_cka(x, y):
     """Debiased CKA of Gaussian kernels."""
     return rbf_cka(x, y, debiased=True)
-
-
-# Shapes
 
 
 def procrustes_distance(x, y):
@@ -116,7 +108,7 @@ def angular_distance(x, y):
     return np.arccos(min(angular_similarity(x, y), 1.0))
 
 
-def partial_whitening_distance(x, y, a):
+def partial_whitening_distance(x, y, a=0.5):
     """Angle between shapes of Z = Xc (a I + (1-a) (|Xc|/sqrt p) (Xc'Xc)^(-1/2)): a = 1 plain, a = 0 white."""
 
     def whitened(x):
@@ -124,9 +116,6 @@ def partial_whitening_distance(x, y, a):
         return x @ (a * np.eye(p) + (1 - a) * np.linalg.norm(x) / np.sqrt(p) * inverse_root(x.T @ x)[0])
 
     return np.arccos(min(angle_cosine(whitened(x), whitened(y)), 1.0))
-
-
-# Representational dissimilarity
 
 
 def rdm(x, kind):
@@ -165,12 +154,7 @@ def crossnobis_rsa(x, y):
 
 def distance_correlation(x, y):
     """Distance correlation (Szekely, Rizzo, Bakirov 2007): root of the ratio of the biased V-statistics."""
-    h = centring(len(x))
-    a, b = (h @ squareform(pdist(one)) @ h for one in (x, y))
-    return np.sqrt(max(cosine(a, b), 0.0))
-
-
-# Neighbours
+    return np.sqrt(max(cosine(*(centred_gram(squareform(pdist(one))) for one in (x, y))), 0.0))
 
 
 def neighbours(x, number):
@@ -179,19 +163,16 @@ def neighbours(x, number):
     return [set(row) for row in np.argsort(apart, axis=1, kind="stable")[:, :number]]
 
 
-def mutual_knn(x, y, num_neighbours):
+def mutual_knn(x, y, num_neighbours=10):
     """Mean share of nearest neighbours in common."""
     pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
     return np.mean([len(a & b) / num_neighbours for a, b in pairs])
 
 
-def knn_jaccard(x, y, num_neighbours):
+def knn_jaccard(x, y, num_neighbours=10):
     """Mean Jaccard index of the sets of nearest neighbours."""
     pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
     return np.mean([len(a & b) / len(a | b) for a, b in pairs])
-
-
-# Canonical correlations
 
 
 def canonical(x, y):
@@ -234,7 +215,7 @@ def pwcca(x, y):
     return np.sum(weights / weights.sum() * rho)
 
 
-def gulp_distance(x, y, lam):
+def gulp_distance(x, y, lam=0.01):
     """GULP (Boix-Adsera et al. 2022), the root of its squared distance, data scaled to |Xc|^2 = n."""
     n = len(x)
     x, y = centred(x), centred(y)
@@ -251,33 +232,14 @@ def gulp_distance(x, y, lam):
     return np.sqrt(max(squared, 0.0))
 
 
-# Regression
-
-
-def ridge_predictions(x_train, y_train, x_test, alpha):
-    """Predictions of min |Yc - Xc W|^2 + alpha |W|^2 with a free intercept; the least norm at alpha 0."""
-    x_mean, y_mean = x_train.mean(axis=0), y_train.mean(axis=0)
-    x, y = x_train - x_mean, y_train - y_mean
-    if alpha > 0:
-        weights = np.linalg.inv(x.T @ x + alpha * np.eye(x.shape[1])) @ x.T @ y
-    else:
-        weights = np.linalg.pinv(x, rcond=np.sqrt(RANK_TOLERANCE)) @ y
-    return (x_test - x_mean) @ weights + y_mean
-
-
-def linear_predictivity(x, y, alpha=0.0, num_folds=5, in_sample=False):
-    """R^2 of y from x over all samples and neurons together, on the project's own folds."""
-    predicted = np.zeros(y.shape)
-    if in_sample:
-        predicted = ridge_predictions(x, y, x, alpha)
-    else:
-        for test in splits.folds(len(x), num_folds):
-            train = np.setdiff1d(np.arange(len(x)), test)
-            predicted[test] = ridge_predictions(x[train], y[train], x[test], alpha)
-    return 1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean(axis=0)) ** 2)
-
-
-# Matching
+def linear_predictivity(x, y, alpha=0.0, num_folds=5):
+    """R^2 of y from x over all samples and neurons together, on the project's own folds; without folds, in sample."""
+    model = Ridge(alpha) if alpha else LinearRegression()
+    every = np.arange(len(x))
+    tests = splits.folds(len(x), num_folds) if num_folds else []
+    folds = [(np.setdiff1d(every, test), test) for test in tests] or [(every, every)]
+    predicted = cross_val_predict(model, x, y, cv=folds)
+    return r2_score(y, predicted, multioutput="variance_weighted")
 
 
 def neuron_correlations(x, y):
@@ -304,9 +266,6 @@ def soft_matching(x, y):
     return -result.fun
 
 
-# Functional similarity
-
-
 def disagreement(x, y):
     """Share of rows whose largest entries lie in different places."""
     return np.mean(np.argmax(x, 1) != np.argmax(y, 1))
@@ -314,19 +273,14 @@ def disagreement(x, y):
 
 def jensen_shannon(x, y):
     """Mean Jensen-Shannon divergence, in nats, of the softmax of each row."""
-    a, b = scipy.special.softmax(x, 1), scipy.special.softmax(y, 1)
-    middle = (a + b) / 2
-    return np.mean((scipy.special.rel_entr(a, middle) + scipy.special.rel_entr(b, middle)).sum(1) / 2)
+    return np.mean(jensenshannon(scipy.special.softmax(x, 1), scipy.special.softmax(y, 1), axis=1) ** 2)
 
 
 def min_max_disagreement(x, y, labels):
-    """(d - dmin) / (dmax - dmin), the bounds that the two error rates allow; nan where they coincide."""
+    """(d - dmin) / (dmax - dmin), the bounds that the two error rates allow."""
     ex, ey = np.mean(np.argmax(x, axis=1) != labels), np.mean(np.argmax(y, axis=1) != labels)
     low, high = abs(ex - ey), min(ex + ey, 1.0)
-    return (disagreement(x, y) - low) / (high - low) if high > low else np.nan
-
-
-# Inference and embedding
+    return (disagreement(x, y) - low) / (high - low)
 
 
 def permutation_moments(k, l):  # noqa: E741
@@ -340,7 +294,6 @@ def permutation_moments(k, l):  # noqa: E741
 
 def classical_mds(distances, num_dims):
     """Coordinates [n, num_dims] of a matrix of distances [n, n], axes by descending eigenvalue, signs arbitrary."""
-    h = centring(len(distances))
-    values, vectors = scipy.linalg.eigh(-0.5 * h @ distances**2 @ h)
+    values, vectors = scipy.linalg.eigh(-0.5 * centred_gram(distances**2))
     leading = np.argsort(-values)[:num_dims]
     return vectors[:, leading] * np.sqrt(np.maximum(values[leading], 0.0))

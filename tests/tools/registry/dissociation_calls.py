@@ -16,45 +16,28 @@ SAMPLES = np.random.default_rng(1).standard_normal((100, 2)).astype(np.float32)
 
 OTHER = np.random.default_rng(2).standard_normal((12, 2)).astype(np.float32)
 DISTANCES = np.linalg.norm(TALL[:, None, :2] - TALL[None, :, :2], axis=2)
-TWO_ARRAYS = (
-    similarity.linear_cka,
-    similarity.debiased_cka,
-    similarity.distance_correlation,
-    similarity.procrustes_distance,
-    similarity.angular_similarity,
-    similarity.angular_distance,
-    similarity.cca,
-    similarity.cca_squared,
-    similarity.pwcca,
-    similarity.hard_matching,
-    similarity.soft_matching,
-)
-"""Measures without options."""
 
 DIGITS = RANDOM.integers(0, 10, 12)
 FONTS = RANDOM.standard_normal((2, 10, 57, 57)).astype(np.float32)
 KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backend
 
 
-def network():
+def network(**options):
     """A perceptron of 3 inputs, two hidden layers of 5 and 2 outputs."""
-    return eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(1))
+    return eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(1), **options)
 
 
-def hidden(name="layers[1]"):
-    """A group of 5 neurons of it; or of a network without activation."""
-    if name == "linear":
-        model = eqx.nn.MLP(3, 2, 5, 1, activation=lambda x: x, key=jax.random.key(1))
-        return rewrites.neuron_groups(model, np.ones(3, np.float32))["layers[0]"]
-    return rewrites.neuron_groups(network(), np.ones(3, np.float32))[name]
+def all_groups(**options):
+    return rewrites.neuron_groups(network(**options), np.ones(3, np.float32))
+
+
+def hidden(**options):
+    """A group of 5 neurons of it."""
+    return all_groups(**options)["layers[1]"]
 
 
 def two_networks():
     return {"a": network(), "b": network()}
-
-
-def all_groups():
-    return rewrites.neuron_groups(network(), np.ones(3, np.float32))
 
 
 def first_weight(model):
@@ -166,7 +149,7 @@ CALLS = {
     rewrites.scale: lambda: dict(group=hidden(), factor=np.array([0.5, 1.0, 2.0, 3.0, 1.0]), scaling=0),
     rewrites.duplicate: lambda: dict(group=hidden(), multiplier=1.5),
     rewrites.add_nuisance: lambda: dict(group=hidden(), num_groups=2) | NUISANCE,
-    rewrites.rotate: lambda: dict(group=hidden("linear"), matrix=np.diag(np.arange(1.0, 6.0))),
+    rewrites.rotate: lambda: dict(group=hidden(activation=lambda x: x), matrix=np.diag(np.arange(1.0, 6.0))),
     rewrites.add_phantom: lambda: dict(group=hidden(), model=network()) | PATTERN,
     rewrites.null_space: lambda: dict(seen=vectors_seen(), rtol=1e-9),
     rewrites.null_perturb: lambda: dict(space=rewrites.null_space(vectors_seen()), std=0.1, key=KEY),
@@ -221,7 +204,7 @@ CALLS = {
     measures.information_plane: lambda: dict(
         features=TALL, inputs=TALL, labels=LABELS, key=KEY, batch_size=6, num_passes=1, sigma=5.0
     ),
-    **{function: lambda: dict(x=TALL, y=OTHER) for function in TWO_ARRAYS},
+    **{getattr(similarity, name): lambda: dict(x=TALL, y=OTHER) for name in similarity.MEASURES},
     similarity.rbf_cka: lambda: dict(x=TALL, y=OTHER, scale=0.8),
     similarity.debiased_rbf_cka: lambda: dict(x=TALL, y=OTHER, scale=0.8),
     similarity.partial_whitening_distance: lambda: dict(x=TALL, y=OTHER, a=0.3),
