@@ -3,6 +3,9 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -340,14 +343,45 @@ def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path, inter
     over.set()
 
 
-def test_a_first_checkpoint_is_written_before_its_time(key, tmp_path, monkeypatch):
-    seen = []
-    for first in (1e9, 0.0):
-        path, save = tmp_path / str(first), Save(at=[0, 6, 12], seconds=1e9)
-        look = [lambda *_, path=path: seen.append(path.exists())]
-        monkeypatch.setattr(run_module, "FIRST_WRITE", first)
-        noisy_run(key)(num_steps=12, checkpoint=path, save=save, callbacks=look)
-    assert seen == [False, False, False, False, True, True]
+KILLED = """
+import jax, jax.numpy as jnp, numpy as np, optax, sys
+from dissociation import training
+from dissociation.training import _run
+_run.CHUNK_SECONDS, _run.FIRST_WRITE = 0.001, 0.0
+x = jax.random.normal(jax.random.key(0), (500, 20))
+loss = lambda w, b, k: jnp.mean((b @ w - 1) ** 2) + 0.01 * jax.random.normal(k)
+result = training.fit(
+    jnp.ones((3, 20)), training.make_step(loss, optax.adam(1e-3)), training.Epochs(x, 32), num_epochs=int(sys.argv[2]),
+    key=jax.random.key(1), save=training.Save(seconds=1e9), layout=training.Layout("scan"),
+    checkpoint=None if sys.argv[1] == "none" else sys.argv[1],
+)
+np.save(sys.argv[3], np.concatenate([result.models, result.history.loss], axis=1))
+"""
+
+
+@pytest.mark.slow
+def test_kill_minus_nine_at_any_moment(tmp_path):
+    """The first checkpoint is written before the time of `Save` is over."""
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(KILLED))
+    path = tmp_path / "checkpoint"
+
+    def command(checkpoint, output):
+        return [sys.executable, str(script), str(checkpoint), "40", str(tmp_path / output)]
+
+    subprocess.run(command("none", "whole.npy"), check=True)
+    kills = 0
+    for delay in (0.0, 0.2, 0.05):
+        process = subprocess.Popen(command(path, "resumed.npy"))
+        start = checkpoints.read_header(path)["step"] if path.exists() else -1
+        while process.poll() is None and not (path.exists() and checkpoints.read_header(path)["step"] > start):
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills >= 1
+    subprocess.run(command(path, "resumed.npy"), check=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy"))
 
 
 def test_handlers_are_taken_by_the_main_thread_alone_while_it_trains(key, interruptible):
