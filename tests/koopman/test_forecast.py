@@ -8,16 +8,7 @@ import pytest
 import xarray as xr
 from trajectories import follow
 
-from koopman import (
-    ReducedRank,
-    Ridge,
-    fit,
-    lagged_pairs,
-    matrix_powers,
-    predict,
-    risk,
-    score,
-)
+from koopman import ReducedRank, Ridge, fit, lagged_pairs, matrix_powers, predict, risk, score
 from koopman._operators._forecast import r2_score
 
 

@@ -55,8 +55,7 @@ def test_against_a_dense_pencil(alpha, shift):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [(3.0 ** np.arange(7), np.float64), (10.0 ** np.arange(3, -4, -1), np.float32)],
+    ("sizes", "dtype"), [(3.0 ** np.arange(7), np.float64), (10.0 ** np.arange(3, -4, -1), np.float32)]
 )
 def test_the_default_alpha_bends_no_rate_of_columns_of_unequal_sizes(sizes, dtype):
     """Monomials of one variable: in the units of the largest, alpha made the constant and the slowest rates faster."""

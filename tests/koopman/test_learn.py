@@ -185,10 +185,7 @@ def test_bad_input_is_refused(digits, trajectories):
     for call, words in (
         (lambda: encoders(states), r"`encoder` must be given for states other than images .*, got shape \(5,\)"),
         (lambda: autoencoders(), r"`decoder` must be given .*, got shape \(5,\)"),
-        (
-            lambda: autoencoders(decoder=linear(2, 4)),
-            r"`decoder` must make a state \(shape \(5,\)\) of 2",
-        ),
+        (lambda: autoencoders(decoder=linear(2, 4)), r"`decoder` must make a state \(shape \(5,\)\) of 2"),
         (lambda: encoders(states, encoder=linear(4, 2)), r"`encoder` must take one example of shape \(5,\), got"),
         (lambda: encoders(trajectories, encoder=eqx.nn.Lambda(jnp.tanh)), r"got an output of .*trajectory_axis=0"),
         (lambda: encoders(states, encoder=linear(5, 2), features=3), r"the width of the encoder's output \(2\), got 3"),

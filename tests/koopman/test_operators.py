@@ -88,8 +88,7 @@ def test_estimators_are_their_definitions(alpha):
 
 
 @pytest.mark.parametrize(
-    ("kind", "route"),
-    [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "qr"), ("reduced_rank", "covariance")],
+    ("kind", "route"), [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "qr"), ("reduced_rank", "covariance")]
 )
 def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
     states = linear_trajectory(d=3)[1].astype(np.float32)
