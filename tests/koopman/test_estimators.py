@@ -16,22 +16,6 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4)).astype(np.float32)
 Y = (0.7 * X + 0.3 * RNG.normal(size=X.shape)).astype(np.float32)
 ALPHAS = jnp.asarray([0.05, 0.1, 0.2])
-KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
-DATA = {"features": {}, "kernel": {"kernel": RBF(2.0)}, "centres": {"kernel": RBF(2.0), "centres": X[:8]}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("kind", KINDS)
-def test_estimators_pass_through_jit_vmap_and_grad(kind, data):
-    def loss(estimator):
-        return risk(fit(estimator, X, Y, **DATA[data]), X, Y)
-
-    loop = [jax.value_and_grad(lambda alpha: loss(KINDS[kind](alpha)))(alpha) for alpha in ALPHAS]
-    stacked = jax.vmap(KINDS[kind])(ALPHAS)
-    values, slopes = jax.jit(jax.vmap(jax.value_and_grad(loss)))(stacked)
-    np.testing.assert_allclose(values, [value for value, _ in loop], rtol=1e-4)
-    np.testing.assert_allclose(slopes.alpha, [slope for _, slope in loop], rtol=1e-2, atol=1e-4)
 
 
 def test_a_rank_is_static_and_alpha_is_not():

@@ -107,30 +107,33 @@ def test_units_of_the_kernel_do_not_choose_the_centres():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "solver", "kernel"),
+    ("kind", "solver", "kernel", "number"),
     [
-        ("ridge", "dense", Polynomial(2)),  # K is singular, and its null space must not turn gradients to NaN
-        ("pcr", "krylov", RBF(1.0)),
-        ("reduced_rank", "dense", Polynomial(2)),
-        ("reduced_rank", "krylov", RBF(1.0)),
+        ("ridge", "dense", Polynomial(2), None),  # K is singular, and its null space must not turn gradients to NaN
+        ("pcr", "krylov", RBF(1.0), None),
+        ("reduced_rank", "dense", Polynomial(2), None),
+        ("reduced_rank", "krylov", RBF(1.0), None),
+        ("ridge", "dense", RBF(2.0), 8),
     ],
 )
-def test_gradients_against_finite_differences(kind, solver, kernel):
+def test_gradients_against_finite_differences(kind, solver, kernel, number):
+    """Of estimators, which are pytrees, and of data."""
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(states(30)))
         steps = np.random.default_rng(3).normal(size=(2, 20, 3))
-        options = {} if kind == "ridge" else {"solver": solver}
+        estimator = KINDS[kind] if kind == "ridge" else partial(KINDS[kind], solver=solver)
 
         @jax.jit
-        def value(alpha, move):
+        def value(estimator, move):
             a, b = (jnp.asarray(part[:20]) + move * step for part, step in zip((x, y), steps, strict=True))
-            operator = fit_kernel(kind, a, b, kernel, alpha=alpha, **options)
+            operator = fit(estimator, a, b, kernel=kernel, centres=number and a[:number])
             size = jnp.sum(operator.singular_values[:2])
             return risk(operator, x[20:], y[20:]) + jnp.sum(predict(operator, x[20:], 3) ** 2) + size
 
-        slopes = jax.jit(jax.grad(value, (0, 1)))(0.1, 0.0)
-        numeric = [(value(0.1 + a, b) - value(0.1 - a, -b)) / 2e-5 for a, b in ((1e-5, 0.0), (0.0, 1e-5))]
-        np.testing.assert_allclose(slopes, numeric, rtol=1e-5)
+        slope, along = jax.jit(jax.grad(value, (0, 1)))(estimator(alpha=0.1), 0.0)
+        ends = ((1e-5, 0.0), (0.0, 1e-5))
+        numeric = [(value(estimator(alpha=0.1 + a), b) - value(estimator(alpha=0.1 - a), -b)) / 2e-5 for a, b in ends]
+        np.testing.assert_allclose([slope.alpha, along], numeric, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
