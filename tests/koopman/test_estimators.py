@@ -67,24 +67,20 @@ def test_a_new_estimator_is_one_class():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "words"),
     [
-        (lambda: Ridge(-1.0), ValueError, "`alpha` must be non-negative"),
-        (lambda: ReducedRank(0), ValueError, "`rank` must be at least 1"),
-        (lambda: ReducedRank(2, solver="arnoldi"), ValueError, "'randomized', 'spectral'"),
-        (lambda: PrincipalComponents(2, solver="spectral"), ValueError, "'randomized', got 'spectral'"),
-        (
-            lambda: fit(ReducedRank(2, solver="spectral"), X, Y),
-            ValueError,
-            "`solver` must be one of .*'randomized', got",
-        ),
-        (lambda: fit(ReducedRank(2, solver="randomized"), X, Y, kernel=RBF(1.0)), ValueError, "one of .*'spectral'"),
-        (lambda: fit(jax.vmap(Ridge)(ALPHAS), X, Y), ValueError, r"`alpha` must be a single number.*jax.vmap"),
-        (lambda: fit(jax.vmap(ReducedRank)(jnp.arange(3)), X, Y), ValueError, "`rank` must be a single number"),
+        (lambda: Ridge(-1.0), "`alpha` must be non-negative"),
+        (lambda: ReducedRank(0), "`rank` must be at least 1"),
+        (lambda: ReducedRank(2, solver="arnoldi"), "'randomized', 'spectral'"),
+        (lambda: PrincipalComponents(2, solver="spectral"), "'randomized', got 'spectral'"),
+        (lambda: fit(ReducedRank(2, solver="spectral"), X, Y), "`solver` must be one of .*'randomized', got"),
+        (lambda: fit(ReducedRank(2, solver="randomized"), X, Y, kernel=RBF(1.0)), "one of .*'spectral'"),
+        (lambda: fit(jax.vmap(Ridge)(ALPHAS), X, Y), r"`alpha` must be a single number.*jax.vmap"),
+        (lambda: fit(jax.vmap(ReducedRank)(jnp.arange(3)), X, Y), "`rank` must be a single number"),
     ],
 )
-def test_bad_estimators_are_refused(call, error, words):
-    with pytest.raises(error, match=words):
+def test_bad_estimators_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
         call()
 
 

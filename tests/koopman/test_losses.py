@@ -49,14 +49,6 @@ def batch(n=40, d=3, seed=0, dtype=np.float64):
     return x.astype(dtype), (x @ rng.normal(size=(d, d)) / d + rng.normal(size=(n, d)) + 0.5).astype(dtype)
 
 
-def exact_gaussians(n, sizes, seed=0):
-    """Samples whose empirical means and cross-covariances are zero and whose covariances are I, to rounding."""
-    draws = np.random.default_rng(seed).normal(size=(n, sum(sizes) + 1))
-    draws[:, 0] = 1
-    white = np.linalg.qr(draws)[0][:, 1:] * n**0.5
-    return np.split(white, np.cumsum(sizes)[:-1], axis=1)
-
-
 def directional(function, point, direction, step=1e-4):
     far = function(point + 2 * step * direction) - function(point - 2 * step * direction)
     near = function(point + step * direction) - function(point - step * direction)
@@ -153,7 +145,9 @@ def test_energy_equals_its_definitions(n, d, m):
 
 def test_orthonormality_of_exact_gaussians():
     """Covariance S and mean m known: the barrier in closed form, and its zero."""
-    (white,) = exact_gaussians(30, (3,))
+    draws = np.random.default_rng(0).normal(size=(30, 4))
+    draws[:, 0] = 1
+    white = np.linalg.qr(draws)[0][:, 1:] * 30**0.5  # the empirical mean is zero, the covariance I
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
     for scale, mean in ((np.ones(3), np.zeros(3)), (np.array([0.5, 1.0, 2.0]), np.array([0.1, -0.2, 0.3]))):
         expected = np.mean(scale**4 - scale**2 - np.log(scale**2)) + 2 * mean @ mean

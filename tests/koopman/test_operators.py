@@ -115,9 +115,8 @@ def test_the_default_regularisation_follows_the_data(kind):
     wanted = eigenvalues(fit_kind(kind, *lagged_pairs(states)))
     for scale in (1e-3, 1e3):
         x, y = lagged_pairs(scale * states)
-        np.testing.assert_allclose(eigenvalues(fit_kind(kind, x, y)), wanted, atol=1e-5)
-        np.testing.assert_allclose(eigenvalues(jax.jit(partial(fit_kind, kind))(x, y)), wanted, atol=1e-5)
-        np.testing.assert_allclose(eigenvalues(fit_kind(kind, moments(x, y))), wanted, atol=1e-5)
+        for found in (fit_kind(kind, x, y), jax.jit(partial(fit_kind, kind))(x, y), fit_kind(kind, moments(x, y))):
+            np.testing.assert_allclose(eigenvalues(found), wanted, atol=1e-5)
         alpha = (5 * 2.0**-23) ** 2 * float(jnp.sum(x**2)) / len(x)
         np.testing.assert_allclose(fit_kind(kind, x, y).alpha, alpha, rtol=1e-5)
         np.testing.assert_allclose(fit_kind(kind, moments(x, y)).alpha, alpha, rtol=1e-4)
@@ -180,9 +179,7 @@ def test_overlapping_residuals_are_no_missing_intercept():
     with jax.enable_x64(True), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for seed in range(20):
-            path = 0.141 * np.random.default_rng(seed).normal(size=(4000, 1))
-            for t in range(1, 4000):
-                path[t] += 0.99 * path[t - 1]
+            path = follow(np.full((1, 1), 0.99), 3999, 0.141, np.random.default_rng(seed))
             fit(Ridge(), path[:-100], path[100:])
     assert len(seen) == 0
 
@@ -345,19 +342,15 @@ def test_a_linear_kernel_is_explicit_features_by_default():
             np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
 
 
-def season(q=4):
-    """A trend and a season, of which q delays are a linear system with an intercept."""
-    t = np.arange(600)
-    return delays(0.5 * t + np.sin(2 * np.pi * t / 12), q)
-
-
+# A trend and a season, of which four delays are a linear system with an intercept.
+SEASON = delays(0.5 * TIME[:600] + np.sin(2 * np.pi * TIME[:600] / 12), 4)
 # States, forecasts {steps: value} from the last one and eigenvalues.
 DECAY = 2 + 8 * 0.9 ** np.arange(31)[::-1, None]
 AFFINE = {
     "decay": (DECAY[::-1][:31], DECAY[-1:], {1: 9.2, 5: 6.72392, 20: 2.97261, 200: 2.00000000564}, [0.9]),
     "growth": (2 + 0.1 * 1.2 ** np.arange(20)[:, None], np.full((1, 1), 3.0), {10: 2 + 1.2**10}, [1.2]),
     "drift": (np.arange(51.0)[:, None], np.full((1, 1), 50.0), {1: 51.0, 100: 150.0}, [1.0]),
-    "season": (season()[:150], season()[150:151], {1: season()[151], 240: season()[390]}, [1, 1, 1, 0]),
+    "season": (SEASON[:150], SEASON[150:151], {1: SEASON[151], 240: SEASON[390]}, [1, 1, 1, 0]),
 }
 
 

@@ -274,10 +274,9 @@ def test_lists_of_several_dtypes_lose_no_digit_in_silence(kinds, start, error, x
 
 def test_float64_rounds_large_integers_with_a_word():
     large = [np.arange(2**60, 2**60 + 5), np.arange(5, dtype=np.float32)]
+    words = r"^`trajectories\[0\]` .*: float64 keeps 0 digits of it\. Subtract [^,]*$"
     with jax.enable_x64(True):
-        with pytest.warns(
-            RuntimeWarning, match=r"^`trajectories\[0\]` .*: float64 keeps 0 digits of it\. Subtract [^,]*$"
-        ):
+        with pytest.warns(RuntimeWarning, match=words):
             lagged_pairs(large)
         with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
             moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
