@@ -300,12 +300,9 @@ def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
 )
 def test_what_is_no_kernel_is_refused(kernel, error, words):
     x = np.arange(12, dtype=np.float32).reshape(6, 2) % 5
-    for call in (
-        lambda: fit(Ridge(), x, x, kernel=kernel),
-        lambda: fit(ReducedRank(1), x, x, kernel=kernel, centres=x),
-    ):
+    for estimator, centres in ((Ridge(), None), (ReducedRank(1), x)):
         with pytest.raises(error, match=words):
-            call()
+            fit(estimator, x, x, kernel=kernel, centres=centres)
     if "shape" in words or "complex" in words:  # known also of what is traced
         with pytest.raises(error, match=words):
             jax.jit(lambda x: fit(Ridge(), x, x, kernel=kernel))(x)

@@ -320,12 +320,11 @@ def test_columns_that_principal_components_do_not_see_are_named():
     ids=str,
 )
 def test_a_rank_that_the_data_do_not_hold_is_named(alpha, options, dtype):
+    words = r"`rank` \(4\) exceeds the 2 directions that the data hold .* Lower it to 2"
     with jax.enable_x64(dtype is float):
         tone = delays(COSINE[::30], 6).astype(dtype)
         for kind in (PrincipalComponents, ReducedRank):
-            with pytest.warns(
-                UserWarning, match=r"`rank` \(4\) exceeds the 2 directions that the data hold .* Lower it to 2"
-            ):
+            with pytest.warns(UserWarning, match=words):
                 operator = fit(kind(4, alpha), tone[:-1], tone[1:], **options)
             said = "given" if alpha else "default"
             assert f"({said}), 2 of 4 directions dropped" in repr(operator)
