@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman import ReducedRank, Ridge, fit, lagged_pairs
+from koopman import ReducedRank, Ridge, eigenvalues, fit, lagged_pairs, predict
 from koopman.datasets import duffing, logistic_features, logistic_map, lorenz63, ornstein_uhlenbeck, prinz_langevin
 
 pytestmark = pytest.mark.slow
@@ -37,14 +37,9 @@ def test_float32_is_within_a_thousandth_of_float64(name, key):
         fitted = jax.jit(lambda x, y: fit(ReducedRank(4, 1e-6), x, y))
         one, exact = fitted(*single), fitted(*double)
         assert one.core.dtype == one.encode.matrix.dtype == jnp.float32
-        forecasts, values = [], []
-        for operator in (one, exact):
-            matrix, readout, core = (
-                np.asarray(a, float) for a in (operator.encode.matrix, operator.readout, operator.core)
-            )
-            forecasts.append(double[0] @ matrix @ readout)
-            values.append(np.sort(np.abs(np.linalg.eigvals(core)))[::-1])
-    error = np.linalg.norm(forecasts[0] - forecasts[1]) / np.linalg.norm(forecasts[1])
+        forecasts = [predict(one, single[0]), predict(exact, double[0])]
+        values = [np.sort(np.abs(eigenvalues(operator)))[::-1] for operator in (one, exact)]
+    error = np.linalg.norm(np.subtract(*forecasts)) / np.linalg.norm(forecasts[1])
     assert error < 1e-3
     np.testing.assert_allclose(values[0], values[1], rtol=1e-3)
 

@@ -59,6 +59,13 @@ def of_operator(estimator, x, y, alpha, center=False):
     return out
 
 
+def of_dependent(estimator, x, y, alpha):
+    """Where a feature is another one again C_x is singular, and its null space must not turn gradients to NaN."""
+    operator = fit(estimator(alpha=alpha), x, y)
+    out = {"operator.singular_values": operator.singular_values[:3], "predict": predict(operator, x, 3)}
+    return out | {"risk": risk(operator, x[20:], y[20:])}
+
+
 def of_moments(core, gram_y, readout):
     """The decomposition in the coordinates of the latent functions."""
     operator = fit(Ridge(0.2), X, Y)
@@ -82,11 +89,14 @@ def of_generator(x, jac, diffusion, alpha, shift):
     return out
 
 
+KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
 CORE = np.asarray([[0.8, -0.3, 0.1], [0.4, 0.7, 0.0], [0.2, 0.1, 0.3]])
 TABLE = {
-    "ridge": (partial(of_operator, Ridge), (X, Y, 0.3)),
-    "pcr": (partial(of_operator, partial(PrincipalComponents, 2)), (X, Y, 0.3)),
-    "reduced_rank": (partial(of_operator, partial(ReducedRank, 2)), (X, Y, 0.3)),
+    **{name: (partial(of_operator, kind), (X, Y, 0.3)) for name, kind in KINDS.items()},
+    **{
+        f"{name} of dependent features": (partial(of_dependent, kind), (X[:, [0, 1, 2, 0]], Y[:, [0, 1, 2, 0]], 0.1))
+        for name, kind in KINDS.items()
+    },
     "centred": (partial(of_operator, Ridge, center=True), (X, Y + 1.0, 0.3)),
     "moments": (of_moments, (CORE, 2 * np.eye(3) + 0.1 * CORE @ CORE.T, RNG.normal(size=(3, 2)))),
     "generator": (of_generator, (X, JAC, 0.7, 0.1, 2.0)),

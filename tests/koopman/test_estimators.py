@@ -16,22 +16,6 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4)).astype(np.float32)
 Y = (0.7 * X + 0.3 * RNG.normal(size=X.shape)).astype(np.float32)
 ALPHAS = jnp.asarray([0.05, 0.1, 0.2])
-KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
-DATA = {"features": {}, "kernel": {"kernel": RBF(2.0)}, "centres": {"kernel": RBF(2.0), "centres": X[:8]}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("kind", KINDS)
-def test_estimators_pass_through_jit_vmap_and_grad(kind, data):
-    def loss(estimator):
-        return risk(fit(estimator, X, Y, **DATA[data]), X, Y)
-
-    loop = [jax.value_and_grad(lambda alpha: loss(KINDS[kind](alpha)))(alpha) for alpha in ALPHAS]
-    stacked = jax.vmap(KINDS[kind])(ALPHAS)
-    values, slopes = jax.jit(jax.vmap(jax.value_and_grad(loss)))(stacked)
-    np.testing.assert_allclose(values, [value for value, _ in loop], rtol=1e-4)
-    np.testing.assert_allclose(slopes.alpha, [slope for _, slope in loop], rtol=1e-2, atol=1e-4)
 
 
 def test_a_rank_is_static_and_alpha_is_not():
@@ -83,24 +67,20 @@ def test_a_new_estimator_is_one_class():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "words"),
     [
-        (lambda: Ridge(-1.0), ValueError, "`alpha` must be non-negative"),
-        (lambda: ReducedRank(0), ValueError, "`rank` must be at least 1"),
-        (lambda: ReducedRank(2, solver="arnoldi"), ValueError, "'randomized', 'spectral'"),
-        (lambda: PrincipalComponents(2, solver="spectral"), ValueError, "'randomized', got 'spectral'"),
-        (
-            lambda: fit(ReducedRank(2, solver="spectral"), X, Y),
-            ValueError,
-            "`solver` must be one of .*'randomized', got",
-        ),
-        (lambda: fit(ReducedRank(2, solver="randomized"), X, Y, kernel=RBF(1.0)), ValueError, "one of .*'spectral'"),
-        (lambda: fit(jax.vmap(Ridge)(ALPHAS), X, Y), ValueError, r"`alpha` must be a single number.*jax.vmap"),
-        (lambda: fit(jax.vmap(ReducedRank)(jnp.arange(3)), X, Y), ValueError, "`rank` must be a single number"),
+        (lambda: Ridge(-1.0), "`alpha` must be non-negative"),
+        (lambda: ReducedRank(0), "`rank` must be at least 1"),
+        (lambda: ReducedRank(2, solver="arnoldi"), "'randomized', 'spectral'"),
+        (lambda: PrincipalComponents(2, solver="spectral"), "'randomized', got 'spectral'"),
+        (lambda: fit(ReducedRank(2, solver="spectral"), X, Y), "`solver` must be one of .*'randomized', got"),
+        (lambda: fit(ReducedRank(2, solver="randomized"), X, Y, kernel=RBF(1.0)), "one of .*'spectral'"),
+        (lambda: fit(jax.vmap(Ridge)(ALPHAS), X, Y), r"`alpha` must be a single number.*jax.vmap"),
+        (lambda: fit(jax.vmap(ReducedRank)(jnp.arange(3)), X, Y), "`rank` must be a single number"),
     ],
 )
-def test_bad_estimators_are_refused(call, error, words):
-    with pytest.raises(error, match=words):
+def test_bad_estimators_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
         call()
 
 

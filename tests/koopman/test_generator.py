@@ -31,14 +31,10 @@ def test_rates_of_an_ornstein_uhlenbeck_process():
         assert (np.abs(mean[1:] + THETA * np.arange(1, 4)) < 4 * error[1:]).all()
 
 
-def small(n=12, d=4, m=2, seed=3):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(n, d)), rng.normal(size=(n, d, m))
-
-
 @pytest.mark.parametrize(("alpha", "shift"), [(0.0, 30.0), (0.3, None), (0.3, 2.0), (None, 5.0), (None, None)])
 def test_against_a_dense_pencil(alpha, shift):
-    x, jac = small()
+    rng = np.random.default_rng(3)
+    x, jac = rng.normal(size=(12, 4)), rng.normal(size=(12, 4, 2))
     c, e = x.T @ x / 12, 0.7 * np.einsum("nik,njk->ij", jac, jac) / 12
     by = np.trace(e) / np.trace(c) if shift is None else shift
     penalty = alpha or 0.0  # the default is rounding
@@ -55,8 +51,7 @@ def test_against_a_dense_pencil(alpha, shift):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [(3.0 ** np.arange(7), np.float64), (10.0 ** np.arange(3, -4, -1), np.float32)],
+    ("sizes", "dtype"), [(3.0 ** np.arange(7), np.float64), (10.0 ** np.arange(3, -4, -1), np.float32)]
 )
 def test_the_default_alpha_bends_no_rate_of_columns_of_unequal_sizes(sizes, dtype):
     """Monomials of one variable: in the units of the largest, alpha made the constant and the slowest rates faster."""

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import koopman
-from koopman._operators import _kernels as kernels
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(3.0, 1.0, size=(2, 9, 4))
@@ -27,14 +26,6 @@ def test_closed_forms(kernel, wanted):
     with jax.enable_x64(True):
         np.testing.assert_allclose(kernel(X, Y), wanted, rtol=1e-10)
         np.testing.assert_allclose(jax.jit(lambda x: kernel(x, Y))(X), wanted, rtol=1e-10)
-
-
-def test_float32_far_from_the_origin():
-    # Squared norms of 1e6 would leave no digit of distances near 1: states are taken about their mean.
-    far = (X + 1000).astype(np.float32)
-    exact = np.linalg.norm(far[:, None].astype(float) - far[None], axis=-1) ** 2
-    np.testing.assert_allclose(kernels.squared_distances(far, far), exact, atol=1e-3)
-    assert float(kernels.squared_distances(far, far).min()) >= 0
 
 
 @pytest.mark.parametrize(("kernel", "_"), CASES, ids=lambda c: type(c).__name__)
@@ -68,6 +59,8 @@ def test_median_distance():
         rows, columns = np.triu_indices(9, 1)
         exact = np.median(np.linalg.norm(X[rows] - X[columns], axis=1))
         np.testing.assert_allclose(koopman.median_distance(X), exact, rtol=1e-10)
+    # Squared norms of 1e6 would leave no digit of distances near 1: states are taken about their mean.
+    np.testing.assert_allclose(koopman.median_distance((X + 1000).astype(np.float32)), exact, rtol=1e-4)
     cycle = np.tile(np.linspace(0, 1, 10)[:, None], (40, 1))  # every tenth state is the same
     exact = koopman.median_distance(cycle)
     np.testing.assert_allclose(koopman.median_distance(cycle, max_samples=40), exact, atol=0.15)

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from koopman.datasets import (
-    langevin_spectrum,
-    overdamped_langevin,
-    prinz_langevin,
-    prinz_spectrum,
-)
+from koopman.datasets import langevin_spectrum, overdamped_langevin, prinz_langevin, prinz_spectrum
 from koopman.datasets._langevin import prinz_potential
 
 ROOT_2 = np.sqrt(2)

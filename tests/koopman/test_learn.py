@@ -169,57 +169,42 @@ def test_a_module_is_where_all_seeds_begin(trajectories):
     assert np.abs(made.encoder.weight[0] - made.encoder.weight[1]).max() > 0.01
 
 
-def test_bad_input_is_refused(digits, trajectories):
-    images, key = digits.images, jax.random.key(0)
-    states = trajectories[0]
-    encoders = partial(train_encoders, "vamp", key=key)
-    autoencoders = partial(train_autoencoders, states, key=key, encoder=linear(5, 2))
-    with pytest.raises(ValueError, match="'vamp', 'contrastive', 'dpnets'"):
-        train_encoders("simclr", images[:9], key=key)
-    for schedule in (lambda step: np.ones(2), optax.adam, lambda step: 1.0 if step else 0.0):
-        with pytest.raises(TypeError, match="`learning_rate` must be a number, one per seed, or make a number of"):
-            encoders(images[:10], num_seeds=2, batch_size=9, learning_rate=schedule)
-    for rate, words in ((0.0, ""), (np.full(3, 1e-3), r" must be one number, or one per seed \(2\), got shape \(3,\)")):
-        with pytest.raises(ValueError, match=f"`learning_rate`{words}"):
-            encoders(images[:10], num_seeds=2, learning_rate=rate)
-    for call, words in (
-        (lambda: encoders(states), r"`encoder` must be given for states other than images .*, got shape \(5,\)"),
-        (lambda: autoencoders(), r"`decoder` must be given .*, got shape \(5,\)"),
-        (
-            lambda: autoencoders(decoder=linear(2, 4)),
-            r"`decoder` must make a state \(shape \(5,\)\) of 2",
-        ),
-        (lambda: encoders(states, encoder=linear(4, 2)), r"`encoder` must take one example of shape \(5,\), got"),
-        (lambda: encoders(trajectories, encoder=eqx.nn.Lambda(jnp.tanh)), r"got an output of .*trajectory_axis=0"),
-        (lambda: encoders(states, encoder=linear(5, 2), features=3), r"the width of the encoder's output \(2\), got 3"),
-        (lambda: encoders(states, encoder=linear(5, 2), validation=states[:, :4]), "`validation` must have the states"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
-
-
 def test_options_that_do_not_fit_are_named(trajectories):
-    states, key = trajectories[0], jax.random.key(0)
-    encoders = partial(train_encoders, "vamp", states, key=key, encoder=linear(5, 2), num_epochs=0, num_seeds=1)
-    autoencoders = partial(train_autoencoders, states, key=key, encoder=linear(5, 2), decoder=linear(2, 5))
-    classes = partial(train_classifiers, states, np.zeros(len(states), int), key=key, encoder=linear(5, 2))
-    for train in (encoders, autoencoders, partial(classes, num_classes=2)):
+    states, networks = trajectories[0], {"key": jax.random.key(0), "encoder": linear(5, 2)}
+    encoders = partial(train_encoders, "vamp", states, num_epochs=0, num_seeds=2, **networks)
+    autoencoders = partial(train_autoencoders, states, **networks)
+    classes = partial(train_classifiers, states, np.zeros(len(states), int), num_classes=2, **networks)
+    for train in (encoders, partial(autoencoders, decoder=linear(2, 5)), classes):
         with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
             train(batch_size=0)
         with pytest.raises(TypeError, match="`foo` must be left out, or be one of callbacks, .*, got an unknown"):
             train(foo=1)
-    for size, last in ((2, 1), (len(states) - 3, 2)):
-        with pytest.raises(ValueError, match=rf"`batch_size` must leave at least 3 pairs .*got a batch of {last} \("):
-            encoders(batch_size=size)
+    for schedule in (lambda step: np.ones(2), optax.adam, lambda step: 1.0 if step else 0.0):
+        with pytest.raises(TypeError, match="`learning_rate` must be a number, one per seed, or make a number of"):
+            encoders(learning_rate=schedule)
     encoders(batch_size=len(states) - 4)
-    with pytest.raises(ValueError, match="`trajectories` must hold at least 3 pairs"):
-        train_encoders("vamp", states[:3], key=key, encoder=linear(5, 2))
-    for validation, words in (
-        (states[:3], "`validation` must hold at least 3 pairs"),
-        (np.where(states > 0, states, np.nan), r"`validation\[0\]` must be finite"),
+    for call, words in (
+        (lambda: train_encoders("simclr", states, **networks), "'vamp', 'contrastive', 'dpnets'"),
+        (lambda: encoders(learning_rate=0.0), "`learning_rate`"),
+        (lambda: encoders(learning_rate=np.ones(3)), r"`learning_rate` must .* one per seed \(2\), got shape \(3,\)"),
+        (lambda: encoders(encoder=None), r"`encoder` must be given for states other than images .*, got shape \(5,\)"),
+        (lambda: autoencoders(), r"`decoder` must be given .*, got shape \(5,\)"),
+        (lambda: autoencoders(decoder=linear(2, 4)), r"`decoder` must make a state \(shape \(5,\)\) of 2"),
+        (lambda: encoders(encoder=linear(4, 2)), r"`encoder` must take one example of shape \(5,\), got"),
+        (
+            lambda: train_encoders("vamp", trajectories, **networks | {"encoder": eqx.nn.Lambda(jnp.tanh)}),
+            r"got an output of .*trajectory_axis=0",
+        ),
+        (lambda: encoders(features=3), r"the width of the encoder's output \(2\), got 3"),
+        (lambda: encoders(batch_size=2), r"`batch_size` must leave at least 3 pairs .*got a batch of 1 \("),
+        (lambda: encoders(batch_size=len(states) - 3), r"`batch_size` must leave at least 3 pairs .*a batch of 2 \("),
+        (lambda: train_encoders("vamp", states[:3], **networks), "`trajectories` must hold at least 3 pairs"),
+        (lambda: encoders(validation=states[:, :4]), "`validation` must have the states"),
+        (lambda: encoders(validation=states[:3]), "`validation` must hold at least 3 pairs"),
+        (lambda: encoders(validation=np.where(states > 0, states, np.nan)), r"`validation\[0\]` must be finite"),
     ):
         with pytest.raises(ValueError, match=words):
-            encoders(validation=validation)
+            call()
 
 
 def test_stacked_models_are_told_from_one(trajectories):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from compiled import compilations
 from trajectories import follow
 
 from koopman import (
@@ -88,8 +89,7 @@ def test_estimators_are_their_definitions(alpha):
 
 
 @pytest.mark.parametrize(
-    ("kind", "route"),
-    [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "qr"), ("reduced_rank", "covariance")],
+    ("kind", "route"), [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "qr"), ("reduced_rank", "covariance")]
 )
 def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
     states = linear_trajectory(d=3)[1].astype(np.float32)
@@ -115,9 +115,8 @@ def test_the_default_regularisation_follows_the_data(kind):
     wanted = eigenvalues(fit_kind(kind, *lagged_pairs(states)))
     for scale in (1e-3, 1e3):
         x, y = lagged_pairs(scale * states)
-        np.testing.assert_allclose(eigenvalues(fit_kind(kind, x, y)), wanted, atol=1e-5)
-        np.testing.assert_allclose(eigenvalues(jax.jit(partial(fit_kind, kind))(x, y)), wanted, atol=1e-5)
-        np.testing.assert_allclose(eigenvalues(fit_kind(kind, moments(x, y))), wanted, atol=1e-5)
+        for found in (fit_kind(kind, x, y), jax.jit(partial(fit_kind, kind))(x, y), fit_kind(kind, moments(x, y))):
+            np.testing.assert_allclose(eigenvalues(found), wanted, atol=1e-5)
         alpha = (5 * 2.0**-23) ** 2 * float(jnp.sum(x**2)) / len(x)
         np.testing.assert_allclose(fit_kind(kind, x, y).alpha, alpha, rtol=1e-5)
         np.testing.assert_allclose(fit_kind(kind, moments(x, y)).alpha, alpha, rtol=1e-4)
@@ -180,9 +179,7 @@ def test_overlapping_residuals_are_no_missing_intercept():
     with jax.enable_x64(True), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for seed in range(20):
-            path = 0.141 * np.random.default_rng(seed).normal(size=(4000, 1))
-            for t in range(1, 4000):
-                path[t] += 0.99 * path[t - 1]
+            path = follow(np.full((1, 1), 0.99), 3999, 0.141, np.random.default_rng(seed))
             fit(Ridge(), path[:-100], path[100:])
     assert len(seen) == 0
 
@@ -213,12 +210,9 @@ def test_a_rank_that_cuts_through_equal_singular_values_is_named(dtype):
 def test_solvers_agree(solver, d):
     with jax.enable_x64(True):
         x, y = lagged_pairs(linear_trajectory(d=d)[1])
-        one = fit(ReducedRank(3, solver="dense"), x, y)
-        other = fit(ReducedRank(3, solver=solver), x, y)
         tol = 1e-6 if solver == "krylov" else 1e-2
-        np.testing.assert_allclose(operator_matrix(other), operator_matrix(one), atol=tol)
-        for route in ("qr", "covariance"):
-            one, other = (fit(PrincipalComponents(3, solver=s), x, y, route=route) for s in ("dense", solver))
+        for kind, route in ((ReducedRank, "auto"), (PrincipalComponents, "qr"), (PrincipalComponents, "covariance")):
+            one, other = (fit(kind(3, solver=by), x, y, route=route) for by in ("dense", solver))
             np.testing.assert_allclose(operator_matrix(other), operator_matrix(one), atol=tol)
 
 
@@ -326,12 +320,11 @@ def test_columns_that_principal_components_do_not_see_are_named():
     ids=str,
 )
 def test_a_rank_that_the_data_do_not_hold_is_named(alpha, options, dtype):
+    words = r"`rank` \(4\) exceeds the 2 directions that the data hold .* Lower it to 2"
     with jax.enable_x64(dtype is float):
         tone = delays(COSINE[::30], 6).astype(dtype)
         for kind in (PrincipalComponents, ReducedRank):
-            with pytest.warns(
-                UserWarning, match=r"`rank` \(4\) exceeds the 2 directions that the data hold .* Lower it to 2"
-            ):
+            with pytest.warns(UserWarning, match=words):
                 operator = fit(kind(4, alpha), tone[:-1], tone[1:], **options)
             said = "given" if alpha else "default"
             assert f"({said}), 2 of 4 directions dropped" in repr(operator)
@@ -348,19 +341,15 @@ def test_a_linear_kernel_is_explicit_features_by_default():
             np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
 
 
-def season(q=4):
-    """A trend and a season, of which q delays are a linear system with an intercept."""
-    t = np.arange(600)
-    return delays(0.5 * t + np.sin(2 * np.pi * t / 12), q)
-
-
+# A trend and a season, of which four delays are a linear system with an intercept.
+SEASON = delays(0.5 * TIME[:600] + np.sin(2 * np.pi * TIME[:600] / 12), 4)
 # States, forecasts {steps: value} from the last one and eigenvalues.
 DECAY = 2 + 8 * 0.9 ** np.arange(31)[::-1, None]
 AFFINE = {
     "decay": (DECAY[::-1][:31], DECAY[-1:], {1: 9.2, 5: 6.72392, 20: 2.97261, 200: 2.00000000564}, [0.9]),
     "growth": (2 + 0.1 * 1.2 ** np.arange(20)[:, None], np.full((1, 1), 3.0), {10: 2 + 1.2**10}, [1.2]),
     "drift": (np.arange(51.0)[:, None], np.full((1, 1), 50.0), {1: 51.0, 100: 150.0}, [1.0]),
-    "season": (season()[:150], season()[150:151], {1: season()[151], 240: season()[390]}, [1, 1, 1, 0]),
+    "season": (SEASON[:150], SEASON[150:151], {1: SEASON[151], 240: SEASON[390]}, [1, 1, 1, 0]),
 }
 
 
@@ -402,28 +391,6 @@ def test_images_as_observables():
     np.testing.assert_allclose(forecast.reshape(2, 6, 9), flat, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_gradients_of_dependent_features_against_finite_differences(kind):
-    """A repeated feature: C_x is singular, and its null space must not turn gradients to NaN."""
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(5)
-        x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory(120)[1]))
-        x, y = (np.concatenate([a, a[:, :1]], 1) for a in (x, y))
-        seen = slice(None, 80)
-
-        def value(x_fit, y_fit, alpha):
-            operator = fit_kind(kind, x_fit, y_fit, alpha=alpha)
-            size = jnp.sum(operator.singular_values[:3])
-            return risk(operator, x[80:], y[80:]) + jnp.sum(predict(operator, x[80:], 3) ** 2) + size
-
-        point = jnp.asarray(x[seen]), jnp.asarray(y[seen]), jnp.asarray(0.1)
-        step = rng.normal(size=point[0].shape), rng.normal(size=point[1].shape), 0.3
-        slope = sum(jnp.vdot(g, s) for g, s in zip(jax.grad(value, (0, 1, 2))(*point), step, strict=True))
-        ends = [value(*(p + e * s for p, s in zip(point, step, strict=True))) for e in (1e-5, -1e-5)]
-        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-6)
-
-
 @LOW_RANK
 @pytest.mark.parametrize(("samples", "width", "rank"), [(400, 70, 20), (140, 66, 65), (8, 20, 8)])
 @pytest.mark.parametrize(("kind", "route"), [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "covariance")])
@@ -452,6 +419,10 @@ def test_a_singular_covariance_is_named():
     inside = jax.jit(lambda x, y: fit(ReducedRank(6, 0.0), x, y))(x, y)
     assert np.isfinite(inside.core).all()
     assert int(inside.effective_rank) == 5
+    for third in (0.0, 1.0):  # latent functions not in use are columns of zeros, of which no warning speaks
+        x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
+        x[:, 2] = third * x[:, 1]
+        np.testing.assert_allclose(np.diagonal(fit(Ridge(1e-3), x, 0.5 * x).gram_x), [1, 1, 0], atol=2e-3)
 
 
 X, Y = (np.ones((6, 2), np.float32) * np.arange(6)[:, None] for _ in range(2))
@@ -473,15 +444,6 @@ def test_bad_input_is_refused(arguments, rank, options, words):
     with pytest.raises((ValueError, jaxtyping.TypeCheckError)) as caught:
         fit(ReducedRank(rank), *arguments, **options)
     assert isinstance(caught.value, jaxtyping.TypeCheckError) or caught.match(words)
-
-
-@pytest.mark.parametrize("third", [0.0, 1.0])
-def test_latent_functions_not_in_use_are_no_fault(third):
-    """A feature that is zero, or another one again: a column of zeros, of which no warning speaks."""
-    x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
-    x[:, 2] = third * x[:, 1]
-    operator = fit(Ridge(1e-3), x, 0.5 * x)
-    np.testing.assert_allclose(np.diagonal(operator.gram_x), [1, 1, 0], atol=2e-3)
 
 
 def wide_pairs(d, n, seeds=None, decades=1):
@@ -560,15 +522,15 @@ def test_members_of_a_sweep_decide_together(axes):
 
 @pytest.mark.parametrize("center", [False, True])
 def test_another_number_of_pairs_compiles_nothing(caplog, center):
-    _, states = linear_trajectory()
-    x, y = (np.asarray(a) for a in lagged_pairs(states.astype(np.float32)))
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
     for estimator in (Ridge(), ReducedRank(2)):
-        with jax.log_compiles(True), caplog.at_level("WARNING"):
-            fit(estimator, x[:200], y[:200], center=center)
-            caplog.clear()
-            for number in (5, 12, 37, 201, 399):  # fewer pairs than columns, too
+
+        def fitted(*numbers, estimator=estimator):
+            for number in numbers:
                 fit(estimator, x[:number], y[:number], center=center)
-            assert not [line for line in caplog.messages if "Finished XLA compilation" in line]
+
+        fitted(200)
+        assert not compilations(caplog, lambda: fitted(5, 12, 37, 201, 399))  # fewer pairs than columns, too
 
 
 def test_snapshots_in_columns_are_hinted_at_once():

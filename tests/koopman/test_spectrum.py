@@ -84,23 +84,21 @@ def test_eigenfunctions_obey_their_equations():
 
 @LARGE_ALPHA
 @pytest.mark.parametrize(
-    ("estimator", "rank", "part"),
-    [("ridge", 3, 0.05), ("ridge", 3, 1e-3), ("pcr", 2, 0.05), ("reduced_rank", 2, 0.05), ("kernel", 4, 1e-3)],
+    ("estimator", "rank", "part", "kernel"),
+    [
+        (Ridge, 3, 0.05, None),
+        (Ridge, 3, 1e-3, None),
+        (partial(PrincipalComponents, 2), 2, 0.05, None),
+        (partial(ReducedRank, 2), 2, 0.05, None),
+        (partial(ReducedRank, 4), 4, 1e-3, RBF(2.0)),
+    ],
 )
-def test_shrinkage_is_undone(estimator, rank, part):
+def test_shrinkage_is_undone(estimator, rank, part, kernel):
     """Against least squares on the span of the latent functions, by how much `alpha` had moved the eigenvalues."""
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation(n=150)))
-        alpha = part * np.linalg.eigvalsh(x.T @ x / len(x))[-2]
-        estimators = {
-            "ridge": Ridge(alpha),
-            "pcr": PrincipalComponents(rank, alpha),
-            "reduced_rank": ReducedRank(rank, alpha),
-        }
-        if estimator == "kernel":
-            operator = fit(ReducedRank(rank, 0.05 * part), x, y, kernel=RBF(2.0))
-        else:
-            operator = fit(estimators[estimator], x, y)
+        second = 0.05 if kernel else np.linalg.eigvalsh(x.T @ x / len(x))[-2]
+        operator = fit(estimator(alpha=part * second), x, y, kernel=kernel)
         now, later = operator.encode(x), operator.encode(y)
         exact = np.linalg.eigvals(np.linalg.lstsq(now, later, rcond=None)[0])
         fitted = np.linalg.eigvals(fitted_core(operator))
@@ -186,24 +184,23 @@ def test_order_keeps_pairs_together_and_is_stable():
     np.testing.assert_allclose(orders, np.broadcast_to(orders[0], (5, 3)), atol=1e-4)
 
 
-def test_modes_tell_times():
+def test_modes_tell_times_and_growth_has_a_rate():
     with jax.enable_x64(True):
-        found = modes(fit(Ridge(0.0), *lagged_pairs(rotation(noise=0.0))), time_step=0.5)
+        operator = fit(Ridge(0.0), *lagged_pairs(rotation(noise=0.0)))
+        found = modes(operator, time_step=0.5)
         np.testing.assert_allclose(found.frequency, [0.3 / np.pi, 0.3 / np.pi, 0.0], atol=1e-9)
         np.testing.assert_allclose(found.implied_time_scale[0], -0.5 / np.log(0.95), rtol=1e-7)
         np.testing.assert_allclose(found.half_life[2], 0.5 * np.log(2) / -np.log(0.6), rtol=1e-7)
-
-
-def test_growth_has_a_rate_and_shares_a_sum():
-    with jax.enable_x64(True):
         # Grows, decays and vanishes at once.
-        path = rotation(noise=0.0)
-        operator = fit(Ridge(0.0), *lagged_pairs(path))
         found = modes(eqx.tree_at(lambda o: o.core, operator, jnp.diag(jnp.asarray([1.5, -0.8, 0.0]))), time_step=0.5)
         np.testing.assert_allclose(found.growth, [2 * np.log(1.5), 2 * np.log(0.8), -np.inf], rtol=1e-9)
         decay = -0.5 / np.log(0.8)
         np.testing.assert_allclose(found.implied_time_scale, [np.inf, decay, 0], rtol=1e-9)
         np.testing.assert_allclose(found.half_life, [np.inf, np.log(2) * decay, 0], rtol=1e-9)
+
+
+def test_shares_of_modes_have_a_sum():
+    with jax.enable_x64(True):
         # Cosines of amplitudes 3 and 1 hold 9 and 1 of 10 parts, products of them with 1 % of the amplitude next to
         # nothing, although they come first by modulus; a constant has no part in what varies.
         t = np.arange(2000)

@@ -102,14 +102,6 @@ def test_initial_states_are_drawn_as_they_say(key):
         )
 
 
-@pytest.mark.slow
-def test_trajectories_are_drawn_alone(key):
-    batch = lorenz63(5, key=key, num_trajectories=3, beta=0.5)
-    np.testing.assert_allclose(batch[0], lorenz63(5, key=jax.random.split(key, 3)[0], beta=0.5), rtol=1e-5)
-    given = jnp.arange(6.0).reshape(3, 2)
-    np.testing.assert_array_equal(duffing(2, num_trajectories=3, initial=given)[:, 0], given)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

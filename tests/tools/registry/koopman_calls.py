@@ -81,6 +81,8 @@ PAIRS = {"x": X, "y": Y}
 FIT = PAIRS | {"observable": OBSERVABLE}
 OPTIONS = {"center": False, "route": "qr", "rtol": 1e-6}
 RUN = {"num_steps": 3, "key": KEY, "num_trajectories": 2}
+STEPS = RUN | {"time_step": 0.01, "substeps": 2}
+TRAJECTORIES = {"trajectories": PATH, "validation": PATH, "features": 2, "lag": 1}
 REGIMES = {"matrices": np.stack([STABLE, -STABLE]), "transition": TRANSITION}
 NOISY = {"friction": 1.0, "sigma": 1.0}
 CELLS = {"time_step": 0.1, "num_components": 2, "num_cells": 40}
@@ -93,13 +95,9 @@ CALLS = {
     koopman.Polynomial: lambda: dict(degree=3, gamma=0.5, offset=0.0),
     koopman.FeatureMap: lambda: dict(features=2, encoder=encoder(), feature_norm=1.5, init="lecun", key=KEY),
     koopman.Autoencoder: lambda: dict(features=2, orthogonal=True, upsampling="bilinear", init="lecun", key=KEY),
-    datasets.overdamped_langevin: lambda: (
-        dict(potential=energy, initial=np.ones((2, 3), np.float32), time_step=0.01, substeps=2) | RUN | NOISY
-    ),
+    datasets.overdamped_langevin: lambda: STEPS | NOISY | dict(potential=energy, initial=np.ones((2, 3), np.float32)),
     datasets.langevin_spectrum: lambda: dict(potential=energy, domain=(-3.0, 3.0)) | NOISY | CELLS,
-    datasets.prinz_langevin: lambda: (
-        RUN | NOISY | dict(time_step=1e-3, substeps=2, initial=np.ones((2, 1), np.float32))
-    ),
+    datasets.prinz_langevin: lambda: STEPS | NOISY | dict(time_step=1e-3, initial=np.ones((2, 1), np.float32)),
     datasets.prinz_spectrum: lambda: NOISY | CELLS,
     datasets.linear_system: lambda: RUN | dict(matrix=STABLE, noise=STABLE[:, :1], initial=np.ones(2, np.float32)),
     datasets.linear_spectrum: lambda: dict(matrix=STABLE, degree=2, noise=STABLE),
@@ -117,15 +115,9 @@ CALLS = {
     ),
     datasets.ornstein_uhlenbeck_spectrum: lambda: dict(theta=1.0, sigma=1.0, time_step=0.1, num_components=3),
     datasets.duffing: lambda: (
-        RUN
-        | dict(initial=np.ones((2, 2), np.float32), time_step=0.01, substeps=2)
-        | dict(alpha=0.5, beta=0.1, gamma=0.1, delta=2.5, omega=2.0)
+        STEPS | dict(initial=np.ones((2, 2), np.float32), alpha=0.5, beta=0.1, gamma=0.1, delta=2.5, omega=2.0)
     ),
-    datasets.lorenz63: lambda: (
-        RUN
-        | dict(initial=np.ones((2, 3), np.float32), time_step=0.01, substeps=2)
-        | dict(sigma=10.0, mu=28.0, beta=2.5)
-    ),
+    datasets.lorenz63: lambda: STEPS | dict(initial=np.ones((2, 3), np.float32), sigma=10.0, mu=28.0, beta=2.5),
     koopman.predict: lambda: dict(operator=operator(), x=X, steps=2),
     koopman.matrix_powers: lambda: dict(matrix=STABLE, exponents=np.array([1, 3])),
     koopman.risk: lambda: dict(operator=operator()) | PAIRS,
@@ -148,29 +140,14 @@ CALLS = {
     koopman.fit_generator: lambda: dict(x=X, jac=JACOBIAN, rank=2, diffusion=1.0, alpha=0.1, shift=1.0),
     koopman.median_distance: lambda: dict(x=X, max_samples=10),
     koopman.encode: lambda: dict(model=encoder(), states=X),
-    koopman.train_encoders: lambda: (
-        training() | dict(kind="vamp", trajectories=PATH, features=2, feature_norm=1.0, lag=1, validation=PATH)
-    ),
+    koopman.train_encoders: lambda: training() | TRAJECTORIES | dict(kind="vamp", feature_norm=1.0),
     koopman.train_autoencoders: lambda: (
-        training()
-        | dict(
-            trajectories=PATH,
-            decoder=decoder(),
-            features=2,
-            lag=1,
-            orthogonal=True,
-            upsampling="nearest",
-            validation=PATH,
-        )
+        training() | TRAJECTORIES | dict(decoder=decoder(), orthogonal=True, upsampling="nearest")
     ),
     koopman.train_classifiers: lambda: training() | dict(states=X, labels=np.arange(12) % 2, num_classes=2),
-    koopman.validation_loss: lambda: dict(
-        kind="vamp",
-        model=feature_map(),
-        trajectories=np.stack([PATH, PATH[::-1]]),
-        lag=1,
-        trajectory_axis=0,
-        batch_size=12,
+    koopman.validation_loss: lambda: (
+        dict(kind="vamp", model=feature_map(), trajectories=np.stack([PATH, PATH[::-1]]))
+        | dict(lag=1, trajectory_axis=0, batch_size=12)
     ),
     koopman.vamp_loss: lambda: PAIRS | dict(schatten_norm=2, center_covariances=True),
     koopman.vamp_score: lambda: (
