@@ -1,10 +1,4 @@
-"""Which copies of a group of neurons may move separately: heads, layers of a stack, groups of channels.
-
-Each entry that belongs to a neuron gets a label: which copy of the neurons it is of. In the parameters every row of
-neurons begins as a copy of its own; the program is run on the labels, and wherever two copies must move alike, since
-they are added, multiplied, or summed over in one product, their labels become one. What is not certain ties all copies
-of a group: an operation without a rule, an entry that belongs to two of the neurons.
-"""
+"""Find which copies of a group of neurons may move independently: heads, layers of a stack, groups of channels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +13,15 @@ from dissociation.rewrites._indexing import WRITES, clipped, update_axes
 from dissociation.rewrites._labels import Copies, Label, Marks, thin
 
 LONGEST = 256
-"""Turns of a loop whose copies are told apart."""
+"""Largest number of loop iterations whose copies are distinguished."""
 
 Labels = list[Any]
-"""By operand or result; None where the atom has none. Of the only operand that has axes there are always labels."""
+"""Labels by operand or result; None if the atom does not occur. A sole operand with axes always has labels."""
 Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
 
 
 def run(copies: Copies, steps: Sequence[Step]) -> None:
-    """Runs a program on the labels."""
+    """Propagate labels through a program."""
     for step in steps:
         if step.name in PARTS:
             PARTS[step.name](copies, step)
@@ -44,6 +38,7 @@ def _apply(copies: Copies, step: Step) -> None:
         axes = [-1 if label is None else copies.axis(v, atom) for v, label in zip(step.operands, labels, strict=True)]
         found = None if rule is None else rule(copies, step, labels, axes, atom)
         if found is None:
+            # Without a rule, no copies are known to be independent: all move together, which is safe.
             copies.tied.add(atom)
             continue
         for own, label in zip(marks, found, strict=True):
@@ -66,7 +61,7 @@ def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of an operation that mixes along one axis, of which less may be left."""
+    """Propagate labels through an operation along one axis, which may shorten that axis."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
     label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
@@ -77,7 +72,7 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
 
 
 def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of an operation that only moves entries."""
+    """Propagate labels through an operation that only moves entries."""
     return [MOVES[step.name](step, labels[0])]
 
 
@@ -94,7 +89,7 @@ def _broadcast(step: Step, label: Label) -> Label:
 
 
 def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of `gather`: entries that are read at places that are not known move alike."""
+    """Propagate labels through `gather`; entries read at unknown places get one label."""
     value, where = step.operands
     numbers, sizes, out = step.params["dimension_numbers"], step.params["slice_sizes"], step.results[0].shape
     found = []
@@ -121,7 +116,7 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
 
 
 def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of what changes a part of an array: along axes that it does not span, all entries move alike."""
+    """Propagate labels through a partial update; entries along axes that it does not span get one label."""
     place = 1 if step.name == "dynamic_update_slice" else 2
     if place == 2 and labels[1] is not None:
         return None
@@ -159,7 +154,7 @@ def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
 
 
 def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of an operation that puts arrays side by side."""
+    """Propagate labels through a concatenation or stack."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
     pairs = zip(labels, step.operands, strict=True)
@@ -179,7 +174,7 @@ def _unstack(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of `fft`."""
+    """Propagate labels through `fft`."""
     over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
     return [np.broadcast_to(copies.along(labels[0], tuple(over)), step.results[0].shape)]
 
@@ -187,7 +182,7 @@ def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], at
 def _product(
     copies: Copies, labels: Labels, letters: tuple[list[Any], list[Any]], along: list[Any], out: list[Any]
 ) -> Label | None:
-    """Labels of a sum of products, as `einsum` writes it."""
+    """Return the labels of a sum of products in the notation of `einsum`."""
     aligned = []
     everything = [*out, *(x for x in dict.fromkeys([*letters[0], *letters[1]]) if x not in out)]
     for label, own, other in zip(labels, letters, letters[::-1], strict=True):
@@ -221,7 +216,7 @@ def _dot(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int)
 
 
 def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """As a product over the channels of each group of them; all that lies in space moves alike."""
+    """Propagate labels through a convolution: a product over channels of each group, one label over space."""
     numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
     names = ("image", "in"), ("out", "in")
     flat: Labels = [None, None]
@@ -258,7 +253,7 @@ def _window(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: i
 
 
 def _scan(copies: Copies, step: Step) -> None:
-    """Turn by turn where the turns see different copies; else the turns are alike."""
+    """Propagate labels through a loop, iteration by iteration if these read different copies."""
     (part,), params = step.parts, step.params
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     carry, slices, over = part.inputs[first:last], part.inputs[last:], step.operands[last:]
@@ -268,6 +263,7 @@ def _scan(copies: Copies, step: Step) -> None:
     marks = [copies.marks(value) for value in over]
     differ = any((label != label[:1]).any() for own in marks for label in own.values())
     turns = list(range(params["length"]))[:: -1 if params["reverse"] else 1]
+    # One run of the body is enough for equal labels, and safe for a loop that is too long to unroll.
     if not differ or len(turns) > LONGEST:
         marks = [{atom: copies.along(label, (0,)) for atom, label in own.items()} for own in marks]
         turns = [0]
@@ -292,7 +288,7 @@ def _scan(copies: Copies, step: Step) -> None:
 
 
 def _settled(copies: Copies, programs: list[list[Step]], carry: list[Value], after: list[Value]) -> None:
-    """Runs the body of a loop whose turns are alike, until what it hands on has the labels of what it was given."""
+    """Propagate labels through loop bodies until the carried labels stop changing."""
     grown = True
     while grown:
         grown = False
@@ -325,7 +321,7 @@ def _cond(copies: Copies, step: Step) -> None:
 
 
 SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constraint")
-"""What is followed itself, or hands on what it is given."""
+"""Operations whose inner program is in the steps already, or that return their operands."""
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
@@ -363,9 +359,10 @@ RULES: dict[str, Rule] = {
 def copies_told_apart(
     flow: Flow, made: Sequence[Value], free: set[int]
 ) -> tuple[dict[int, int], dict[tuple[int, tuple[int, ...]], np.ndarray]]:
-    """Which copies may move separately."""
+    """Return how many copies of each atom may move independently, and the copy at each entry of a parameter."""
     copies = Copies(flow)
     for index, value in enumerate(made):
+        # Every row starts as its own copy; operations that add or multiply two rows unite them.
         copies.begin(index, value, free)
     copies.tied |= {leaf.atom for axis in flow.referred for leaf in flow.atoms.leaves(axis)}
     run(copies, flow.steps)
