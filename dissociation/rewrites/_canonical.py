@@ -43,26 +43,25 @@ def canonical(
 ) -> Any:
     """Return the canonical form of a network: one with the same function and dtypes.
 
-    Until nothing changes, group by group: neurons without incoming or outgoing weights are dropped; incoming weights
-    are scaled to length one, outgoing weights by the inverse; neurons with equal incoming weights are merged, and
-    dropped if their outgoing weights cancel. An empty group keeps one neuron of zeros. Then neurons are ordered by
-    incoming weights, from the first layer on. Ties up to rounding, as in layers of thousands, come in any order;
-    `fingerprint` does not depend on it.
+    Neurons without incoming or outgoing weights are dropped, incoming weights are scaled to length one, neurons with
+    equal incoming weights are merged, or dropped if their outgoing weights cancel. Neurons are ordered by incoming
+    weights, from the first layer on. An empty group keeps one neuron of zeros. Ties up to rounding, as in layers of
+    thousands, come in any order, which `fingerprint` ignores.
 
     Args:
-        model: A network whose groups are all homogeneous of degree one and can be widened: perceptrons, convolutional
-            and residual networks with ReLU-like activations, without normalisation and without layers stacked in a
-            scan. Pairs relu(z) - relu(-z) = z are not merged, rotations of linear layers are not undone.
+        model: A network whose groups are homogeneous of degree one and can be widened: perceptrons, convolutional and
+            residual networks with ReLU-like activations, without normalisation or layers stacked in a scan. Pairs
+            relu(z) - relu(-z) = z are not merged, rotations of linear layers not undone.
         example: One example, see `rewrites.neuron_groups`.
-        tolerance: Distance between incoming weights of length one below which neurons are merged; share of outgoing
-            weights that counts as cancelled.
-        inputs: Examples, samples first. Neurons that are zero on all of them are dropped too, and the function is kept
-            on these examples alone.
+        tolerance: Distance of normalised incoming weights below which neurons are merged; share of outgoing weights
+            that counts as cancelled.
+        inputs: Examples, samples first. Neurons that are zero on all of them are dropped; the function is kept on these
+            alone.
         call: See `rewrites.neuron_groups`.
 
     Raises:
-        ValueError: If a group does not qualify (the message gives its name), the program depends on its number of
-            neurons, or some neurons of a residual stream are written by its blocks alone.
+        ValueError: If a group does not qualify, the program depends on its number of neurons, or neurons of a residual
+            stream are written by its blocks alone.
         TypeError: If the network is traced.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
@@ -87,10 +86,9 @@ def fingerprint(
 ) -> Float[Array, " numbers"]:
     """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 
-    Every axis of neurons of the canonical form is summed with weights that are functions of the incoming weights, as
-    many as there are neurons. The sums do not depend on the order of neurons. Arrays that are not normalised are
-    divided by their root mean square, whose logarithm comes last. The length depends on the numbers of neurons.
-    Arguments and errors are those of `canonical`.
+    It does not depend on the order of neurons: every axis of neurons is summed with as many weights, functions of the
+    incoming weights. Arrays that are not normalised are divided by their root mean square, whose logarithm comes last.
+    The length depends on the numbers of neurons. Arguments and errors are those of `canonical`.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
@@ -125,6 +123,7 @@ def _reduced(
 ) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
     """Return the reduced arrays of a network, its groups, and their order with the slots that order uses."""
     check_positive("tolerance", tolerance)
+    # A group may shrink to one neuron and must still be found.
     groups = neuron_groups(model, example, call=call, single=True)
     others = [f"{name} ({reason})" for name, group in groups.items() if (reason := _refused(group))]
     if others:
@@ -291,6 +290,7 @@ def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
 
 
 def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]) -> tuple[str, list[int]]:
+    # Outgoing weights order a group only if no incoming weights of any group are settled.
     for reading in (False, True):
         for name, group in left.items():
             settled = [

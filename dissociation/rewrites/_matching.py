@@ -31,8 +31,8 @@ class Matching(NamedTuple):
     """Permutations that match the neurons of a second network with those of a first.
 
     Attributes:
-        permutations: By group: neuron `permutations[name][i]` of the second network matches neuron i of the first,
-            [neurons] or [copies, neurons]. They apply in order: heads before the neurons in each.
+        permutations: By group: neuron `permutations[name][i]` of the second matches neuron i of the first, [neurons] or
+            [copies, neurons]. They apply in order: heads before the neurons in each.
         value: Maximised objective: the inner product of weights, or the mean correlation of neurons.
         converged: True if no single group could be improved.
     """
@@ -62,14 +62,14 @@ def match_weights(
 ) -> Matching:
     """Match b with a by weights: maximise sum <a, P(b)> over their parameters.
 
-    Coordinate ascent over groups, each an exact linear assignment. Starts are b as it is, neurons paired by their
-    sorted weights, which finds a permuted copy at once, and random orders.
+    Coordinate ascent over groups, each an exact linear assignment, from several starts. The start by sorted weights
+    finds a permuted copy at once.
 
     Args:
         a: A network.
         b: Another of the same structure.
         groups: Groups of either, from `rewrites.neuron_groups`.
-        num_starts: 1 is b as it is, 2 adds the sorted weights, more add random orders.
+        num_starts: 1 is b as it is, 2 adds neurons paired by sorted weights, more add random orders.
         key: Key of the random orders.
 
     Raises:
@@ -170,7 +170,7 @@ def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutations: np.nda
 def _by_signatures(
     first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup]
 ) -> dict[str, np.ndarray]:
-    """Pair neurons by their sorted weights, group by group."""
+    """Pair neurons by sorted weights, group by group."""
     found = {}
     for name, group in groups.items():
         likeness = np.zeros((group.copies, group.size, group.size))
@@ -324,7 +324,7 @@ class Barrier(NamedTuple):
     """Loss along the line between two networks.
 
     Attributes:
-        height: Largest excess over the line between the losses at both ends; not negative.
+        height: Largest excess over the line between the end losses, not negative.
         losses: Loss at each point, [points].
         shares: Weight of the second network at each point, from 0 to 1, [points].
     """
@@ -354,6 +354,7 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
     found = eqx.filter_eval_shape(loss, a)
     if not hasattr(found, "dtype") or found.shape != () or jnp.issubdtype(found.dtype, jnp.complexfloating):
         fail_kind("loss", "return a single real number", found)
+    # One point after another bounds the memory.
     losses = jax.lax.map(lambda share: jnp.asarray(loss(interpolate(a, b, share)), float), shares)
     excess = losses - ((1 - shares) * losses[0] + shares * losses[-1])
     return Barrier(jnp.max(excess), losses, shares)
@@ -405,7 +406,7 @@ def barriers(
     num_starts: int = 1,
     key: PRNGKey | None = None,
 ) -> Barriers:
-    """Return barriers between all pairs of stacked members, before and after weight matching.
+    """Return barriers between all pairs of members, before and after weight matching.
 
     Args:
         loss: Function from one network to a number.
@@ -433,6 +434,7 @@ def barriers(
     return Barriers(before, after, matchings)
 
 
+# Compiled once for all pairs.
 @eqx.filter_jit
 def _height(loss: Callable[[Any], Array], a: Any, b: Any, num_points: int) -> Array:
     return barrier(loss, a, b, num_points=num_points).height
@@ -463,6 +465,7 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     leaves, tree = jax.tree.flatten(state)
     state = jax.tree.unflatten(tree, leaves)  # the caller's stays in use
     for norm in norms:
+        # A first batch sets running statistics instead of averaging with old ones.
         if norm.ema_state_index is not None:
             state = state.set(norm.ema_first_time_index, jnp.array(True))
         else:
@@ -473,6 +476,7 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     def trained(part: Any) -> Any:
         if not is_norm(part):
             return part
+        # The name of the axis of `vmap` below, whatever the model was trained with.
         return eqx.tree_at(lambda norm: norm.axis_name, eqx.nn.inference_mode(part, False), "samples")
 
     training = jax.tree.map(trained, eqx.nn.inference_mode(model), is_leaf=is_norm)
