@@ -115,6 +115,7 @@ def similarity_bounds(
         if known.host:
             fail_kind("measure", "be computed on the device", f"{measure!r}, a step of which the host does")
         measure = known.function
+        # Scaling neurons cannot change such a measure: there is nothing to search.
         if "D" in known.invariances and (free == "x" or "D" in (known.invariances_of_y or known.invariances)):
             value, ones = measure(first, second), (jnp.ones_like(first[0]), jnp.ones_like(second[0]))
             return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, starts)))
@@ -179,6 +180,7 @@ def _starts(
     """Return initial log-lengths of both sides, [starts, neurons]."""
     own = [jnp.clip(jnp.log(side / jnp.mean(side)), -limit, limit) for side in lengths]
     alone = jax.lax.map(lambda one: measure(one[:, None], y), x.T)
+    # A constant neuron alone has similarity NaN.
     firsts = jnp.stack([jnp.nanargmin(alone), jnp.nanargmax(alone)])
     of_y = jnp.zeros_like(own[1])
     if both:

@@ -58,6 +58,7 @@ class Freedom(NamedTuple):
         factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)
         lengths = np.where(self.constant, 1.0, self.lengths)
         wanted = factors * lengths
+        # A rewrite needs positive factors, also for unused neurons.
         factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
         free = (wanted == 0) if end == "high" else np.ones(len(wanted), bool)
         return scale_activity(group, np.where(self.constant, 1.0, factors), free)
@@ -79,14 +80,13 @@ def cka_freedom(
 ) -> Freedom:
     """Return the attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
-    If the activation is homogeneous, scaled networks have the same function and `Freedom.rewrite` approaches both ends.
-    Let h_i be the centred activity of neuron i, a column per position, and K0 the Gram matrix of the reference. With
-    squared factors w >= 0,
+    If the activation is homogeneous, networks of one function fill the range and `Freedom.rewrite` approaches both
+    ends. Duplicated neurons do not change it, neurons without effect may extend it. With squared factors w >= 0,
+    centred activities h_i (a column per position) and the Gram matrix K0 of the reference,
 
         CKA(w) = b^T w / (|K0| sqrt(w^T G w)),   G_ij = |h_i^T h_j|^2,   b_i = tr(h_i^T K0 h_i).
 
-    Its maximum is a non-negative least squares problem, its infimum lies at a single neuron. Duplicated neurons do not
-    change the range, neurons without effect may extend it. Computed on the host in float64.
+    Computed on the host in float64.
 
     Args:
         x: The representation, [samples, neurons] or [samples, neurons, *positions]. Positions, as those of a channel,
@@ -104,6 +104,7 @@ def cka_freedom(
     gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / np.linalg.norm(other.T @ other)
     gram = _inner_squares(unit)
     own = norms[~constant] ** 2
+    # The maximum over w >= 0 is a non-negative least squares problem; the infimum lies at a single neuron.
     best, residual = _largest(gram, gains)
     alone = gains / np.sqrt(np.diag(gram))
     single = int(np.argmin(alone))
@@ -127,7 +128,7 @@ class LinearFreedom(NamedTuple):
 
     Attributes:
         measured: Value of the representation as it is.
-        low: Smallest value, approached as one direction outgrows all others.
+        low: Smallest value.
         high: Largest value.
         low_matrix: M that approaches `low`, as in x M^T.
         high_matrix: The same for `high`.
@@ -160,8 +161,8 @@ def linear_cka_freedom(
 ) -> LinearFreedom:
     """Return the attainable range of linear CKA with a reference over all invertible maps of linear neurons.
 
-    Such maps keep the function of a linear network. X M^T has any Gram matrix U Q U^T, with U an orthonormal basis of
-    the centred columns and Q positive definite. With A = U^T K0 U,
+    Such maps keep the function of a linear network. With an orthonormal basis U of the centred columns and A = U^T K0
+    U,
 
         least eigenvalue of A / |K0| <= CKA <= |A| / |K0|.
 
@@ -188,6 +189,7 @@ def linear_cka_freedom(
     basis, sizes, rows = basis[:, :rank], sizes[:rank], rows[:rank]
     size = np.linalg.norm(other.T @ other)
     seen = other.T @ basis
+    # X M^T has any Gram matrix U Q U^T, with Q positive definite: only A = U^T K0 U limits CKA.
     values, vectors = np.linalg.eigh(seen.T @ seen / size)
     values = np.maximum(values, 0.0)
 
@@ -262,6 +264,7 @@ def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
 def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
     """Return w >= 0 that maximises b^T w / sqrt(w^T G w), by min w^T G w / 2 - b^T w, and its relative residual."""
     values, vectors = eigh(gram)
+    # Duplicated neurons make G singular.
     kept = values > values[-1] * len(gram) * np.finfo(float).eps
     root = vectors[:, kept] * np.sqrt(values[kept])
     best = nnls(root.T, (vectors[:, kept].T @ gains) / np.sqrt(values[kept]))[0]
