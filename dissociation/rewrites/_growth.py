@@ -54,6 +54,7 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
         ValueError: If the group cannot be widened, or `multiplier` is below 1.
     """
     _check_grows(group, new=False)
+    # A wrong multiplier raises here and not when the rewrite is applied.
     copies_of(group.size, multiplier, "multiplier")
     return FunctionRewrite(_duplicated, (group, float(multiplier)), ())
 
@@ -198,7 +199,7 @@ def add_nuisance(
         group: Group of the model.
         num_groups: Number of sets, 0 or more.
         neurons_per_group: Neurons of each set, 1 or more.
-        key: A PRNG key of either kind.
+        key: A PRNG key.
         incoming_std: Standard deviation of incoming weights; may be traced.
         outgoing_std: Standard deviation of outgoing weights of larger sets; None is the present root mean square.
 
@@ -262,6 +263,7 @@ def add_phantom(
     seen = layer_inputs(model, inputs, matrices[0].path, call=group.call)
     if len(seen.rows) != len(pattern):
         fail("pattern", f"have a row for every vector that {group.name} sees ({len(seen.rows)})", len(pattern))
+    # A bias is the incoming weight of an input that is always 1.
     rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
     found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
     width = seen.rows.shape[1]

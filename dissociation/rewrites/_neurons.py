@@ -108,18 +108,17 @@ def add_random_zero_neurons(
     """Append groups of neurons that cancel: the neurons of a group share their incoming weights.
 
     Incoming weights are draws of N(0, incoming_std^2). Outgoing weights of a group of one are zero. Those of g neurons
-    are draws of N(0, outgoing_std^2) less their mean, times sqrt(g / (g - 1)): their sum is zero up to rounding. New
-    neurons come last, group by group. The function does not change, for any activation.
+    are draws of N(0, outgoing_std^2) less their mean, times sqrt(g / (g - 1)). New neurons come last, group by group.
+    The function does not change, for any activation, up to rounding.
 
     Args:
         w_in: Incoming weights.
         w_out: Outgoing weights.
         num_zero_groups: Number of groups, 0 or more.
         neurons_per_group: Neurons of each group, 1 or more.
-        key: A PRNG key of either kind.
-        incoming_std: Standard deviation of the incoming weights; 1 as published, which is large for a trained layer.
-        outgoing_std: Standard deviation of the outgoing weights of larger groups; None is the root mean square of
-            `w_out`.
+        key: A PRNG key.
+        incoming_std: Standard deviation of incoming weights; 1 as published, which is large for a trained layer.
+        outgoing_std: Standard deviation of outgoing weights of larger groups; None is the root mean square of `w_out`.
 
     Raises:
         TypeError: If a count is not a Python integer.
@@ -161,18 +160,17 @@ def add_phantom_zero_neurons(
 ) -> Pair:
     """Append neurons without effect whose preactivations on given inputs show a given pattern.
 
-    The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|, by a singular value
-    decomposition of `inputs` and two steps of iterative refinement. The new outgoing weights are zero, so the function
-    does not change. Linearly independent inputs attain any pattern, others its projection on their span. Nearly
-    dependent ones need large weights.
+    The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|. The new outgoing weights are
+    zero, so the function does not change. Linearly independent inputs attain any pattern, others its projection on
+    their span. Nearly dependent ones need large weights.
 
     Args:
         w_in: Incoming weights.
         w_out: Outgoing weights.
-        inputs: Layer inputs. Derivatives treat them as constants.
+        inputs: Layer inputs, constants for derivatives.
         pattern: Preactivations of the new neurons, one column each.
-        rtol: Relative cut-off of singular values of `inputs`. None is the machine epsilon times the square root of the
-            larger side of `inputs`. Larger values give smaller weights and a coarser pattern.
+        rtol: Relative cut-off of singular values of `inputs`; larger values give smaller weights and a coarser pattern.
+            None is the machine epsilon times the square root of the larger side.
 
     Raises:
         ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.
