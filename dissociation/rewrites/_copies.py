@@ -16,7 +16,7 @@ LONGEST = 256
 """Largest number of loop iterations whose copies are distinguished."""
 
 Labels = list[Any]
-"""Labels by operand or result; None if the atom does not occur. A sole operand with axes always has labels."""
+"""Labels by operand or result; None if the atom does not occur."""
 Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
 
 
@@ -61,7 +61,7 @@ def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through an operation along one axis, which may shorten that axis."""
+    """Propagate labels through an operation along one axis."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
     label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
@@ -116,7 +116,7 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
 
 
 def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through a partial update; entries along axes that it does not span get one label."""
+    """Propagate labels through a partial update."""
     place = 1 if step.name == "dynamic_update_slice" else 2
     if place == 2 and labels[1] is not None:
         return None
@@ -216,7 +216,7 @@ def _dot(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int)
 
 
 def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through a convolution: a product over channels of each group, one label over space."""
+    """Propagate labels through a convolution, as a product over channels."""
     numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
     names = ("image", "in"), ("out", "in")
     flat: Labels = [None, None]
@@ -253,7 +253,7 @@ def _window(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: i
 
 
 def _scan(copies: Copies, step: Step) -> None:
-    """Propagate labels through a loop, iteration by iteration if these read different copies."""
+    """Propagate labels through a loop."""
     (part,), params = step.parts, step.params
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     carry, slices, over = part.inputs[first:last], part.inputs[last:], step.operands[last:]
@@ -290,6 +290,7 @@ def _scan(copies: Copies, step: Step) -> None:
 def _settled(copies: Copies, programs: list[list[Step]], carry: list[Value], after: list[Value]) -> None:
     """Propagate labels through loop bodies until the carried labels stop changing."""
     grown = True
+    # Labels only unite, so the loop ends.
     while grown:
         grown = False
         for steps in programs:
@@ -308,6 +309,7 @@ def _while(copies: Copies, step: Step) -> None:
     carry = body.inputs[step.params["body_nconsts"] :]
     for value, start in zip(carry, step.operands[len(step.operands) - len(carry) :], strict=True):
         copies.mark(value, copies.marks(start))
+    # The number of iterations is unknown: one label must hold for all of them.
     _settled(copies, [test.steps, body.steps], carry, body.outputs)
 
 
@@ -321,7 +323,7 @@ def _cond(copies: Copies, step: Step) -> None:
 
 
 SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constraint")
-"""Operations whose inner program is in the steps already, or that return their operands."""
+"""Operations that return their operands, or whose inner steps are recorded already."""
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
@@ -359,7 +361,7 @@ RULES: dict[str, Rule] = {
 def copies_told_apart(
     flow: Flow, made: Sequence[Value], free: set[int]
 ) -> tuple[dict[int, int], dict[tuple[int, tuple[int, ...]], np.ndarray]]:
-    """Return how many copies of each atom may move independently, and the copy at each entry of a parameter."""
+    """Return the number of independent copies of each atom, and the copy at each parameter entry."""
     copies = Copies(flow)
     for index, value in enumerate(made):
         # Every row starts as its own copy; operations that add or multiply two rows unite them.

@@ -1,4 +1,4 @@
-"""Labels that assign each entry of a program's arrays to a copy of the neurons of an atom."""
+"""Labels that assign entries of a program's arrays to copies of neurons."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from dissociation.rewrites._axes import Axis, Leaf, Sum
 from dissociation.rewrites._flow import Flow, Value
 
 Label = np.ndarray
-"""Integers in the shape of a value; -1 for entries of no neuron, or constant along the neurons."""
+"""Integers shaped like a value; -1 for entries of no neuron, or constant along neurons."""
 
 Marks = dict[int, Label]
 """Labels by atom."""
@@ -42,7 +42,7 @@ class Copies:
         self._marks[id(value)] = marks
 
     def axis(self, value: Value, atom: int) -> int:
-        """Return the axis of a value that has an atom; -1 if there is no single one or an entry has two indices."""
+        """Return the axis of a value that has an atom; -1 if it is not unique."""
         if id(value) not in self._known:
             own: dict[int, int] = {}
             for k, axis in enumerate(value.axes):
@@ -71,7 +71,7 @@ class Copies:
         self.mark(value, marks)
 
     def same(self, labels: Sequence[Label], shape: Sequence[int] | None = None) -> Label:
-        """Return one label for entries that move together, of arrays that broadcast against each other."""
+        """Unite labels that broadcast against each other."""
         shape = np.broadcast_shapes(*(label.shape for label in labels)) if shape is None else tuple(shape)
         wide = [np.broadcast_to(label, shape) for label in labels]
         # Axes along which all labels are broadcast stay of length 1: activations may be large.
@@ -85,7 +85,7 @@ class Copies:
         return np.broadcast_to(first, shape)
 
     def along(self, label: Label, axes: Sequence[int]) -> Label:
-        """Return one label for all entries along some axes, which become of length 1."""
+        """Unite labels along some axes, which become of length 1."""
         shape = tuple(1 if k in axes else size for k, size in enumerate(label.shape))
         small = thin(label)
         first = small.max(tuple(axes), keepdims=True) if axes else small
@@ -108,7 +108,7 @@ class Copies:
             self._pairs.append(np.stack(np.divmod(both, self._count)))
 
     def found(self) -> np.ndarray:
-        """Return the copy number of each label; -1 for labels that were united with none, as of unused entries."""
+        """Return the copy of each label; -1 for labels united with no other, as of unused entries."""
         pairs = np.concatenate([np.zeros((2, 0), int), *self._pairs], 1)
         graph = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(self._count, self._count))
         number = connected_components(graph, directed=False)[1]
@@ -117,12 +117,12 @@ class Copies:
 
 
 def thin(label: Label) -> Label:
-    """Return a label with length 1 along the axes along which it was broadcast."""
+    """Return a label with its broadcast axes of length 1."""
     return label[tuple(slice(0, 1) if step == 0 else slice(None) for step in label.strides)]
 
 
 def _depths(axis: Axis) -> dict[int, int]:
-    """Count the indices of each atom that an entry of an axis belongs to."""
+    """Count the indices of each atom per entry of an axis."""
     if isinstance(axis, Leaf):
         return {axis.atom: 1}
     found: dict[int, int] = {}
