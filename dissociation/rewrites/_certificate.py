@@ -47,11 +47,10 @@ def certify(
     """Compare the outputs of a model before and after a rewrite.
 
     Args:
-        original: A function of one example, such as an Equinox model, or a pair (model, state); in inference mode.
-        rewritten: The rewritten model, with outputs of the same shape.
+        original: A function of one example or a pair (model, state), in inference mode.
+        rewritten: The rewritten model.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
-        batch_size: Examples per batch, which bounds memory. None is all at once without a loop, which is faster for
-            convolutions on a CPU.
+        batch_size: Examples per batch, which bounds memory. None is all at once, faster for convolutions on a CPU.
 
     Raises:
         TypeError: If `batch_size` is not an integer, or a model does not accept one example or return a real array.

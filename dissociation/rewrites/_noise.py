@@ -22,14 +22,14 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
     """Draw N(0, 1) for every parameter of a model, or for some.
 
     One draw serves many scales: `perturb_parameters(model, noise, scale)`. The key is split over the parameters in the
-    order of the tree, as one per layer of a perceptron without biases.
+    order of the tree.
 
     Args:
         model: A network, a pair (model, state), or another tree. Floating-point and complex arrays are parameters,
-            except those in `eqx.nn.State`, such as running means and variances.
-        key: A PRNG key of either kind.
-        where: Function from the model to the parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. It
-            does not change their draws. None is all parameters.
+            except those in `eqx.nn.State`.
+        key: A PRNG key.
+        where: Parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. It does not change their draws. None
+            is all parameters.
 
     Returns:
         A tree like `model`, with noise in place of parameters and None elsewhere.
@@ -68,6 +68,6 @@ def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
     Args:
         model: See `parameter_noise`.
         scale: Standard deviation of the noise, non-negative. May be traced.
-        key: A PRNG key of either kind, split as in `parameter_noise`.
+        key: A PRNG key, split as in `parameter_noise`.
     """
     return perturb_parameters(model, parameter_noise(model, key=key), scale)

@@ -181,9 +181,8 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
 def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Rewrite:
     """Return the rewrite that multiplies incoming weights of a group by a > 0 and divides outgoing weights.
 
-    The group sets the exponents of a. ReLU: incoming weights and biases times a, outgoing weights over a. Bilinear
-    layer: both incoming matrices times a, outgoing weights over a^2. Behind a normalisation, its gain and shift count
-    as incoming.
+    The group sets exponents of a. ReLU: incoming weights and biases times a, outgoing weights over a. Bilinear layer:
+    both incoming matrices times a, outgoing weights over a^2. Behind a normalisation: its gain and shift times a.
 
     Args:
         group: Group of the model.
@@ -203,6 +202,7 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
         fail("scaling", f"be one of the {len(group.scalings)} scalings of {group.name}", scaling)
     check_positive("factor", factor)
+    # A factor may overflow float32: the check after the conversion finds it.
     with np.errstate(over="ignore"):
         factor = jnp.asarray(factor, float)
     check_positive("factor", factor)  # also in the precision that it is computed in
@@ -235,6 +235,7 @@ def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey 
     def change(slot: Slot, array: Array, side: float) -> Array:
         turns = slot.of_copies((own if side > 0 else other).astype(array.dtype))
         columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
+        # An accelerator's default precision would change the function.
         turned = jnp.matmul(turns, columns, precision=jax.lax.Precision.HIGHEST)
         return slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
 
@@ -333,7 +334,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
     Args:
         space: Null space, from `null_space`.
         std: Standard deviation of the noise along each direction, not negative. May be traced.
-        key: A PRNG key of either kind.
+        key: A PRNG key.
     """
     check_non_negative("std", std)
     rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
@@ -369,4 +370,5 @@ def check_groups(
 
 def _one(outputs: Any) -> Array:
     """Concatenate all floating-point outputs into one vector."""
+    # A certificate compares one array, but a model may return several.
     return jnp.concatenate([jnp.ravel(part) for part in jax.tree.leaves(eqx.filter(outputs, eqx.is_inexact_array))])
