@@ -1,4 +1,4 @@
-"""How weights begin: the defaults of the common libraries, by name."""
+"""Initial weights by the defaults of common libraries."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ INITS = ("pytorch", "lecun")
 def draw_weights(
     init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
 ) -> Float[Array, "*shape"]:
-    """Weights of a layer."""
+    """Draw the weights of a layer."""
     fan_in = check_count("fan_in", fan_in, minimum=1)
     if not isinstance(init, str):
         weights = init(key, shape, fan_in)
