@@ -365,7 +365,7 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
         for each in itertools.zip_longest(*(leaves for leaves, _ in expanded)):
             if len({None if leaf is None else leaf.atom for leaf in each}) != 1:
-                # Most are frozen, as indices that were grouped in two ways. What is not has no exponents: it is safe.
+                # Most are frozen, as indices that were grouped in two ways. Others get no exponents, which is safe.
                 for leaf in filter(None, each):
                     rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
                 continue
@@ -388,6 +388,7 @@ def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: floa
         apart = len(np.unique(np.concatenate(firsts))) == sum(map(len, firsts))
         whole = all(sorted(term for *_, term in each) == list(range(len(terms))) for each in together.values())
         for each in together.values() if apart else ():
+            # An occurrence in some of the terms binds only these.
             row = tuple((leaf.name, terms[term][1]) for leaf, _, term in each)
             rows.setdefault(atom, []).append((row, total))
         # A neuron at only part of the places of a term has no exponents, which is safe.
@@ -408,6 +409,7 @@ def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarr
 
     left = []
     for terms, total in rows:
+        # Most equations say that two exponents are equal: uniting them keeps the matrix small.
         if total == 0 and len(terms) == 2 and terms[0][1] == -terms[1][1]:
             parent[find(terms[0][0])] = find(terms[1][0])
         else:

@@ -83,7 +83,7 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callabl
         places, by_name = spread(slots[0].layout, {slot.name: original for slot in slots})
         leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), places, axis=axis)
         owners[leaf, axis] = {index: by_name[slot.name] for index, slot in zip(own, slots, strict=True)}
-    # What reads the new neurons comes last, so that they are without effect on each other too.
+    # Outgoing weights come last, so that new neurons have no effect on each other either.
     outgoing = [slot.outgoing for slot in group.slots]
     for (leaf, axis), own in sorted(owners.items(), key=lambda item: outgoing[min(item[1])]):
         array = jnp.moveaxis(leaves[leaf], axis, 0)
@@ -150,13 +150,14 @@ def _with_nuisance(
         known = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
         if group.slots[index].outgoing and size == 1:
             values = jnp.zeros((count, *shape), array.dtype)
-        elif group.slots[index].outgoing:  # they add up to zero in each group of new neurons
+        elif group.slots[index].outgoing:  # they add up to zero in each set
             std = jnp.sqrt(jnp.mean(known**2)) if outgoing_std is None else outgoing_std
             drawn = jax.random.normal(keys[index], (num_groups, size, *shape), array.dtype)
             centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
             std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
             values = (std * centred).reshape(count, *shape)
-        elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
+        # A number per neuron, such as a variance, may have to be like those of others.
+        elif math.prod(array.shape[1:]) == 1:
             pick = jax.random.randint(keys[index], (num_groups,), 0, group.size)
             old = _places(owner, (owner >= 0) & (owner < group.size), group.size)
             values = array[jnp.asarray(old)[pick]][member]
