@@ -57,13 +57,13 @@ class Atoms:
     """All atoms of a program."""
 
     def __init__(self, *, single: bool = False) -> None:
-        self.single = single  # whether axes of length 1 have atoms, too
+        self.single = single  # if True, axes of length 1 have atoms too
         self._parent: list[int] = []
         self._reasons: list[str] = []  # empty: free
         self._parts: dict[int, Axis] = {}  # of refined atoms; names within count from 0
         self._names = 0
-        self.tied: list[tuple[Axis, Axis]] = []  # parts that became rows of one: what scales one scales the other
-        self.even: list[Axis] = []  # along which nothing differs
+        self.tied: list[tuple[Axis, Axis]] = []  # rows of one array: they have one exponent
+        self.even: list[Axis] = []  # axes along which arrays are constant
 
     def new(self, size: int, reason: str = "") -> Axis:
         """Return an axis of one new atom, frozen if a reason is given."""
@@ -397,7 +397,7 @@ class Atoms:
             return list(halves.parts) if isinstance(halves, Product) else [halves]
         if isinstance(axis, Order) and isinstance(axis.part, Leaf):
             return self.factored(axis, (outer, inner))
-        # Parts end to end, as rows of a matrix: what they hold moves together, in every row.
+        # Concatenated parts become rows of a matrix, whose columns move together.
         rows = self.cut(axis, [inner] * outer)
         for row in rows[1:]:
             self.unite(rows[0], row)

@@ -108,7 +108,8 @@ class Flow:
         axes: list[Axis | None] = []
         for k, size in enumerate(array.shape):
             first = array[(slice(None),) * k + (slice(0, 1),)]
-            even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
+            # NaN equals NaN here: all of a constant may be NaN.
+            even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None)
         known = array if array.size <= FEW else None
         self.large += [array] if known is None else []
@@ -205,6 +206,7 @@ class Flow:
         shape = np.broadcast_shapes(*(value.shape for value in operands))
         axes: list[Axis | None] = []
         for k, size in enumerate(shape):
+            # Operands may be scalars or have axes of length 1.
             own = [value.axes[k] if value.shape and value.shape[k] == size else None for value in operands]
             for value in operands:
                 if value.shape and value.shape[k] != size:
@@ -219,6 +221,7 @@ class Flow:
         """Return a new occurrence of an operand's axis, for a result."""
         if axis is None:
             return None
+        # A new occurrence, as other operations use the result than the operand.
         copy = self.atoms.copied(axis)
         self.equal(copy, axis)
         return copy
@@ -233,7 +236,7 @@ class Flow:
             self.equations.append(Equation(terms, adds_up=True))
         elif terms and size_of(terms[0][0]) == 1:
             self.atoms.freeze(terms[0][0], "it is multiplied with what has no such axis")
-        elif terms:  # with what does not differ along it: a statistic
+        elif terms:  # a product with a constant is a statistic
             self.reduce(terms[0][0])
 
     def reduce(self, axis: Axis | None) -> None:
@@ -259,7 +262,7 @@ class Flow:
         new = [size for size in shape if size != 1]
         alone = [axis for axis, size in zip(value.axes, value.shape, strict=True) if size == 1]
         single = tuple(leaf for axis in alone for leaf in self.atoms.leaves(axis))
-        if single and old:  # goes with the first axis that is longer
+        if single and old:  # joins the first longer axis
             old[0] = Product((*single, old[0][0] or self.even(old[0][1]))), old[0][1]
         elif single and shape:
             return [Product(single), *[UNIT] * (len(shape) - 1)]
