@@ -159,12 +159,13 @@ def _bounds(
     begun: Any = _starts(x, y, key, limit, lengths, measure, both, starts)
     signs = jnp.repeat(jnp.array([1.0, -1.0], x.dtype), starts)
     jobs = signs, jax.tree.map(lambda u: jnp.concatenate([u, u]), begun)
-    # In turn on a CPU, where decompositions side by side can hang.
+    # Sequentially on a CPU: parallel decompositions can hang there.
     costs, given = jax.lax.map(descended, jobs) if per_batch() == 1 else jax.vmap(descended)(jobs)
     costs = costs.reshape(2, starts)
     measured = measure(x, y)
     best = jnp.argmin(costs, 1)
-    moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])  # else the networks as they are
+    # No search may end worse than the networks as they are.
+    moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])
 
     def end(k: int) -> tuple[Array, Any]:
         kept = jax.tree.map(lambda side: jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])), given)

@@ -60,6 +60,7 @@ class Freedom(NamedTuple):
         wanted = factors * lengths
         # A rewrite needs positive factors, also for unused neurons.
         factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
+        # At the low end one neuron outgrows the others, whatever their exact factors.
         free = (wanted == 0) if end == "high" else np.ones(len(wanted), bool)
         return scale_activity(group, np.where(self.constant, 1.0, factors), free)
 
@@ -100,7 +101,7 @@ def cka_freedom(
     neurons = columns.reshape(len(columns), x.shape[1], -1)
     constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
     norms = np.linalg.norm(neurons, axis=(0, 2))
-    unit = neurons[:, ~constant] / norms[~constant, None]  # of neurons of length 1: weights are in their units
+    unit = neurons[:, ~constant] / norms[~constant, None]  # neurons of length 1, the unit of the weights
     gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / np.linalg.norm(other.T @ other)
     gram = _inner_squares(unit)
     own = norms[~constant] ** 2
@@ -234,7 +235,7 @@ def _inner_squares(unit: np.ndarray) -> np.ndarray:
     if unit.shape[2] == 1:
         return (unit[:, :, 0].T @ unit[:, :, 0]) ** 2
     samples, number, positions = unit.shape
-    if samples <= positions:  # the Gram matrices themselves
+    if samples <= positions:  # Gram matrices are smaller then
         flat = np.matmul(unit.transpose(1, 0, 2), unit.transpose(1, 2, 0)).reshape(number, -1)
         return flat @ flat.T
     flat = unit.reshape(samples, -1)
@@ -253,7 +254,7 @@ def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
     columns = columns / unit
     sizes = np.abs(columns).max(0)
     columns = columns - columns.mean(0)
-    # A mean of n numbers in the representation's own precision is right to a rounding.
+    # The mean of n numbers in the precision of the representation is right up to one rounding.
     rounding = 8 * float(jnp.finfo(given.dtype if jnp.issubdtype(given.dtype, jnp.floating) else float).eps)
     constant = np.linalg.norm(columns, axis=0) <= rounding * sizes * np.sqrt(len(columns))
     if constant.all():
@@ -269,7 +270,7 @@ def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
     root = vectors[:, kept] * np.sqrt(values[kept])
     best = nnls(root.T, (vectors[:, kept].T @ gains) / np.sqrt(values[kept]))[0]
     used = best > 0
-    for _ in range(3):  # the normal equations of what is used, refined
+    for _ in range(3):  # refine the normal equations of the support
         step = np.linalg.lstsq(gram[np.ix_(used, used)], (gains - gram @ best)[used], rcond=None)[0]
         moved = best.copy()
         moved[used] += step
