@@ -133,8 +133,8 @@ def _reduced(
     for group in groups.values() if inputs is not None else ():
         _silence(leaves, group, model, inputs, call)
     given_sizes = {name: group.size for name, group in groups.items()}
-    # Sums of the absolute values that were merged into each number: what has cancelled but for rounding is small beside
-    # them, however long ago it did.
+    # Sums of the absolute values that were merged into each number. A number that has cancelled up to rounding is small
+    # beside its sum, in whichever pass it did.
     sizes = [np.abs(leaf) for leaf in leaves]
     sequence = _sequence(groups)
     for _ in range(PASSES):
@@ -145,7 +145,8 @@ def _reduced(
         if before == [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]:
             break
     smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
-    if smaller:  # the program must be the same with fewer neurons, and have them where they are taken to be
+    # The program with fewer neurons must be the same, with the neurons at the places that the arrays assume.
+    if smaller:
         reduced = _with(leaves, model)
         check_same_program(model, reduced, smaller[0])
         again = neuron_groups(reduced, smaller[0].example, call=call, single=True)
@@ -236,7 +237,7 @@ def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int
     for arrays in (leaves, sizes):
         for slot in group.slots:
             arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], 0.0)
-    return np.zeros(1, int)  # an axis without entries is no axis
+    return np.zeros(1, int)  # an axis must keep one entry
 
 
 def _shrunk(

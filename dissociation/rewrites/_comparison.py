@@ -83,10 +83,10 @@ def _same_step(one: Step, other: Step) -> bool:
             return False
     params = [{name: value for name, value in step.params.items() if _is_plain(name, value)} for step in (one, other)]
     given = [[value.shape for value in step.operands] for step in (one, other)]
-    if given[0] == given[1] and one.name != "broadcast_in_dim":  # nothing in it has neurons
+    if given[0] == given[1] and one.name != "broadcast_in_dim":  # its operands have no neurons
         order = [None if (own := step.params.get("indices")) is None else own.tolist() for step in (one, other)]
         return one.shapes == other.shapes and params[0] == params[1] and order[0] == order[1]
-    # Shapes and slices follow the neurons; other numbers do not, but for the groups of a convolution.
+    # Shapes and slices depend on the number of neurons; other numbers do not, except the groups of a convolution.
     plain = [{name: value for name, value in own.items() if not isinstance(value, tuple)} for own in params]
     return plain[0] == plain[1] or one.name == "conv_general_dilated"
 
