@@ -42,7 +42,7 @@ def _apply(copies: Copies, step: Step) -> None:
             copies.tied.add(atom)
             continue
         for own, label in zip(marks, found, strict=True):
-            if label is not None and (thin(label) >= 0).any():  # a part of an axis may have none
+            if label is not None and (thin(label) >= 0).any():  # a slice may hold no neuron
                 own[atom] = label
     for value, own in zip(step.results, marks, strict=True):
         copies.mark(value, own)
@@ -66,7 +66,8 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
         return None
     label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
-    if along in axes:  # sorted by itself, it is so whatever its order was
+    # An array that is sorted alone does not depend on its order before.
+    if along in axes:
         return [*(None for _ in step.results)] if step.name in ("sort", "top_k") else None
     return [np.broadcast_to(copies.along(label, (along,)), value.shape) for value in step.results]
 
@@ -142,7 +143,7 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
     label = labels[0]
     for k, size in enumerate(step.results[0].shape):
         start: Any = step.operands[1 + k].known
-        if size < label.shape[k] and start is None:  # any of them may be read
+        if size < label.shape[k] and start is None:  # any entry may be read
             label = np.broadcast_to(copies.along(label, (k,)), (*label.shape[:k], size, *label.shape[k + 1 :]))
         elif size < label.shape[k]:
             label = np.take(label, clipped(start, label.shape[k], size) + np.arange(size), k)
@@ -188,7 +189,8 @@ def _product(
     for label, own, other in zip(labels, letters, letters[::-1], strict=True):
         if label is None:
             continue
-        if all(x is not None for x in along):  # each entry meets all of the other's along what that alone has
+        # Each entry of one factor meets all entries of the other along axes that the other alone has.
+        if all(x is not None for x in along):
             label = copies.along(label, [k for k, x in enumerate(own) if x not in other])
         order = [own.index(x) for x in everything if x in own]
         aligned.append(np.expand_dims(label.transpose(order), [k for k, x in enumerate(everything) if x not in own]))
@@ -227,7 +229,7 @@ def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], at
             continue
         if axis not in spec[:2]:
             return None
-        blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # channels, which come in groups
+        blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # channels, in groups
         sizes = groups, value.shape[blocked] // groups
         plain = copies.along(label.transpose(spec), space).squeeze(space)
         flat[side] = plain.reshape(*sizes, -1) if side else plain.reshape(-1, *sizes)
@@ -377,7 +379,8 @@ def copies_told_apart(
         there, firsts = np.unique(old[old >= 0], return_index=True)
         for number in there[np.argsort(firsts)].tolist():
             own.setdefault(number, len(own))
-        known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])  # the last: -1
+        # The last entry is for -1.
+        known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])
         new = known[old]
         for k in range(new.ndim):
             if k != axis and (new == np.take(new, [0], k)).all():

@@ -22,7 +22,7 @@ class Copies:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.tied: set[int] = set()
-        # By number of a parameter and name of an occurrence: the atom, its axis of the parameter, and labels.
+        # By index of a parameter and name of an occurrence: the atom, its axis of the parameter, and labels.
         self.rows: dict[tuple[int, tuple[int, ...]], tuple[int, int, Label]] = {}
         self._marks: dict[int, Marks] = {}  # by the `id` of a value
         # Pairs of labels to unite are only collected: `found` needs one pass over them, as connected components.
@@ -100,7 +100,8 @@ class Copies:
         start = other.min()
         partner = np.full(other.max() - start + 1, -1)
         partner[other - start] = one
-        if (partner[other - start] == one).all():  # as along an axis: each has one partner
+        # With one partner for each label, as along an axis, no sorting of pairs is needed.
+        if (partner[other - start] == one).all():
             there = np.flatnonzero(partner >= 0)
             self._pairs.append(np.stack([partner[there], there + start]))
         else:
