@@ -92,6 +92,7 @@ def match_weights(
     still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
     starts = [still]
     if num_starts > 1:
+        # Permutations of other groups do not change the sorted weights of a neuron.
         starts.append(_by_signatures(first, second, groups))
     if num_starts > 2 and key is not None:
         rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32)))
@@ -209,7 +210,7 @@ def _ascended(
             if better > value + 1e-12 * abs(value):
                 now, value = moved, better
                 found[name] = np.take_along_axis(found[name], order, 1)
-                # What was done before in the copies of others is now done in those that came to their places.
+                # Permutations found in the copies of other groups move with these copies.
                 found |= {k: found[k][_copies_moved(other, group, order)] for k, other in groups.items() if k != name}
         if value == before:
             return Matching(_single(found, groups), value, converged=True)
@@ -463,7 +464,7 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     if not norms:
         fail("model", "have batch normalisations", "none")
     leaves, tree = jax.tree.flatten(state)
-    state = jax.tree.unflatten(tree, leaves)  # the caller's stays in use
+    state = jax.tree.unflatten(tree, leaves)  # the caller's state stays usable
     for norm in norms:
         # A first batch sets running statistics instead of averaging with old ones.
         if norm.ema_state_index is not None:

@@ -53,7 +53,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     check_non_negative("rtol", rtol)
 
     flat = samples.reshape(len(samples), -1)
-    # By a power of two, which changes no digit: squares of very large or small numbers are beyond float64.
+    # Squares of very large or small numbers overflow float64. A power of two changes no digit.
     scale = 2.0 ** np.frexp(max(abs(float(flat.min())), abs(float(flat.max()))))[1]
     # A Gram matrix resolves singular values down to 1e-8 of the largest only. Those below 1e-4 are therefore decomposed
     # again among themselves.
@@ -65,7 +65,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     singular_values = np.sqrt(np.maximum(eigenvalues, 0))[::-1]
     directions = vectors.T[::-1]
 
-    # A value at the cut itself is kept, whatever its last digits are on another processor.
+    # A value at the cut-off is kept: its last digits differ between processors.
     rank = int(np.sum(singular_values > (1 - CUT_SLACK) * rtol * singular_values[0]))
     clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
     gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
@@ -123,6 +123,7 @@ def perturb_in_null_space(
             fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
     directions = jnp.asarray(basis, w_in.dtype).reshape(-1, features)
     drawn = jax.random.normal(key, w_in.shape, w_in.dtype)
+    # A projection, so that the noise depends on the space and not on its basis.
     noise = product(product(drawn, directions.T), directions)
     return w_in + jnp.asarray(scale, w_in.dtype) * noise
 
