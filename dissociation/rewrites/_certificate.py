@@ -62,7 +62,7 @@ def certify(
 
     def compare(example: Any) -> tuple[Array, Array, Array]:
         before, after = original(example).ravel(), rewritten(example).ravel()
-        # An output that is not finite names no class, so it is never the same one.
+        # An output that is not finite predicts no class, so it counts as changed.
         defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
         flipped = (_prediction(before) != _prediction(after)) | ~defined
         return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
@@ -80,7 +80,7 @@ def certify(
     change, size, flipped = jnp.max(changes), jnp.max(sizes), jnp.sum(flips)
     return Certificate(
         max_abs_change=change,
-        # Where all outputs are zero, no change is none and any change is infinite.
+        # If all outputs are zero, the relative change is zero or infinite.
         max_rel_change=jnp.where(change == 0, change, change / size),
         changed_predictions=flipped,
         num_inputs=jnp.asarray(num_inputs, flipped.dtype),

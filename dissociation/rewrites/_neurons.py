@@ -192,7 +192,7 @@ def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
     check_non_negative("rtol", rtol)
     # The derivative of the pseudo-inverse needs no derivative of singular vectors, which equal singular values make
     # NaN.
-    step = a - jax.lax.stop_gradient(a)  # zero, but for its derivative
+    step = a - jax.lax.stop_gradient(a)  # zero, with a derivative
     a = jax.lax.stop_gradient(a)
     u, s, vt = jnp.linalg.svd(a, full_matrices=False)
     kept = (s > 0) & (s >= jnp.asarray(rtol, a.dtype) * s[0])
@@ -202,8 +202,7 @@ def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
         return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
 
     x = jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
-    # The first round solves; each of the others removes most of the rounding error that the last one left, which the
-    # condition number magnifies.
+    # The first round solves. The others remove most of the rounding error, which the condition number magnifies.
     for _ in range(3):
         x = x + times(vt.T, inverse[:, None] * times(u.T, b - times(a, x)))
     here = jax.lax.stop_gradient(x)

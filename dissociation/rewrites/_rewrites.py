@@ -205,7 +205,7 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     # A factor may overflow float32: the check after the conversion finds it.
     with np.errstate(over="ignore"):
         factor = jnp.asarray(factor, float)
-    check_positive("factor", factor)  # also in the precision that it is computed in
+    check_positive("factor", factor)  # also in the precision of the computation
     exponents = group.scaling if scaling is None else group.scalings[scaling]
     for exponent in set(map(float, exponents)):
         _check_power(factor, exponent, factor.dtype)
