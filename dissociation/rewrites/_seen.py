@@ -162,5 +162,5 @@ class _Watch(Walk):
             image, spatial, params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"],
             dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST,
         )  # fmt: skip
-        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)  # channels, then places of the kernel
+        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)  # channels, then kernel positions
         self._note(jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, len(weights)), weights)

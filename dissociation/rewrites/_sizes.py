@@ -43,7 +43,7 @@ def refitted(module: Any) -> Any:
 
 @refitted.register
 def _(module: eqx.nn.Linear) -> Any:
-    outputs, inputs = module.weight.shape[-2:]  # of one layer, where several are stacked
+    outputs, inputs = module.weight.shape[-2:]  # of one layer, also if several are stacked
     outputs = "scalar" if module.out_features == "scalar" else outputs
     return with_sizes(module, in_features="scalar" if module.in_features == "scalar" else inputs, out_features=outputs)
 
@@ -63,7 +63,7 @@ def _(module: Any, *, more_groups: bool = False) -> Any:
 def _(module: eqx.nn.GroupNorm) -> Any:
     if module.weight is None or module.channels is None:
         return module
-    channels = module.weight.shape[-1]  # groups become more, as statistics are taken over what lies in each
+    channels = module.weight.shape[-1]  # more groups, as each has its statistics
     return with_sizes(module, channels=channels, groups=channels * module.groups // module.channels)
 
 
@@ -93,7 +93,7 @@ def _(module: eqx.nn.Embedding) -> Any:
 @refitted.register
 def _(module: eqx.nn.MultiheadAttention) -> Any:
     rows, values = module.query_proj.weight.shape[-2], module.value_proj.weight.shape[-2]
-    # As many heads more in queries and values are heads; else those that there are have become wider.
+    # With more heads, queries and values widen by one factor; otherwise heads have become wider.
     more = rows * module.vo_size == values * module.qk_size and rows % module.qk_size == 0
     heads = rows // module.qk_size if more else module.num_heads
     return with_sizes(
@@ -112,7 +112,7 @@ def refit(model: Any, *, more_groups: bool = False) -> Any:
     """Return a model with every module in it `refitted`, the innermost first."""
 
     def inner(part: Any) -> Any:
-        if isinstance(part, eqx.nn.Shared):  # with what is shared at all its places
+        if isinstance(part, eqx.nn.Shared):  # with shared parts in all their places
             whole = eqx.tree_at(part.where, inner(part()), part.where(part.pytree))
             return eqx.tree_at(lambda shared: shared.pytree, part, whole)
         children, tree = jax.tree.flatten(part, is_leaf=lambda x: x is not part)
