@@ -37,10 +37,10 @@ def _convolution(flow: Flow, step: Step) -> list[Value]:
     for n, (i, j, place) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
         plain = tuple(around[n]) == (0, 0) and params["lhs_dilation"][n] == params["rhs_dilation"][n] == 1
         # Wider windows read neighbours, which fixes the order of positions.
-        if plain and kernel.shape[j] == 1 and strides[n] == 1:  # by itself at each place
+        if plain and kernel.shape[j] == 1 and strides[n] == 1:  # a product at each position
             flow.freeze(kernel, CONVOLVED, [j])
             axes[place] = flow.handed_on(image.axes[i])
-        elif plain and kernel.shape[j] == image.shape[i]:  # over all of it at once
+        elif plain and kernel.shape[j] == image.shape[i]:  # a sum over all positions
             flow.contract(image.axes[i], kernel.axes[j])
             axes[place] = UNIT
         else:

@@ -28,7 +28,7 @@ def _same(flow: Flow, step: Step) -> list[Value]:
     value = step.operands[0]
     kind = step.params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
-        return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
+        return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or compared with zero
     return [Value(value.shape, value.axes, value.zero, None if kind is None else value.known, value.endless)]
 
 

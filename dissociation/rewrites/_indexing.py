@@ -114,7 +114,7 @@ def gather(flow: Flow, step: Step) -> list[Value]:
     starts = _starts(where, numbers.start_index_map, value.shape, sizes, mode == GatherScatterMode.CLIP)
     filled = mode == GatherScatterMode.FILL_OR_DROP and any(starts[k] is None for k in numbers.start_index_map)
     if not any(value.axes[k] is not None for k in parts) and not batching and not filled:
-        batch = [None] * (len(where.shape) - 1)  # it is the same wherever it is read
+        batch = [None] * (len(where.shape) - 1)  # constant, wherever it is read
     kept: list[Axis | None] = []
     flow.freeze(where, "it says where to read", [k for k, n in enumerate(where.shape) if n == 1])
     flow.freeze(value, "it is an axis no more", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
@@ -136,7 +136,7 @@ def gather(flow: Flow, step: Step) -> list[Value]:
                 axis = flow.atoms.new(size, "it is read at given places")
         elif k in parts and size == 1:
             axis = UNIT
-        if filled and fill and fill == fill:  # what is neither zero nor NaN is not scaled
+        if filled and fill and fill == fill:  # a fill value other than zero and NaN is not scaled
             flow.bend(axis, still=True)
         if k not in numbers.collapsed_slice_dims:
             kept.append(axis)
@@ -148,7 +148,7 @@ def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes
     """Return the axis that is read or written at indices of an axis, if any."""
     if where.refers is None:
         return None
-    if where.column is None and len(read) > 1:  # several of its indices are one place
+    if where.column is None and len(read) > 1:  # several indices give one place
         flow.atoms.freeze(where.refers, ASKED)
         return None
     along = read[where.column or 0]

@@ -95,7 +95,7 @@ def _stretches(equation: Any) -> list[Stretch]:
 
 def _apply(flow: Flow, equation: Any, step: Step) -> list[Value]:
     name, operands, shapes = step.name, step.operands, step.shapes
-    if all(0 in shape for shape in shapes):  # nothing is left
+    if all(0 in shape for shape in shapes):  # results are empty
         return [Value(shape, [UNIT if size == 1 else None for size in shape], zero=True) for shape in shapes]
     if any(0 in shape for shape in shapes) or (any(0 in v.shape for v in operands) and name != "concatenate"):
         return flow.unknown(step)
@@ -118,7 +118,7 @@ def _called(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
 def _ruled(flow: Flow, step: Step) -> list[Value]:
     """Apply the rule of an operation, and keep it as a step."""
     results = on_indices(flow, step) or RULES.get(step.name, Flow.unknown)(flow, step)
-    if any(value.known is not None for value in results):  # whatever they were made of
+    if any(value.known is not None for value in results):  # constants have no labels
         return results
     for value in results:
         value.level = _level(step.name, step.operands)
