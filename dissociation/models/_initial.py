@@ -29,6 +29,7 @@ def draw_weights(
     check_choice("init", init, INITS)
     bound = fan_in**-0.5
     if init == "pytorch":
+        # PyTorch's `kaiming_uniform_` with a = sqrt(5) has this bound.
         return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-    # A normal cut at two deviations has 0.8796 of its deviation left.
+    # A normal distribution cut at two deviations has 0.8796 of its deviation.
     return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (bound / 0.87962566)

@@ -46,7 +46,8 @@ def called(model: Any, example: Any) -> Any:
     function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
     if not states:
         return function(example)
-    return function(example, jax.tree.map(lambda leaf: leaf, states[0]))[0]  # a copy: one that is set is of no more use
+    # A copy, as a state that was set cannot be used again.
+    return function(example, jax.tree.map(lambda leaf: leaf, states[0]))[0]
 
 
 def function_of(name: str, model: Any) -> Callable[[Any], Any]:

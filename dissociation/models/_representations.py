@@ -176,12 +176,13 @@ def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) 
 
 @representations_of_example.register
 def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
-    def activated(activation: Any, x: Array) -> Array:  # a function, or a module whose arrays have one row per neuron
+    def activated(activation: Any, x: Array) -> Array:  # a module may have a row per neuron
         return eqx.filter_vmap(lambda one, value: one(value))(activation, x)
 
     layers = list(model.layers)
     if layers[0].weight.ndim != 2:
         fail("model", "be one network", f"weights of shape {layers[0].weight.shape}", "`member` picks one")
+    # With `scan`, Equinox stacks hidden layers in one module.
     if getattr(model, "scan", False) and model.depth > 0:
         first, stacked, last = layers
         layers = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(model.depth - 1)), last]
@@ -191,7 +192,8 @@ def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
         x = activated(activation, layer(x))
         hidden.append(x)
     x = layers[-1](x)
-    if hidden:  # without hidden layers Equinox applies no activation at all
+    # Without hidden layers Equinox applies no activation.
+    if hidden:
         x = model.final_activation(x) if model.out_size == "scalar" else activated(model.final_activation, x)
     return named(hidden, x)
 
