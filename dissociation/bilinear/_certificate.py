@@ -120,7 +120,8 @@ def _from_components(spectrum: Spectrum) -> Callable[[Array, Array], tuple[Array
         rows = jnp.concatenate([spectrum.vectors[first], spectrum.vectors[second]])
         weights = jnp.concatenate([spectrum.values[first], -spectrum.values[second]])
         lift, root = jnp.linalg.qr(rows[:, :width].T)
-        inner = jnp.concatenate([root, rows[:, width:].T])  # the constant coordinate is its own
+        # The constant coordinate is orthogonal to inputs and needs no factorisation.
+        inner = jnp.concatenate([root, rows[:, width:].T])
         bias = rows[:, width] if spectrum.constant else jnp.zeros_like(weights)
         none, size = jnp.zeros(width, rows.dtype), jnp.zeros_like(weights)
         factors = Factors(
@@ -182,7 +183,7 @@ def _certified_radius(source: Margins, image: Array, label: Array) -> DistanceCe
     slopes = values * along + linear
     margin = jnp.sum(along * (slopes + linear), 1) + sign[:, 0] * source.offset[rows]
     errors = _errors(source, image, rows, along, values, linear)
-    # The label's own margin is zero everywhere, where a step has no derivative: another stands in.
+    # The margin of the label to itself is zero: its step has no derivative, so other numbers replace it.
     same = rivals == label
     steps = jax.vmap(_nearest)(values, jnp.where(same[:, None], 1.0, slopes), jnp.where(same, 1.0, margin), errors[2])
     lengths = jnp.where(same, jnp.inf, jnp.linalg.norm(steps, axis=1))
@@ -204,7 +205,7 @@ def _errors(
     along, values, linear, length = jax.lax.stop_gradient((along, values, linear, jnp.linalg.norm(image)))
     eps = jnp.finfo(values.dtype).eps
     quadratic, slope, constant = jax.lax.stop_gradient(source.rounding[rows]).T
-    # Of coordinates along eigenvectors, sums over d products, and of sums over r terms.
+    # Rounding of coordinates along eigenvectors, which are sums over d products, and of sums over r terms.
     coordinate = eps * image.shape[0] ** 0.5 * length
     sums = eps * (3 + values.shape[1] ** 0.5)
     sizes = jnp.abs(values * along) + jnp.abs(linear)
@@ -219,7 +220,7 @@ def _errors(
 
 def _path(values: Array, slopes: Array, start: Array, base: Array) -> tuple[Callable, Callable, Array]:
     """Return multiplier and step as functions of a place, and the largest place; multipliers up to 1 / |base|."""
-    # The root lies at 1 / m near the curvature, or near slope^2 / start where the margin is all but linear.
+    # At the root 1 / m is near the curvature, or near slope^2 / start if the margin is almost linear.
     limits = jnp.finfo(values.dtype)
     scale = jnp.where(base < 0, -base, jnp.max(jnp.abs(values)))
     unit = jnp.maximum(scale, jnp.sum(slopes**2) / jnp.maximum(start, limits.tiny))
@@ -262,7 +263,7 @@ def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
 
     place = _bisect(lambda place: margin(step(place)) > 0, edge)[1]
     reached = margin(step(edge)) <= 0
-    # The root's derivative is that of one step of Newton's method.
+    # The derivative of the root is that of one step of Newton's method.
     value, fall = jax.jvp(lambda place: margin(step(place)), (place,), (jnp.ones_like(place),))
     fall = jax.lax.stop_gradient(jnp.where(reached & (fall < 0), fall, -jnp.inf))
     y = step(place - (value - jax.lax.stop_gradient(value)) / fall)
@@ -306,7 +307,7 @@ def _certified(
     place = _bisect(lambda place: margin(step(place)) > 0, edge)[0]
     # For any multiplier m the dual value |y|^2 + m q(y) is at most the squared distance: rounding of m does no harm.
     m, y = jax.lax.stop_gradient((multiplier(place), step(place)))
-    # The dual value is stationary in y, and in m too unless that ends at -1 / bottom with the margin still positive.
+    # The dual value is stationary in y, and in m unless m ends at -1 / bottom with a positive margin.
     value = margin(y)
     end = jax.lax.stop_gradient(jnp.where(base < 0, m**2 * jnp.maximum(value, 0.0), 0.0))
     squared = jnp.sum(y**2) + m * value + end * (bottom - jax.lax.stop_gradient(bottom))

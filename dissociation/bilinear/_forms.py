@@ -108,7 +108,8 @@ def decompose(
     values, vectors = jnp.linalg.eigh(compact)
     spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer), space)
     spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
-    return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))  # in order, hence moved once
+    # Reordered in the smaller space, as lifted vectors are large.
+    return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))
 
 
 @validated

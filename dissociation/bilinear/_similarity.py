@@ -156,7 +156,7 @@ def bootstrap_interval(
     values = jax.vmap(statistic)(weights)
     low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
     mean = statistic(jnp.ones(weights.shape[1]))
-    # Resamples without the member whose values are undefined must not bound a mean that is.
+    # Resamples without the member whose values are undefined must not bound an undefined mean.
     return Interval(mean, *(jnp.where(jnp.isnan(mean), jnp.nan, end) for end in (low, high)))
 
 
