@@ -85,6 +85,7 @@ def train_bilinear(
     return fit(
         models,
         make_step(NoisyCrossEntropy(jnp.asarray(noise, float)), _optimizer),
+        # Batches of one size compile one step.
         Epochs(data, batch_size, drop_remainder=True),
         num_epochs=num_epochs,
         key=fit_key,

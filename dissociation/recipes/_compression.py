@@ -61,6 +61,7 @@ def train_compression(
         # `fit` trains stacked members.
         stack([model]),
         make_step(reconstruction_error, optax.adam(optax.cosine_decay_schedule(2e-3, steps))),
+        # Batches of one size compile one step.
         Epochs(images, min(batch_size, len(images)), drop_remainder=True),
         num_epochs=num_epochs,
         key=order,

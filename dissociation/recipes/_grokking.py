@@ -132,6 +132,7 @@ def train_grokking(
     return fit(
         models,
         make_step(squared_error, _adamw if optimizer == "adamw" else _sgd),
+        # Every seed has its own order of batches.
         Epochs((images, labels), batch_size, shared=False),
         num_steps=num_steps,
         key=fit_keys,
