@@ -25,11 +25,11 @@ from koopman._operators._rotations import Point, descend, norm
 FORMS = ("frobenius", "angular")
 Matrix = Float[Array | np.ndarray, "r r"]
 
-_SEARCH = 1e-3, 12  # gradient at which ends of runs can be told apart, and steps of conjugate gradients on the way
-_POLISH = 60  # such steps in one of Newton's for the best run, which goes on to rounding
-_SAME = 1e-4  # difference in E between runs that count as one minimum
-_AGREED = 3  # runs that make one credible
-_LANES = 8192  # runs at once on an accelerator; a CPU takes pair after pair, which wait for no other
+_SEARCH = 1e-3, 12  # gradient that separates minima, conjugate gradient steps
+_POLISH = 60  # conjugate gradient steps for the best run, which converges to rounding
+_SAME = 1e-4  # difference in E within which runs share a minimum
+_AGREED = 3  # runs at one minimum that make it credible
+_LANES = 8192  # runs in parallel on an accelerator; a CPU is faster with sequential pairs
 
 
 class DynamicalAlignment(Result):
@@ -40,7 +40,7 @@ class DynamicalAlignment(Result):
         rotation: C, orthogonal of either determinant: [r, r].
         lower_bound: Lower bound of the distance over all C. If it equals `distance`, that is the minimum.
         gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero if C is stationary.
-        agreement: Number of the 2 `num_starts` runs that ended at this minimum, to 1e-4 in E at unit norms.
+        agreement: Number of the 2 `num_starts` runs that ended at this minimum, to 1e-4 in |A - C B C^T|^2 / 2 at unit norms.
         converged: True if the gradient is zero to rounding, and three runs agree or the bound is met. Of 200 unrelated
             pairs up to 12 x 12 all converged ones were right. Of 20 x 20 pairs one in ten was above the lowest known
             distance, by up to 0.2 % of |A| + |B|; more starts help.
@@ -144,7 +144,7 @@ def pairwise_dynamical_distance(
         form: As in `align_dynamics`.
 
     Returns:
-        Distances [m, n]; within one set [m, m], symmetric with zero diagonal.
+        Distances [m, n]; within one set symmetric with zero diagonal.
 
     Warns:
         UserWarning: For known values, if pairs have not converged.
@@ -215,7 +215,7 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
-    rounding = float(jnp.finfo(matrices.dtype).eps) ** (2 / 3)  # a gradient of zero: the rest of E is its square
+    rounding = float(jnp.finfo(matrices.dtype).eps) ** (2 / 3)  # a gradient of zero: the error of E is its square
     prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
@@ -326,10 +326,9 @@ def eigenvalue_distance(
     """Return sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2), the optimal matching of two spectra.
 
     For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`. The two are equal if
-    a best matching maps conjugate pairs to conjugate pairs or to two real eigenvalues. They can differ: with a small
-    y, {1 + iy, 1 - iy, 0} and {iy, -iy, 1} match best with the first pair separated, which no real C does. Matrices
-    that are not normal may have equal spectra and be far apart, or be close with different spectra. Divided by sqrt(r)
-    it is the Wasserstein distance of the two spectra as distributions.
+    a best matching maps conjugate pairs to conjugate pairs or to two real eigenvalues. Matrices that are not normal
+    may have equal spectra and be far apart, or the reverse. Divided by sqrt(r) it is the Wasserstein distance of the
+    two spectra as distributions.
 
     Args:
         eigenvalues_a: Complex eigenvalues, [r], for example `koopman.eigenvalues` of an operator.
@@ -345,6 +344,7 @@ def eigenvalue_distance(
     >>> eigenvalue_distance([1.0, 0.5j, -0.5j], [0.5j, -0.5j, 0.0])
     Array(1., dtype=float32)
     """
+    # No real C separates a conjugate pair, but a matching may: with a small y, {1 + iy, 1 - iy, 0} and {iy, -iy, 1}.
     gaps = lax.stop_gradient(eigenvalues_a[:, None] - eigenvalues_b[None])
     rows, columns = optax.assignment.hungarian_algorithm(jnp.real(gaps) ** 2 + jnp.imag(gaps) ** 2)
     apart = eigenvalues_a[rows] - eigenvalues_b[columns]
