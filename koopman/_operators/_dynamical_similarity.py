@@ -40,7 +40,7 @@ class DynamicalAlignment(Result):
         rotation: C, orthogonal of either determinant: [r, r].
         lower_bound: Lower bound of the distance over all C. If it equals `distance`, that is the minimum.
         gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero if C is stationary.
-        agreement: Number of the 2 `num_starts` runs that ended at this minimum: |A - C B C^T|^2 / 2 at unit norms within
+        agreement: Number of the 2 `num_starts` runs ending at this minimum: |A - C B C^T|^2 / 2 at unit norms within
             1e-4 of the lowest.
         converged: True if the gradient is zero to rounding, and three runs agree or the bound is met. Of 200 unrelated
             pairs up to 12 x 12 all converged ones were right. Of 20 x 20 pairs one in ten was above the lowest known
