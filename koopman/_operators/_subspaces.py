@@ -188,7 +188,7 @@ class KernelRegression(eqx.Module):
         return 8 * float(jnp.finfo(self.x.dtype).eps)
 
     def scale(self, values: Float[Array, " k"]) -> tuple[Array, Array]:
-        """Return (lambda (lambda + alpha))^(-1/2), zero if lambda is cut off, and True if it is not."""
+        """Return (lambda (lambda + alpha))^(-1/2), zero if lambda is cut off, and True for each lambda kept."""
         kept = values > self.cutoff * values[0]
         safe = jnp.where(kept, values, 1.0)
         return jnp.where(kept, lax.rsqrt(safe) * lax.rsqrt(safe + self.alpha), 0.0), kept
