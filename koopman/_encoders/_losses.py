@@ -353,7 +353,8 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
         tr C^2  ~  1 / (n (n - 3)) [sum_{i != j} K_ij^2 + (tr K)^2 / ((n - 1) (n - 2)) - 2 / (n - 2) sum_i K_ii^2],
 
     the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples. With a key n random
-    quadruples are averaged, which costs n d in place of n d min(n, d), with a larger variance: for hundreds of features.
+    quadruples are averaged, which costs n d in place of n d min(n, d), with a larger variance; use it for hundreds of
+    features.
 
     Args:
         x: Features, [n, d], n at least 4.
