@@ -31,8 +31,8 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     function counts if the features span it: five one-hot states in a perfect cycle score 5, centred 4. For p = 2, n
     independent pairs score d^2 / (n - 1) on average, centred.
 
-    Directions of a covariance below a relative cut-off, about 3e-6 in float32, are left out, with finite gradients. In
-    float32 features of condition number 1e5 score to 1e-3.
+    Directions of a covariance below a relative cut-off, about 3e-6 in float32, are left out, with finite gradients.
+    There features of condition number 1e5 score to 1e-3.
 
     Args:
         x: Features of the states, [n, d].
@@ -44,7 +44,8 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         Number from -d to 0.
 
     Warns:
-        UserWarning: Outside `jit` and not centred, if a feature's variance is below the rounding of its squared mean.
+        UserWarning: Outside `jit` and not centred, if a feature's variance is below the rounding of its squared mean;
+            so do the other losses of uncentred features.
 
     Raises:
         ValueError: If n <= d + 1 (n <= d uncentred).
@@ -91,8 +92,8 @@ def vamp_score(
 
         | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs.
 
-    Test data are centred by their means. With `rank=None` the score is minus `vamp_loss` of the test data, if the
-    training covariances are regular: pass a rank below d to test the fit.
+    Test data are centred by their means. With `rank=None` it is minus `vamp_loss` of the test data, if the training
+    covariances are regular: pass a rank below d to test the fit.
 
     Args:
         x: Training features, [n, d].
@@ -104,17 +105,13 @@ def vamp_score(
         rank: Number of singular functions, from 1 to d. None: d.
 
     Returns:
-        Number from 0 to the rank. Differentiable in the test features; the fitted functions count as constants.
-
-    Warns:
-        UserWarning: As in `vamp_loss`.
+        Number from 0 to the rank, differentiable in the test features at fixed functions.
 
     Raises:
         ValueError: If there are too few samples, as in `vamp_loss`, or too few test data for `rank` features.
 
     References:
-        Wu and Noe (2020), Variational approach for learning Markov processes from time series data, eq. 33 of
-        arXiv:1707.04659.
+        Wu and Noe (2020), see `vamp_loss`, eq. 33 of arXiv:1707.04659.
     """
     _check_schatten_norm(schatten_norm)
     size: int = x.shape[1]
@@ -167,11 +164,8 @@ def dpnets_loss(
     Returns:
         At least -d. Eigenvalues of a covariance below its cut-off count as d times rounding and have no gradient.
 
-    Warns:
-        UserWarning: As in `vamp_loss`.
-
     Raises:
-        ValueError: If the score is not relaxed and there are too few samples, as in `vamp_loss`.
+        ValueError: If not relaxed, for too few samples, as in `vamp_loss`.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
@@ -212,13 +206,7 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
         y: Features one lag later, [n, d].
 
     Returns:
-        The loss, on average not below minus the sum of squared singular values.
-
-    Warns:
-        UserWarning: As in `vamp_loss`.
-
-    Raises:
-        ValueError: If n is below 2.
+        The loss, a scalar.
 
     References:
         HaoChen, Wei, Gaidon and Ma (2021), Provable guarantees for self-supervised deep learning with spectral
@@ -298,10 +286,9 @@ def energy_loss(
         "energy":   tr(W^2) - 2 tr(C),              W = C + a D,   C = E[x x^T],   a = grad_weight
         "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k x(t)>
 
-    The energy form is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 less a constant, A = 1 - a L, in the inner product <f, A g>.
-    Its minimum is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues e_i of -L; minimisers span their
-    eigenfunctions. The pooled form is kooplearn's. It does not rank eigenfunctions: on an interval with reflecting ends
-    {1, cos 2t} has a lower loss than {1, cos t}. Both first terms are biased upwards, by order 1 / n.
+    The minimum of the energy form is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues e_i of -L; minimisers
+    span their eigenfunctions. The pooled form is kooplearn's. It does not rank eigenfunctions: on an interval with
+    reflecting ends {1, cos 2t} has a lower loss than {1, cos t}. Both first terms are biased upwards, by order 1 / n.
 
     Args:
         x: Features of samples of the invariant distribution, [n, d].
@@ -313,8 +300,7 @@ def energy_loss(
         At least -d.
 
     References:
-        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
-        diffusion processes.
+        Kostic et al. (2024), see `fit_generator`.
         Devergne, Kostic, Parrinello and Pontil (2024), From biased to unbiased dynamics: an infinitesimal generator
         approach.
     """
@@ -327,6 +313,7 @@ def energy_loss(
 def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
     n, d = x.shape
     if form == "energy":
+        # This is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 less a constant, A = 1 - a L, in the inner product <f, A g>.
         rows = jnp.moveaxis(jac, 2, 1).reshape(-1, d)
         squares = jnp.sum((product(x.T, x) + grad_weight * product(rows.T, rows)) ** 2)
     else:
@@ -353,18 +340,14 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
         tr C^2  ~  1 / (n (n - 3)) [sum_{i != j} K_ij^2 + (tr K)^2 / ((n - 1) (n - 2)) - 2 / (n - 2) sum_i K_ii^2],
 
     the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples. With a key n random
-    quadruples are averaged, which costs n d in place of n d min(n, d), with a larger variance; use it for hundreds of
-    features.
+    quadruples are averaged, which costs n d in place of n d min(n, d), with a larger variance.
 
     Args:
         x: Features, [n, d], n at least 4.
-        key: Key of random quadruples, or None for the average over all.
+        key: Key of random quadruples, for hundreds of features. None: the average over all.
 
     Returns:
         The estimate, which may be negative.
-
-    Raises:
-        ValueError: If n is below 4.
 
     References:
         Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
@@ -405,8 +388,7 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         (or 1) count as d times rounding and have no gradient.
 
     References:
-        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
-        stochastic dynamical systems, metric distortion loss.
+        Kostic et al. (2024), see `dpnets_loss`, metric distortion loss.
     """
     return _deformation(jnp.linalg.eigvalsh(_covariance(centre(x)))) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
 

@@ -150,12 +150,12 @@ class Ridge(_Principal, Estimator):
     """Ridge regression, G = (C_x + alpha I)^{-1} C_xy: rank d on features, n with a kernel.
 
     Attributes:
-        alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)). It may be swept by
-            `jax.vmap`, with one decomposition for all values, and differentiated. None is rounding, in proportion to
-            tr(C_x) of columns of one size; with a kernel, 1e-6 times the mean of k(x, x).
+        alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)). A `jax.vmap` over it
+            decomposes the data once. None is rounding, in proportion to tr(C_x) of columns of one size; with a kernel,
+            1e-6 times the mean of k(x, x).
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
+        Kostic et al. (2022), eq. 7, see `koopman.fit`.
     """
 
     @validated
@@ -190,14 +190,13 @@ class PrincipalComponents(_Principal, Estimator):
         rank: Number of directions, from 1 to d (with a kernel, n). If it is traced, as in a `jax.vmap` over ranks,
             shapes are those of the highest rank and latent functions beyond `rank` are zero.
         alpha: Tikhonov regularisation, as in `Ridge`.
-        solver: "dense" (all directions) or, for a few directions of many, "krylov" or on features and centres
-            "randomized"; both square the condition number, as route="covariance" does. "auto" is "krylov" for a few
-            directions of many (with a kernel, above 1000 samples), otherwise "dense". None is "dense" on features, and
-            "auto" on centres and with a kernel.
+        solver: "dense" (all directions), "krylov" or, on features and centres, "randomized". The last two are for a few
+            directions of many, and square the condition number. "auto" is "krylov" for a few directions of many (with a
+            kernel, above 1000 samples), else "dense". None is "dense" on features, otherwise "auto".
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 8; Williams,
-        Rowley and Kevrekidis (2015), A kernel-based method for data-driven Koopman spectral analysis.
+        Kostic et al. (2022), eq. 8, see `koopman.fit`; Williams, Rowley and Kevrekidis (2015), A kernel-based method
+        for data-driven Koopman spectral analysis.
     """
 
     @validated
@@ -236,13 +235,13 @@ class ReducedRank(Estimator):
         rank: Rank, from 1 to d (with a kernel, n); may be traced, as in `PrincipalComponents`.
         alpha: Tikhonov regularisation, as in `Ridge`.
         solver: On features and centres "dense", "krylov", "randomized" or "auto". With a kernel "dense" (two
-            eigendecompositions), "krylov" (a Cholesky factor of K + alpha I per positive `alpha`, and the leading
-            eigenvectors), "spectral" (one eigendecomposition of K, which a `vmap` over `alpha` shares, and the leading
-            eigenvectors) or "auto": "dense" up to 1000 samples; above, "krylov" if `alpha` exceeds 100 times the
-            rounding unit times the mean of k(x, x) (if it is traced, in float64), else "spectral". None is "auto".
+            eigendecompositions), "krylov" (a Cholesky factor of K + alpha I per positive `alpha`), "spectral" (one
+            eigendecomposition of K, which a `vmap` over `alpha` shares) or "auto": "dense" up to 1000 samples; above,
+            "krylov" if `alpha` exceeds 100 times the rounding unit times the mean of k(x, x) (if it is traced, in
+            float64), else "spectral". None is "auto".
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 9 and appendix.
+        Kostic et al. (2022), eq. 9 and appendix, see `koopman.fit`.
     """
 
     feature_solver: ClassVar[str] = "auto"

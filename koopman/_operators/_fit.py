@@ -62,8 +62,8 @@ def fit(
     """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
     The arrays are features, in which the operator is linear. With a kernel they are states, and the operator acts in
-    the kernel's space: on the span of all samples, or with `centres` on their span for states and successors (unlike
-    Meanti et al. 2023, who estimate at the centres alone).
+    the kernel's space, on the span of all samples or of `centres`. All samples are used with centres, too (unlike in
+    Meanti et al. 2023).
 
     With a kernel and no centres, the dense solvers set eigenvalues of C_x below 8 times the rounding unit of the
     largest (1e-6 in float32) to zero. A solver that factors K + alpha I needs an `alpha` well above rounding.
@@ -76,9 +76,8 @@ def fit(
         centres: Z, [m, d], for instance `x[choose_centres(...)]`. The default `alpha` is then 1e-6 times the mean of
             k(x, x) on their span.
         observable: Quantity to forecast, at the successors' times: [n, ...]. Default: `y`.
-        center: If True, features and observable are centred and the operator has an intercept, so that affine maps are
-            exact and trends are drifts. The constant function, with eigenvalue 1, is then no latent function: drop a
-            constant feature. Not with a kernel.
+        center: If True, features and observable are centred and the operator has an intercept: affine maps are exact,
+            trends are drifts. Drop a constant feature then, as the constant is no latent function. Not with a kernel.
         route: "qr" takes the QR factor of the features. "covariance" takes C_x, which is faster and squares the
             condition number: in float32 it loses directions of x below 1e-3 of the largest, and an `alpha` below 1e-7
             of C_x's largest eigenvalue. "auto" is "covariance" in float64 with at least 64 features, twice as many
@@ -92,18 +91,17 @@ def fit(
 
     Warns:
         UserWarning: For known values, if a given `alpha` suppresses predictive directions, or exceeds eigenvalue number
-            `rank` of k(X, X) / n (for ridge regression, the mean of k(x, x)). If `center` is False and a column of ones
-            lowers the residual (F > 25), or a column's variance is below the rounding of its squared mean. If k(x, x)
-            varies by less than its rounding, or rounding outweighs `alpha`. If the data hold fewer directions than
-            `rank`, or singular values `rank` and `rank` + 1 agree to rounding. Once per process, if there are more
-            explicit features than pairs and no lower rank.
+            `rank` of k(X, X) / n (for `Ridge`, the mean of k(x, x)). If `center` is False and a column of ones lowers
+            the residual (F > 25), or a column's variance is below the rounding of its squared mean. If k(x, x) varies
+            by less than its rounding, or rounding outweighs `alpha`. If the data hold fewer directions than `rank`, or
+            singular values `rank` and `rank` + 1 agree to rounding. Once per process, if there are more features than
+            pairs and no lower rank.
 
     Raises:
-        ValueError: If there are fewer than two pairs, known data are not finite (the error names the row), or their
-            mean square is out of the dtype's range. If the rank exceeds the number of features or samples, or the
-            estimator's solver does not apply. If `alpha` is zero and C_x or K is singular (the error names its rank),
-            or K + alpha I is factored and not positive definite to rounding. If the kernel's values are not a symmetric
-            [n, n], not finite, negative for a state with itself, or out of range.
+        ValueError: If there are fewer than two pairs, or known data are not finite (the error names the row) or out of
+            range. If the rank exceeds the number of features or samples, or the solver does not apply. If `alpha` is
+            zero and C_x or K is singular (the error names its rank), or K + alpha I is factored and not positive
+            definite. If the kernel's values are not a finite, symmetric [n, n] in range with a non-negative diagonal.
         TypeError: If the kernel does not return an array of real numbers.
 
     References:

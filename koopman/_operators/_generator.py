@@ -47,13 +47,12 @@ def fit_generator(
 
         C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E = D E[J J^T]
 
-    For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, with -<f, L g> = D E[grad f . grad g],
-    and -rate is (E + shift alpha I) / C along c. Regularisation makes directions that the samples hardly hold
-    (C << alpha) fast and sorts them last. Without alpha the shift cancels.
+    For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad f . grad g].
+    -rate is (E + shift alpha I) / C along c, so that directions with C << alpha are fast and come last.
 
-    By the variational principle rates of exact moments lie at or below the true ones, for any alpha. Samples err to
-    either side. If a few samples lie alone in a tail, features that are flat there span a function of them with a rate
-    near 0, which only a larger alpha or wider features remove: see `Generator.support`.
+    Rates of exact moments lie at or below the true ones, for any alpha. Samples err to either side. If a few samples
+    lie alone in a tail, flat features there give a rate near 0, which only a larger alpha or wider features remove: see
+    `Generator.support`.
 
     Args:
         x: Features phi of samples of the invariant measure, [n, d].
@@ -61,14 +60,14 @@ def fit_generator(
         rank: Number of slowest eigenpairs, at most d.
         diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
             sigma^2 / (2 friction^2) for `datasets.overdamped_langevin`.
-        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `koopman.fit`,
-            of features scaled to one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove slow rates on
-            few samples.
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `koopman.fit`, of
+            features scaled to one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove slow rates on few
+            samples.
         shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
-            lose digits.
+            lose digits. Without alpha it cancels.
 
     Returns:
-        The slowest eigenpairs. The constant function, if it is in the features' span, comes first with rate 0, or
+        The slowest eigenpairs. The constant function, if the features span it, comes first with rate 0, or
         -shift alpha |c|^2. Directions that the samples do not hold come last, with rate minus infinity. Derivatives are
         not finite if rates coincide.
 

@@ -51,14 +51,14 @@ def lagged_pairs(
         trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any lengths and one
             state shape; or with `trajectory_axis` one array of equally long ones. For one trajectory of images pass
             `[images]`. Lists of numbers, [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of
-            such rows is several. A frame is one trajectory if its index has even steps, and one for each run if its
-            index is (run, time).
+            such rows is several. A frame is one trajectory if its index has even steps, and one per run if its index is
+            (run, time).
         lag: Steps from x to y, at least 1.
-        max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, and each trajectory gives the
-            pairs of its first time - max_lag states. States must then be floating point, and successors at a traced lag
-            that is out of range are NaN.
-        trajectory_axis: Axis of the array that indexes trajectories, 0 for those of `koopman.datasets`; the first of
-            the other axes is time.
+        max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, each trajectory gives the pairs
+            of its first time - max_lag states, and states must be floating point. Successors at a traced lag out of
+            range are NaN.
+        trajectory_axis: Axis of the array that indexes trajectories, 0 for those of `koopman.datasets`; the first other
+            axis is time.
 
     Returns:
         All pairs within trajectories, trajectory after trajectory in the order of time.

@@ -24,8 +24,8 @@ from koopman._operators._perturbation import couplings, slopes
 class Spectrum(NamedTuple):
     """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T, by falling modulus.
 
-    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives of `right` and `left` leave
-    out a common rotation of the latent functions: they hold as functions of the operator's moments, not of the data.
+    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives of `right` and `left` hold
+    as functions of the operator's moments, not of the data: they omit a rotation of the latent functions.
 
     Attributes:
         eigenvalues: Complex eigenvalues per lag, [r].
@@ -33,9 +33,8 @@ class Spectrum(NamedTuple):
             amplitude of its mode (of w_i, if the mode vanishes) is real and positive.
         left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
         residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs, centred if the
-            operator is: [r]. For a deterministic system lambda_i is in the pseudospectrum of that size, and a large
-            residual indicates a spurious pair. For a noisy one it contains the noise, sqrt(1 - |lambda_i|^2) for an
-            exact eigenpair. With as many latent functions as samples it vanishes.
+            operator is: [r]. A large residual indicates a spurious pair of a deterministic system. A noisy system has
+            sqrt(1 - |lambda_i|^2) for an exact pair. With as many latent functions as samples it vanishes.
         condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a normal K: [r].
         shrinkage: Factor of `alpha` in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in psi_i's
             regularised norm: [r]. A pair far below 1 depends little on the data.
@@ -174,9 +173,8 @@ class Modes(NamedTuple):
         implied_time_scale: -1 / growth; infinite for a mode that does not decay: [r].
         growth: log |lambda| / time_step, minus infinity at lambda = 0: [r].
         share: Fraction of the variance of the forecast of one lag on the training states,
-            Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions sum to 1. Those of a
-            conjugate pair belong together, and a negative one is of a mode that cancels others. True products of modes
-            may come first by modulus with a share of 1e-4.
+            Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions sum to 1. Add those of
+            a conjugate pair. A negative one is of a mode that cancels others. A leading modulus may have a small one.
         constant: Mode of the constant function of a centred operator, the observable at the fixed point; else zero:
             [...].
     """

@@ -113,8 +113,7 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
         Eigenvalues, right eigenfunctions of norm 1, left ones biorthonormal to them, and the invariant density.
 
     References:
-        Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
-        perturbation, section IV.
+        Ostruszka et al. (2000), see `logistic_map`, section IV.
     """
     order = check_count("order", order, minimum=1)
     kept = order + 1 if num_components is None else min(order + 1, check_count("num_components", num_components))
