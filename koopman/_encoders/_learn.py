@@ -75,7 +75,7 @@ def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array
 
         mean (x - dec(enc(x)))^2  +  r mean (enc(y) - K enc(x))^2  +  mean (y - dec(K enc(x)))^2
 
-    Source: Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
+    Source: Lusch, Kutz and Brunton (2018).
     """
     x, y = jnp.asarray(x), jnp.asarray(y)
     features = encode(model.encoder, jnp.concatenate([x, y]))
@@ -113,8 +113,8 @@ def train_encoders(
 
     Args:
         kind: "vamp", "contrastive" or "dpnets".
-        trajectories: One trajectory [time, ...] with states of any shape, a list of trajectories of any lengths, or one
-            array with `trajectory_axis`. Rows of numbers in lists are one trajectory.
+        trajectories: One trajectory [time, ...], a list of trajectories of any lengths, or one array with
+            `trajectory_axis`; states of any shape. Rows of numbers in lists are one trajectory.
         key: Key of every seed's network, and of the order of batches, which all seeds share.
         encoder: Network from one state to a vector of features: an Equinox module, whose weights every seed starts
             from, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
@@ -122,15 +122,14 @@ def train_encoders(
         feature_norm: Norm of the features. Default: sqrt(features) with the default encoder, else none. With the
             published norm 1 the contrastive loss stays at -1 for many epochs, see `FeatureMap`.
         lag: Steps between the two states of a pair.
-        trajectory_axis: Axis of trajectories of equal length in one array; the first of the other axes is time.
+        trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is time.
         num_seeds: Number of networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch. The last batch of an epoch may be smaller.
         learning_rate: Rate of AdamW, one for all seeds or one for each, [num_seeds], or a schedule of Optax.
         weight_decay: Weight decay of AdamW, one for all seeds or one for each, [num_seeds].
         init: "pytorch" or "lecun", of the default encoder and the lagged head.
-        validation: Other trajectories, in the form of `trajectories`. Their loss, of all pairs at once, is observed
-            after every epoch.
+        validation: Other trajectories, whose loss, of all pairs at once, is observed after every epoch.
         **options: Options of `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`, `same_program`.
 
     Returns:
@@ -186,16 +185,16 @@ def train_autoencoders(
         trajectories: As in `train_encoders`.
         key: As in `train_encoders`.
         encoder: As in `train_encoders`.
-        decoder: Network from a vector of features to one state, or a function from a key to one. Required unless states
-            are images of 28 x 28 pixels.
+        decoder: Network from a vector of features to one state, or a function from a key to one. Default: the decoder
+            of images of 28 x 28 pixels.
         features: Width of the latent space with the default encoder, 5 if not given.
         lag: As in `train_encoders`.
         trajectory_axis: As in `train_encoders`.
         num_seeds: As in `train_encoders`.
         num_epochs: As in `train_encoders`.
         batch_size: As in `train_encoders`.
-        learning_rate: As in `train_encoders`. Large rates may silence all units of the convolutional
-            encoder, whose gradient is then zero.
+        learning_rate: As in `train_encoders`. Large rates may silence all units of the convolutional encoder, whose
+            gradient is then zero.
         weight_decay: As in `train_encoders`.
         orthogonal: If True, the latent map is kept orthogonal.
         upsampling: "nearest" or "bilinear", of the default decoder.
@@ -204,7 +203,7 @@ def train_autoencoders(
         **options: As in `train_encoders`.
 
     References:
-        Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
+        Lusch, Kutz and Brunton (2018), see `autoencoder_loss`.
     """
     pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
     _check_batches(len(pairs.x), batch_size)

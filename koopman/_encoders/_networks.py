@@ -143,9 +143,8 @@ class Autoencoder(eqx.Module):
 
         Args:
             features: Width of the latent space.
-            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
-                images of 28 x 28 pixels.
-            decoder: Network from [features] to one state, or a function from a key to one.
+            encoder: As in `FeatureMap`.
+            decoder: Network from [features] to one state, or a function from a key to one. Default: that of images.
             orthogonal: If True, the latent map is kept orthogonal.
             upsampling: "nearest" or "bilinear", of the default decoder.
             init: Initial weights of the default networks, "pytorch" or "lecun". The latent map always has PyTorch's.

@@ -132,7 +132,7 @@ def warn_regression(
     """Warn if `alpha` suppresses predictive directions, or if an intercept is missing, by F tests.
 
     `x`, `y`: Features of states and successors in the order of time, or rows with the same products, [m, d].
-    `ones`: Column of ones in such rows, [m]; None for centred data.
+    `ones`: Column of ones, [m]; None for centred data.
     """
     width, largest = x.shape[1], np.abs(x).max(0)
     if alpha is None:  # rank cuts on columns of one size
@@ -192,8 +192,7 @@ def warn_small_columns(squares: Any, alpha: Any) -> None:
 def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> None:
     """Warn of latent functions that are missing, chosen by rounding, or not orthonormal.
 
-    `basis`: Solution of the estimator. Its singular values below `cutoff` times the largest are zero.
-    `asked`: Rank of the estimator.
+    `asked`: Rank of the estimator. Singular values of `basis` below `cutoff` times the largest are zero.
     """
     rank, held = operator.core.shape[0], int(operator.effective_rank)
     if asked is not None and held < rank:

@@ -1,8 +1,4 @@
-"""Compare two linear evolution operators up to an orthogonal change of coordinates.
-
-Dynamical similarity analysis compares x_{t+1} = A x_t and y_{t+1} = B y_t by a metric, the minimum over orthogonal C of
-|A - C B C^T| in the Frobenius norm.
-"""
+"""Compare two linear evolution operators up to an orthogonal change of coordinates."""
 
 from functools import partial
 from typing import NamedTuple
@@ -94,7 +90,7 @@ def dynamical_distance(
 ) -> Float[Array, ""]:
     """Return the distance of `align_dynamics`: the minimum over orthogonal C of |A - C B C^T|, or the angle.
 
-    For symmetric or skew A and B it is the distance of the sorted eigenvalues. For normal A and B it is at least
+    For symmetric or skew A and B it is the distance of the sorted eigenvalues. For normal ones it is at least
     `eigenvalue_distance`.
 
     Args:
@@ -326,9 +322,8 @@ def eigenvalue_distance(
     """Return sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2), the optimal matching of two spectra.
 
     For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`. The two are equal if
-    a best matching maps conjugate pairs to conjugate pairs or to two real eigenvalues. Matrices that are not normal
-    may have equal spectra and be far apart, or the reverse. Divided by sqrt(r) it is the Wasserstein distance of the
-    two spectra as distributions.
+    a best matching maps conjugate pairs to conjugate pairs or to two real eigenvalues. For other matrices neither
+    bounds the other. Divided by sqrt(r) it is the Wasserstein distance of the two spectra as distributions.
 
     Args:
         eigenvalues_a: Complex eigenvalues, [r], for example `koopman.eigenvalues` of an operator.

@@ -376,8 +376,7 @@ def refuse_singular(
 ) -> None:
     """Raise if `alpha` is zero and the data lack directions that the estimator inverts.
 
-    `values`: Singular values of the features or eigenvalues of K, [k].
-    `what`: Name of the matrix, and its symbol.
+    `values`: Singular values of the features or eigenvalues of K, [k]. `what`: Name and symbol of the matrix.
     """
     width = problem.x.shape[1]
     needed, rank = width if estimator.inverts_all else problem.size, int((values > cutoff * values[0]).sum())

@@ -66,7 +66,7 @@ def fit(
     Meanti et al. 2023).
 
     With a kernel and no centres, the dense solvers set eigenvalues of C_x below 8 times the rounding unit of the
-    largest (1e-6 in float32) to zero. A solver that factors K + alpha I needs an `alpha` well above rounding.
+    largest (1e-6 in float32) to zero.
 
     Args:
         estimator: `Ridge`, `PrincipalComponents` or `ReducedRank`.

@@ -27,8 +27,6 @@ Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
 def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Steps = 1) -> Float[Array, "..."]:
     """Return E[o(x_{t + steps}) | x_t] of the fit's observable, by default the features.
 
-    It is [1, u(x)] T^(s-1) [mean; D] by repeated squaring.
-
     Args:
         operator: A fitted operator.
         x: Features of the present states (states, for a kernel operator), [n, d].
@@ -52,7 +50,7 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     _warn_lost(operator, ahead)
     latent = jnp.pad(operator.encode(x), ((0, 0), (1, 0)), constant_values=1.0)
     step = jnp.pad(jnp.concatenate([operator.drift[None], operator.core]), ((0, 0), (1, 0))).at[0, 0].set(1.0)
-    # Step 1000 costs ten products of T by repeated squaring.
+    # The forecast is [1, u(x)] T^(s-1) [mean; D]. Step 1000 costs ten products of T by repeated squaring.
     powers = matrix_powers(step, (ahead - 1).reshape(-1))
     latent = product(latent[None], powers) if ahead.ndim else product(latent, powers[0])
     flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))

@@ -22,10 +22,10 @@ class Generator(NamedTuple):
 
     Attributes:
         eigenvalues: Rates, non-positive and falling from the slowest: [r].
-        coefficients: Coefficients of the eigenfunctions in the features, in columns with mean square 1 on the samples
-            and a positive largest entry: [d, r].
+        coefficients: Coefficients of the eigenfunctions in the features, in columns: [d, r]. Eigenfunctions have mean
+            square 1 on the samples, and the largest coefficient is positive.
         support: Effective number of samples of each eigenfunction, n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate
-            on a few samples may be an artefact of them.
+            on a few samples may be an artefact.
     """
 
     eigenvalues: Float[Array, " r"]
@@ -48,7 +48,7 @@ def fit_generator(
         C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E = D E[J J^T]
 
     For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad f . grad g].
-    -rate is (E + shift alpha I) / C along c, so that directions with C << alpha are fast and come last.
+    The rate is -(E + shift alpha I) / C along c, so that directions with C << alpha are fast and come last.
 
     Rates of exact moments lie at or below the true ones, for any alpha. Samples err to either side. If a few samples
     lie alone in a tail, flat features there give a rate near 0, which only a larger alpha or wider features remove: see

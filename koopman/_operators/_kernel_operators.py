@@ -1,7 +1,4 @@
-"""Fit an operator with a kernel, by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n.
-
-An estimator is U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
-"""
+"""Fit an operator with a kernel, by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n."""
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +81,7 @@ def _moments(
 ) -> tuple[Array, Array, dict[str, Array]]:
     """Return coefficients of the latent functions and of their duals, and the other fields of the operator."""
     gram_x, gram_y, number = problem.x, problem.y, problem.x.shape[0]
+    # U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
     latent_x = product(gram_x, basis.vectors) * number**0.5
     coefficients = basis.vectors / unit / unit * number**-0.5
     latent_y = product(across, coefficients)

@@ -199,7 +199,7 @@ def kernel_alpha(kernel: Callable[[Array, Array], Array], trace: Float[Array, ""
 
 @validated(finite=("x",))
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
-    """Return the median Euclidean distance between two states, the usual length scale of an RBF kernel.
+    """Return the median Euclidean distance of two states, the usual length scale of an RBF kernel.
 
     Args:
         x: States, [n, d], two or more and finite.

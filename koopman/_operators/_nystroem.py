@@ -24,18 +24,18 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, r
     """Return the Nystroem features of centres, whose products are the kernel's best approximation from them.
 
     Args:
-        kernel: A kernel of `koopman`, or a function of two arrays of states.
+        kernel: Kernel of `koopman`, or a function of two arrays of states.
         centres: Z, [m, d], for instance from `choose_centres`.
         rtol: Relative size below which an eigenvalue of k(Z, Z) counts as zero. Default: m times rounding.
 
     Returns:
-        The feature map, for `koopman.fit` and `koopman.moments`.
+        The feature map, for `koopman.fit` and `moments`.
 
     Warns:
         UserWarning: If k(Z, Z) varies by less than its rounding.
 
     Raises:
-        ValueError: If centres are not finite, or the kernel's values are not those of a positive kernel.
+        ValueError: If centres are not finite, or the kernel's values are invalid.
         TypeError: If the kernel does not return an array of real numbers.
 
     References:
@@ -66,8 +66,8 @@ def choose_centres(
         x: States, [n, d].
         num_centres: m, from 1 to n.
         key: Key of the draw.
-        method: "uniform", or "leverage": with probabilities that follow the ridge leverage scores,
-            [K (K + alpha I)^{-1}]_ii, estimated from m uniform centres.
+        method: "uniform", or "leverage": by ridge leverage scores [K (K + alpha I)^{-1}]_ii, estimated from m uniform
+            centres.
         kernel: Kernel of "leverage".
         alpha: Regularisation of "leverage". None is 1e-6 times the mean of k(x, x) on the span of the centres.
 

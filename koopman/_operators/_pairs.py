@@ -120,14 +120,14 @@ def delay_embed(
         trajectory_axis: Axis of the array that indexes trajectories.
 
     Returns:
-        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of these for a list of trajectories, and
+        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of trajectories, and
         [trajectories, time - (q - 1) s, q d] with `trajectory_axis`.
 
     Warns:
         UserWarning: If trajectories of a list are too short for one row, and are skipped.
 
     Raises:
-        ValueError: If every trajectory is too short for one row.
+        ValueError: If every trajectory is too short.
 
     References:
         Takens (1981), Detecting strange attractors in turbulence; Brunton et al. (2017), Chaos as an intermittently
@@ -211,7 +211,7 @@ def checked_pairs(
     observable: Array | np.ndarray | None,
     place: Callable[[Any], Placed],
 ) -> tuple[Placed, Placed, Placed, tuple[int, ...]]:
-    """Return checked x [n, d], y [n, d], the observable, by default y, as [n, o], and the shape of one observable."""
+    """Return checked x [n, d], y [n, d], the observable (default: y) as [n, o], and the shape of one observable."""
     for name, array in (("x", x), ("y", y), ("observable", observable)):
         if array is not None:
             check_finite(name, array)
@@ -407,8 +407,7 @@ def scan_moments(
         center: If True, moments are about the means.
 
     Returns:
-        The `moments` of all rows, up to rounding. For data that do not fit in memory, merge `moments` of blocks with
-        `merge_moments`.
+        The `moments` of all rows, up to rounding. If they do not fit in memory, use `merge_moments`.
 
     Raises:
         ValueError: If known data are not finite (the error names the batch and the row).

@@ -35,8 +35,7 @@ def find_eigenpairs(
 ) -> Leading:
     """Find leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
 
-    `apply`: A on a block [size, columns]; self-adjoint and non-negative in the inner product. With `inner`: A T^+, so
-    that A of a block is `apply(inner(block))`.
+    `apply`: Self-adjoint A on a block [size, columns]. With `inner`, A of a block is `apply(inner(block))`.
 
     Source: Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm
     2.

@@ -132,7 +132,7 @@ def right_eigenfunctions(
     Args:
         operator: A fitted operator.
         x: Features (states, for a kernel operator), [n, d], of the width of the fit.
-        spectrum: Result of `decompose`, to avoid computing it again.
+        spectrum: Result of `decompose`, if known.
 
     Returns:
         Values [n, r] with mean square 1 on the training states, or variance 1 if the operator is centred.
@@ -151,7 +151,7 @@ def left_eigenfunctions(
     Args:
         operator: A fitted operator.
         x: Features (states, for a kernel operator), [n, d], of the width of the fit.
-        spectrum: Result of `decompose`, to avoid computing it again.
+        spectrum: Result of `decompose`, if known.
 
     Returns:
         Values [n, r], bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in feature space.
@@ -174,7 +174,7 @@ class Modes(NamedTuple):
         growth: log |lambda| / time_step, minus infinity at lambda = 0: [r].
         share: Fraction of the variance of the forecast of one lag on the training states,
             Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions sum to 1. Add those of
-            a conjugate pair. A negative one is of a mode that cancels others. A leading modulus may have a small one.
+            a conjugate pair. A negative one is of a mode that cancels others.
         constant: Mode of the constant function of a centred operator, the observable at the fixed point; else zero:
             [...].
     """
@@ -195,7 +195,7 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
     Args:
         operator: A fitted operator.
         time_step: Time from x to y in the pairs, positive: lag times sampling interval.
-        spectrum: Result of `decompose`, to avoid computing it again.
+        spectrum: Result of `decompose`, if known.
 
     Returns:
         Amplitudes and times, in the order of the spectrum.

@@ -122,10 +122,7 @@ class FeatureRegression(eqx.Module):
         return self.whitening(crossed=False)[:2]
 
     def whitening(self, *, crossed: bool) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
-        """Return W [d, k], the deviations, and g [k] and f with W^T x^T y = g f(y), W^T (C_x + alpha I) W = I.
-
-        Deviations are square roots of C_x's eigenvalues, falling: [k]. Without `crossed`, f is not used.
-        """
+        """Return W [d, k], deviations [k], and g [k] and, if `crossed`, f with W^T x^T y = g f(y)."""
         x = self.x
         if self.route == "covariance":
             squares, vectors = jnp.linalg.eigh(product(x.T, x))

@@ -1,4 +1,4 @@
-"""Exact spectra of evolution operators, computed in NumPy's float64."""
+"""Exact spectra of evolution operators."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Overdamped Langevin dynamics in a potential: trajectories, and the spectrum of the diffusion on a line."""
+"""Overdamped Langevin dynamics in a potential: trajectories and spectra."""
 
 import math
 from collections.abc import Callable
@@ -41,10 +41,10 @@ def overdamped_langevin(
 
     Args:
         potential: V, from one state [d] to its energy, differentiable by JAX.
-        num_steps: Number of recorded steps, 1 or more: time has length num_steps + 1.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
         initial: State [d], or [num_trajectories, d].
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         friction: Positive.
         sigma: Strength of the noise, 0 or more.
         time_step: Time between recorded states, positive.
@@ -103,10 +103,9 @@ def langevin_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """Return the spectrum of the evolution over `time_step` of overdamped Langevin dynamics on a line, on the host.
+    """Return the spectrum over `time_step` of overdamped Langevin dynamics on a line, on the host.
 
-    The generator is L f = D exp(V / kT) (exp(-V / kT) f')', with D = sigma^2 / (2 friction^2) and
-    kT = sigma^2 / (2 friction).
+    The generator is L f = D exp(V / kT) (exp(-V / kT) f')', D = sigma^2 / (2 friction^2), kT = sigma^2 / (2 friction).
 
     Args:
         potential: V, from a state [1] to its energy, written in jax.numpy.
@@ -119,11 +118,11 @@ def langevin_spectrum(
 
     Returns:
         Real eigenvalues exp(time_step times an eigenvalue of L) descending from 1; eigenfunctions orthonormal in L2 of
-        the invariant density and positive at the upper end, left equal to right; that density.
+        the invariant density, positive at the upper end; that density.
 
     Raises:
-        ValueError: If an argument is out of range, or the potential is not defined throughout, does not return one
-            number, or has a wall too steep for the cells.
+        ValueError: If an argument is out of range, or the potential is undefined, does not return one number, or has a
+            wall too steep for the cells.
 
     References:
         Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072 (structure-preserving).
@@ -250,9 +249,9 @@ def prinz_langevin(
     With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells are metastable.
 
     Args:
-        num_steps: Number of recorded steps, 1 or more: time has length num_steps + 1.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Time between recorded states, positive.

@@ -1,4 +1,4 @@
-"""Linear systems with Gaussian noise, in one regime or several, and the spectra of their evolution operators."""
+"""Linear systems with Gaussian noise, in one regime or several, and their spectra."""
 
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -37,9 +37,9 @@ def linear_system(
 
     Args:
         matrix: A, [d, d].
-        num_steps: Number of steps, 1 or more: time has length num_steps + 1.
+        num_steps: Steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         noise: B, [d, sources], or a standard deviation for B = noise I.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
     """
@@ -79,19 +79,19 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
 def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
     """Return the spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
-    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i, with repetition.
-    Without noise the eigenfunctions are the products of the w_i . x. With noise they are the coefficients of t^k in
+    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i. Without noise the
+    eigenfunctions are the products of the w_i . x. With noise they are the coefficients of t^k in
     exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary covariance.
 
     Args:
-        matrix: A, [d, d]; diagonalisable, or eigenfunctions are missing; with noise, stable.
+        matrix: A, [d, d]; with noise, stable. If it is not diagonalisable, eigenfunctions are missing.
         degree: Highest degree, 0 or more.
         noise: B, [d, sources], or a standard deviation.
 
     Returns:
         All C(d + degree, degree) eigenvalues. Right eigenfunctions: those of degree one with variance one under the
-        stationary distribution (or |w_i| = 1 in directions without noise), the others not scaled. No left ones. The
-        stationary density, if the noise reaches every direction.
+        stationary distribution (or |w_i| = 1 in directions without noise), the others not scaled. The stationary
+        density, if the noise reaches every direction.
 
     Raises:
         ValueError: If a shape does not fit, or there is noise and `matrix` is not stable.
@@ -177,7 +177,7 @@ def regime_switching_var(
         transition: P, [regimes, regimes], rows that sum to 1.
         num_steps: Number of steps, 1 or more.
         key: A PRNG key.
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         noise: Standard deviation of the noise in every direction, 0 or more.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
         initial_regime: Regime of the first step, from 0.
@@ -221,8 +221,7 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
         transition: P, [regimes, regimes].
 
     Returns:
-        All regimes (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes [n]. No left ones, and no
-        density.
+        All regimes (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes [n].
 
     References:
         Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2 (first moment).

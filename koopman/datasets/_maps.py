@@ -1,4 +1,4 @@
-"""Noisy logistic map, a chain on the circle whose evolution operator has finite rank and is known exactly."""
+"""Noisy logistic map, a chain on the circle with an evolution operator of finite rank."""
 
 import math
 from functools import partial
@@ -33,7 +33,7 @@ def logistic_map(
     Args:
         num_steps: Number of steps, 1 or more.
         key: A PRNG key.
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         order: Noise order M, 1 or more; the standard deviation of the noise is about 1 / (pi sqrt(2 M)).
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant distribution, to rounding.
 
@@ -75,12 +75,11 @@ def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float
 
 @validated
 def logistic_features(states: Points, order: int = 20) -> Float[Array, "n features"]:
-    """Return trigonometric features of s = 4 x (1 - x), whose span the evolution operator maps into.
+    """Return trigonometric features of s = 4 x (1 - x), in whose span the evolution operator is exact.
 
     [1, sqrt(2) cos(2 pi s), ..., sqrt(2) cos(2 pi M s), sqrt(2) sin(2 pi s), ..., sqrt(2) sin(2 pi M s)]
 
-    The operator maps every function into this span, and is exact in it. The eigenfunctions of nonzero eigenvalues need
-    only the first M + 1 features.
+    Eigenfunctions of nonzero eigenvalues need only the first M + 1 features.
 
     Args:
         states: [n, 1], in [0, 1].

@@ -1,6 +1,6 @@
 """Ordered digits: sequences of images whose next image shows the next digit, 0, 1, ..., k-1, 0, 1, ...
 
-The evolution operator of the class is a cycle of k states, with the k-th roots of unity as eigenvalues.
+Their evolution operator is a cycle of k classes.
 """
 
 import os

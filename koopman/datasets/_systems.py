@@ -1,4 +1,4 @@
-"""Flows by the Runge-Kutta scheme (Duffing, Lorenz 63) and the exactly sampled Ornstein-Uhlenbeck diffusion."""
+"""Duffing and Lorenz 63 flows, and the Ornstein-Uhlenbeck diffusion."""
 
 import math
 from collections.abc import Callable
@@ -33,9 +33,9 @@ def ornstein_uhlenbeck(
     x' = a x + sigma sqrt((1 - a^2) / (2 theta)) z with a = exp(-theta time_step) and z standard normal.
 
     Args:
-        num_steps: Number of steps, 1 or more: time has length num_steps + 1.
+        num_steps: Steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         theta: Rate of return, positive.
         sigma: Strength of the noise, 0 or more.
         time_step: Time between states, positive.
@@ -145,13 +145,13 @@ def duffing(
 
     x'' + delta x' + alpha x + beta x^3 = gamma cos(omega t)
 
-    The drive starts at phase 0. Unless gamma is 0, the law of the states depends on time; that of states recorded once
-    per period 2 pi / omega does not.
+    The drive starts at phase 0. Unless gamma is 0, only states recorded once per period 2 pi / omega have a law that
+    does not depend on time.
 
     Args:
-        num_steps: Number of recorded steps, 1 or more: time has length num_steps + 1.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: Key of initial states; not needed if `initial` is given.
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         initial: State [2], or [num_trajectories, 2]. None draws it from N(0, I).
         time_step: Time between recorded states, positive.
         substeps: Runge-Kutta steps per recorded step, 1 or more.
@@ -191,9 +191,9 @@ def lorenz63(
     x' = sigma (y - x),  y' = x (mu - z) - y,  z' = x y - beta z
 
     Args:
-        num_steps: Number of recorded steps, 1 or more: time has length num_steps + 1.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: Key of initial states; not needed if `initial` is given.
-        num_trajectories: Batch size. None: one trajectory, no batch axis.
+        num_trajectories: Batch size; None: no batch axis.
         initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near the attractor:
             drop the first time units.
         time_step: Time between recorded states, positive.

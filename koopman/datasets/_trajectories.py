@@ -24,7 +24,6 @@ def run_trajectories(
 ) -> Any:
     """Run `one(key, initial)`, or a batch of `num_trajectories` keys, from `initial` states or drawn ones.
 
-    `one`: Function of a key and an initial state [d] to a PyTree.
     `initial`: [d], or [num_trajectories, d].
     """
     if key is None:

@@ -27,7 +27,7 @@ def _shown_seed(results: Any, name: str) -> int:
 
 
 def draw(results: Any) -> Figure:
-    """Draw sequence, errors against time, forecast strips, eigenfunctions and eigenvalues, on 7 x 8.5 inches."""
+    """Draw sequence, errors, forecast strips, eigenfunctions and eigenvalues, on 7 x 8.5 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.0, 8.5))
         panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.5, 4.2, 2.2])
@@ -74,7 +74,7 @@ def _draw_sequence(panel: Any, results: Any) -> list[Any]:
 
 
 def _groups(results: Any) -> list[list[str]]:
-    """Return the models of each panel: those without autoencoders, and autoencoders."""
+    """Return the models of each panel."""
     auto = {name for name in results.logits if MODELS[name].label.endswith("autoencoder") or "auto" in name}
     groups = [[name for name in results.logits if (name in auto) == own] for own in (False, True)]
     return [group for group in groups if group]

@@ -164,10 +164,8 @@ def predicted(logits: np.ndarray) -> np.ndarray:
 
 
 def stuck(logits: np.ndarray) -> np.ndarray:
-    """Return True for seeds that read over 9 in 10 forecasts one step ahead as one digit, [seeds].
-
-    `logits`: Logits of the oracle for one model, [seeds, protocols, scales, times, n, classes].
-    """
+    """Return True for seeds that read over 9 in 10 forecasts one step ahead as one digit, [seeds]."""
+    # Logits are [seeds, protocols, scales, times, n, classes].
     read = predicted(logits[:, 0, 0, 0])
     # Seeds that diverged read -1, and do not count.
     return np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0) > 0.9

@@ -69,10 +69,7 @@ class Networks(NamedTuple):
 def train_networks(
     config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, parts: Parts
 ) -> Networks:
-    """Train the oracle and the networks of the models of `config`, all seeds at once.
-
-    `train`, [n, 28, 28], shows digits `labels`, [n]; `validation` are later images. `parts` stores checkpoints.
-    """
+    """Train the oracle and the networks of the models of `config`, all seeds at once, on images `train` [n, 28, 28]."""
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
     common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(parts.progress)]}
     found = Networks({}, {}, {}, {})

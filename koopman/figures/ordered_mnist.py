@@ -1,6 +1,6 @@
 """Figure `ordered-mnist`: learn that digits come in turn, and forecast the images.
 
-Encoders are trained on a sequence, operators are fitted on their features, and an oracle reads the forecast images.
+Operators are fitted on features of trained encoders, and an oracle reads the forecast images.
 """
 
 import dataclasses
@@ -232,7 +232,7 @@ def _split(config: Config, sequence: OrderedDigits) -> tuple[np.ndarray, np.ndar
 
 
 def eigenvalue_errors(results: Results) -> dict[str, np.ndarray]:
-    """Return per model the largest distance of a root of unity to the nearest eigenvalue: [seeds]."""
+    """Return per model the largest distance of a root of unity to its nearest eigenvalue: [seeds]."""
     roots = cycle_spectrum(results.config.num_digits)
     return {name: np.abs(nearest(values, roots) - roots[None]).max(1) for name, values in results.eigenvalues.items()}
 
@@ -268,7 +268,7 @@ def arrays(results: Results) -> dict[str, Any]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON file."""
     return {
         "figure": "ordered-mnist",
         "config": results.config,
@@ -292,7 +292,7 @@ def caption(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
+    """Return the data and the size of the run in a line."""
     sizes = ", ".join(f"{results.data[f'num_{part}']} {part}" for part in ("train", "validation", "test"))
     names = [f"{name} seed {i}" for name, steps in results.diverged_at.items() for i in range(len(steps))]
     oracle = cell(results.oracle_accuracy, factor=100, unit=" %")
@@ -304,7 +304,7 @@ def headline(results: Results) -> str:
 
 
 def table(results: Results) -> list[list[str]]:
-    """Return a header and a row per model: accuracies, eigenvalue errors, validation loss."""
+    """Return a header and a row per model."""
     last, far = results.config.num_steps, results.config.far
     columns = {  # protocol, scale and time
         f"images, {last}": (0, 0, last - 1),

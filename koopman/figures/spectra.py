@@ -271,7 +271,7 @@ def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np
 
 
 def draw(results: Results) -> Figure:
-    """Draw a row per system: rates, the leading eigenfunction, and the error by length; 6.5 inches wide."""
+    """Draw rates, leading eigenfunction and errors, a row per system, 6.5 inches wide."""
     with plotting.house_style():
         rows = len(results.data)
         figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
@@ -293,7 +293,7 @@ def draw(results: Results) -> Figure:
 
 
 def _draw_rates(axes: Axes, results: Results, name: str) -> None:
-    """Draw rates over the exact ones, their mean and its interval; one of each conjugate pair."""
+    """Draw estimated over exact rates, with mean and interval, one of each conjugate pair."""
     exact = results.exact[name]
     kept = np.flatnonzero(np.imag(exact) >= 0)
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
@@ -353,7 +353,7 @@ def arrays(results: Results) -> dict[str, Any]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON file."""
     return {
         "figure": "spectra",
         "config": results.config,
@@ -363,7 +363,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
+    """Return the data and the size of the run in a line."""
     config = results.config
     return (
         f"{config.num_trajectories} trajectories of up to {config.lengths[-1]} transitions; rates -log|lambda| per lag"
@@ -375,7 +375,7 @@ def source(config: Config) -> None:
 
 
 def table(results: Results) -> list[list[str]]:
-    """Return a header and a row per system, estimator and rate: exact, mean, standard error, and bias over error."""
+    """Return a header and a row per system, estimator and rate."""
     rows = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
     for name, label in results.data.items():
         one_of_each_pair = np.imag(results.exact[name]) >= 0  # conjugates have one rate
