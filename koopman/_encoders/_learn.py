@@ -141,7 +141,7 @@ def train_encoders(
         TypeError: If a network is neither a module nor a function from a key to one.
 
     References:
-        Kostic et al. (2024), Learning invariant representations of time-homogeneous stochastic dynamical systems.
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)

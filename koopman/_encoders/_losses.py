@@ -300,7 +300,7 @@ def energy_loss(
         At least -d.
 
     References:
-        Kostic et al. (2024), see `fit_generator`.
+        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), see `fit_generator`.
         Devergne, Kostic, Parrinello and Pontil (2024), From biased to unbiased dynamics: an infinitesimal generator
         approach.
     """
@@ -388,7 +388,7 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         (or 1) count as d times rounding and have no gradient.
 
     References:
-        Kostic et al. (2024), see `dpnets_loss`, metric distortion loss.
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`, metric distortion loss.
     """
     return _deformation(jnp.linalg.eigvalsh(_covariance(centre(x)))) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
 

@@ -1,6 +1,6 @@
 """Estimators of an evolution operator G = U U^T C_xy with U^T (C_x + alpha I) U = I, which differ in the span of U.
 
-C_x = X^T X / n and C_xy = X^T Y / n, not centred by default. A new estimator is a class in this file.
+C_x = X^T X / n and C_xy = X^T Y / n, not centred by default.
 """
 
 from abc import abstractmethod

@@ -53,7 +53,7 @@ class Operator(eqx.Module):
 
     Attributes:
         encode: u, from features (or states, for a kernel) [n, d] to [n, r].
-        dual: phi -> <C_yx U F, phi>, from features to [n, r]; left eigenfunctions are combinations of it.
+        dual: phi -> <C_yx U F, phi>, from features to [n, r].
         core: K: [r, r].
         drift: m: [r].
         readout: D, for the flattened observable: [r, o].

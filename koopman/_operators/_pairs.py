@@ -71,7 +71,7 @@ def lagged_pairs(
             or known data are not finite.
 
     References:
-        Wu and Noe (2020), Variational approach for learning Markov processes from time series data, section 2.
+        Wu and Noe (2020), see `vamp_loss`, section 2.
 
     >>> lagged_pairs([jnp.arange(4.0), jnp.arange(10.0, 12.0)]).y
     Array([ 1.,  2.,  3., 11.], dtype=float32)

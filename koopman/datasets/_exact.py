@@ -49,6 +49,7 @@ def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, "
 @validated(finite=("states",))
 def column(states: Float[Array | np.ndarray, "n 1"]) -> Float[np.ndarray, " n"]:
     """Return states on a line as a vector of float64."""
+    # NumPy computes in float64 also if JAX's x64 mode is off.
     return np.asarray(states, np.float64)[:, 0]
 
 

@@ -136,6 +136,7 @@ def langevin_spectrum(
     temperature = _temperature(friction, sigma)
 
     def energy(x: np.ndarray) -> np.ndarray:
+        # float64 although x64 mode may be off, and concrete also under a trace.
         with jax.enable_x64(True), jax.ensure_compile_time_eval():
             return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x[:, None])) / temperature
 
@@ -265,6 +266,7 @@ def prinz_langevin(
     def draw_initial(key: Array) -> Array:
         temperature = sigma**2 / (2 * jnp.asarray(friction))
         edge = _prinz_edge(temperature)
+        # On a line, the inverse of the cumulative density samples exactly up to the grid.
         grid = jnp.linspace(-edge, edge, 4097)
         density = jnp.exp(-prinz_potential(grid) / temperature)
         cumulative = jnp.cumsum((density[1:] + density[:-1]) / 2)

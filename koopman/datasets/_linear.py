@@ -70,6 +70,7 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
         fail("matrix", "have all eigenvalues inside the unit circle to be stationary", f"spectral radius {radius:.6g}")
     b = _noise_matrix(noise, len(a), np.float64, np)
     covariance = np.asarray(b @ b.T)
+    # Each pass doubles the number of terms of the series.
     while np.linalg.norm(a) > 1e-9:  # further terms are below rounding
         covariance, a = covariance + a @ covariance @ a.T, a @ a
     return covariance + a @ covariance @ a.T

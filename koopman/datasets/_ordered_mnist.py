@@ -48,7 +48,7 @@ def ordered_mnist(
         FileNotFoundError: If MNIST is not found.
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, section 6.
+        Kostic et al. (2022), see `koopman.fit`, section 6.
     """
     count = check_count("num_digits", num_digits, minimum=1)
     if count > 10:
@@ -78,5 +78,6 @@ def cycle_spectrum(num_digits: int = 5) -> Complex[np.ndarray, " k"]:
         exp(2 pi i j / k) for j = 0, 1, -1, 2, -2, ..., [k].
     """
     count = check_count("num_digits", num_digits, minimum=1)
+    # Conjugates are adjacent, as in `koopman.eigenvalues`.
     turns = sorted(range(count), key=lambda j: (min(j, count - j), j > count - j))
     return np.exp(2j * np.pi * np.asarray(turns) / count)

@@ -52,6 +52,7 @@ def ornstein_uhlenbeck(
         dtype = initial.dtype
         rate, width = jnp.asarray(theta, dtype), jnp.asarray(sigma, dtype)
         elapsed = rate * jnp.asarray(time_step, dtype)
+        # `expm1` keeps the digits of a short time step.
         deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
         kicks = deviation * jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))(step_keys(key, num_steps))
         return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
@@ -113,6 +114,7 @@ def rk4_trajectory(
     h = jnp.asarray(time_step, initial.dtype) / substeps
 
     def substep(state: Array, index: Array) -> tuple[Array, None]:
+        # Not summed over steps, which would accumulate rounding.
         t = h * index
         first = field(t, state)
         second = field(t + h / 2, state + h / 2 * first)
@@ -212,6 +214,7 @@ def lorenz63(
         return jnp.stack([sigma * (y - x), x * (mu - z) - y, x * y - beta * z]).astype(state.dtype)
 
     def draw_initial(key: Array) -> Array:
+        # The fixed points, between which the attractor lies, are at z = mu - 1.
         return 5 * jax.random.normal(key, (3,)) + jnp.zeros(3).at[2].set(mu - 1)
 
     def one(_: Array, initial: Array) -> Array:

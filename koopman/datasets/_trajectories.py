@@ -44,6 +44,7 @@ def run_trajectories(
 
     if count is None:
         return run(key, initial)
+    # The whole batch shares a single initial state.
     initial_axis = 0 if initial is not None and initial.ndim == 2 else None
     return jax.vmap(run, in_axes=(0, initial_axis))(jax.random.split(key, count), initial)
 

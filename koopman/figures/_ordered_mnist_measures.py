@@ -37,7 +37,7 @@ class Pixels(eqx.Module):
 
 
 class Latent(eqx.Module):
-    """Linear map of features in place of a fitted operator: features times `matrix` are those of the next image."""
+    """Linear map of features to those of the next image, in place of a fitted operator."""
 
     matrix: Float[Array, "d d"]
 
@@ -105,8 +105,8 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Forecast from every image by every protocol, and read the forecasts by the oracle.
 
-    "logits" [protocol, scale, time, n, classes]; "strips", forecasts from the first image, [protocol, steps, 28, 28];
-    "eigenvalues" [r]; "left", left eigenfunctions on the images, [n, r], zero for a latent map.
+    "logits" [protocol, scale, time, n, classes]; "strips", from the first image, [protocol, steps, 28, 28];
+    "eigenvalues" [r]; "left", eigenfunctions, [n, r], zero for a latent map.
     """
     images = jnp.asarray(images)
     one, values = jnp.asarray([1]), _encoded(forecaster.features, images)
