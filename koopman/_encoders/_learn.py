@@ -119,8 +119,8 @@ def train_encoders(
         encoder: Network from one state to a vector of features: an Equinox module, whose weights every seed starts
             from, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
         features: Width of the default encoder, 5 if not given.
-        feature_norm: Norm of the features. Default: sqrt(features) with the default encoder, else none. With the
-            published norm 1 the contrastive loss stays at -1 for many epochs, see `FeatureMap`.
+        feature_norm: Norm of the features. Default: sqrt(features) with the default encoder, else none. See
+            `FeatureMap`.
         lag: Steps between the two states of a pair.
         trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is time.
         num_seeds: Number of networks.

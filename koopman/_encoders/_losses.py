@@ -418,7 +418,7 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
     """Return whitening maps of x and of y [2, d, d], and C_xy between the whitened features [d, d]."""
     n, d = x.shape
     eps = float(jnp.finfo(x.dtype).eps)
-    # Sums over n samples round: null directions of three features were seen at 0.2 sqrt(n) units, of more at 2.
+    # Sums over n samples round: null directions of three features have 0.2 sqrt(n) units, of more features 2.
     rtol = eps * max(d, 0.5 * n**0.5)
 
     # A covariance in float32 resolves deviations down to a thousandth of the largest: features are scaled, nearly

@@ -1,4 +1,4 @@
-"""Estimators of an evolution operator G = U U^T C_xy with U^T (C_x + alpha I) U = I, which differ in the span of U.
+"""Estimators G = U U^T C_xy of an evolution operator, U^T (C_x + alpha I) U = I, with different spans of U.
 
 C_x = X^T X / n and C_xy = X^T Y / n, not centred by default.
 """
@@ -91,7 +91,7 @@ def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) ->
     return basis
 
 
-# Derivatives leave out rotations among the columns of U, so that they exist where singular values coincide.
+# Derivatives leave out rotations among the columns of U, so that they exist if singular values coincide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
     basis = estimator.features(problem) if isinstance(problem, FeatureRegression) else estimator.kernel(problem)

@@ -62,8 +62,8 @@ def fit(
     """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
     The arrays are features, in which the operator is linear. With a kernel they are states, and the operator acts in
-    the kernel's space, on the span of all samples or of `centres`. All samples are used with centres, too (unlike in
-    Meanti et al. 2023).
+    the kernel's space, on the span of all samples or of `centres`. With `centres` all samples are used, unlike in
+    Meanti et al. (2023).
 
     With a kernel and no centres, the dense solvers set eigenvalues of C_x below 8 times the rounding unit of the
     largest (1e-6 in float32) to zero.
@@ -77,7 +77,8 @@ def fit(
             k(x, x) on their span.
         observable: Quantity to forecast, at the successors' times: [n, ...]. Default: `y`.
         center: If True, features and observable are centred and the operator has an intercept: affine maps are exact,
-            trends are drifts. Drop a constant feature then, as the constant is no latent function. Not with a kernel.
+            trends are drifts. The constant function is then not a latent function: drop a constant feature. Not with a
+            kernel.
         route: "qr" takes the QR factor of the features. "covariance" takes C_x, which is faster and squares the
             condition number: in float32 it loses directions of x below 1e-3 of the largest, and an `alpha` below 1e-7
             of C_x's largest eigenvalue. "auto" is "covariance" in float64 with at least 64 features, twice as many
@@ -98,8 +99,8 @@ def fit(
             pairs and no lower rank.
 
     Raises:
-        ValueError: If there are fewer than two pairs, or known data are not finite (the error names the row) or out of
-            range. If the rank exceeds the number of features or samples, or the solver does not apply. If `alpha` is
+        ValueError: If there are fewer than two pairs, or known data are not finite (the error names the row), or
+            their mean square is out of range. If the rank exceeds the number of features or samples, or the solver does not apply. If `alpha` is
             zero and C_x or K is singular (the error names its rank), or K + alpha I is factored and not positive
             definite. If the kernel's values are not a finite, symmetric [n, n] in range with a non-negative diagonal.
         TypeError: If the kernel does not return an array of real numbers.
@@ -277,7 +278,7 @@ def _from_pairs(
     offsets, mean = (means, zeros[0]) if center else (zeros, means[0])
     parts = [x, y, flat] if observable is not None else [x, y]
     if center:
-        # The stored mean is rounded, and the operator subtracts the same.
+        # The operator subtracts the same rounded mean.
         parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
     else:
         warn_offset(given)

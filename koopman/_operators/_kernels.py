@@ -142,7 +142,7 @@ class Polynomial(eqx.Module):
 
 
 class Function(eqx.Module):
-    """Plain function as a kernel. Values to sweep or learn belong in the fields of a module instead."""
+    """Plain function as a kernel."""
 
     # Static, so that `jax.jit` takes and returns operators that hold it. A traced value in its closure would not
     # outlive the transformation.

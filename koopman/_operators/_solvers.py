@@ -16,7 +16,7 @@ SOLVERS = ("auto", "dense", "krylov", "randomized")
 # "auto" is "dense" up to this number of rows or columns.
 DENSE_UP_TO = 256
 # Columns beyond those asked for, and blocks of one Krylov space before it is restarted with its best vectors: few
-# columns and long spaces where a product is cheap; wider and short ones where each inner product costs a solve.
+# columns and long spaces if a product is cheap, wider and short ones if each inner product costs a solve.
 _OVERSAMPLING, _BLOCKS = 4, 8
 _OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
 

@@ -1,8 +1,4 @@
-"""Eigenvalues, eigenfunctions and modes of a fitted operator.
-
-Derivatives are those of first-order perturbation theory, in the normalisation of `decompose`. They are not finite if
-eigenvalues coincide.
-"""
+"""Eigenvalues, eigenfunctions and modes of a fitted operator."""
 
 from typing import NamedTuple
 
@@ -24,8 +20,9 @@ from koopman._operators._perturbation import couplings, slopes
 class Spectrum(NamedTuple):
     """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T, by falling modulus.
 
-    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives of `right` and `left` hold
-    as functions of the operator's moments, not of the data: they omit a rotation of the latent functions.
+    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives are not finite if
+    eigenvalues coincide. Those of `right` and `left` hold as functions of the operator's moments, not of the data: they
+    omit a rotation of the latent functions.
 
     Attributes:
         eigenvalues: Complex eigenvalues per lag, [r].

@@ -191,7 +191,7 @@ class KernelRegression(eqx.Module):
         return jnp.where(kept, lax.rsqrt(safe) * lax.rsqrt(safe + self.alpha), 0.0), kept
 
     def in_eigenbasis(self) -> tuple[Array, Array, Array, Array, Array]:
-        """Return P, l, s, g and P^T L P for K = P diag(l) P^T, l falling, s = (l (l + alpha))^(-1/2), T = P g^2 P^T."""
+        """Return P, l, s, g, P^T L P: K = P diag(l) P^T, l falling, s = (l (l + alpha))^(-1/2), T = P g^2 P^T."""
         values, vectors = eigenpairs(self.x)
         scale, _ = self.scale(values)
         return vectors, values, scale, (scale * values)[:, None], product(vectors.T, product(self.y, vectors))

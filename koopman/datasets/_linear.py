@@ -91,7 +91,7 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
 
     Returns:
         All C(d + degree, degree) eigenvalues. Right eigenfunctions: those of degree one with variance one under the
-        stationary distribution (or |w_i| = 1 in directions without noise), the others not scaled. The stationary
+        stationary distribution (or |w_i| = 1 in directions without noise), others not scaled. The stationary
         density, if the noise reaches every direction.
 
     Raises:

@@ -164,7 +164,7 @@ def predicted(logits: np.ndarray) -> np.ndarray:
 
 
 def stuck(logits: np.ndarray) -> np.ndarray:
-    """Return True for seeds that read over 9 in 10 forecasts one step ahead as one digit, [seeds]."""
+    """Return True for seeds with over 9 in 10 forecasts one step ahead read as one digit, [seeds]."""
     # Logits are [seeds, protocols, scales, times, n, classes].
     read = predicted(logits[:, 0, 0, 0])
     # Seeds that diverged read -1, and do not count.
