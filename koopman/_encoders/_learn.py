@@ -193,8 +193,8 @@ def train_autoencoders(
         num_seeds: As in `train_encoders`.
         num_epochs: As in `train_encoders`.
         batch_size: As in `train_encoders`.
-        learning_rate: As in `train_encoders`. Large rates may silence all units of the convolutional encoder, whose
-            gradient is then zero.
+        learning_rate: As in `train_encoders`. Large rates may deactivate all units of the convolutional
+            encoder.
         weight_decay: As in `train_encoders`.
         orthogonal: If True, the latent map is kept orthogonal.
         upsampling: "nearest" or "bilinear", of the default decoder.

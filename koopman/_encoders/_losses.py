@@ -31,8 +31,8 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     function counts if the features span it: five one-hot states in a perfect cycle score 5, centred 4. For p = 2, n
     independent pairs score d^2 / (n - 1) on average, centred.
 
-    Directions of a covariance below a relative cut-off, about 3e-6 in float32, are left out, with finite gradients.
-    There features of condition number 1e5 score to 1e-3.
+    Directions of a covariance below a relative cut-off are left out, with finite gradients. In float32 the cut-off is
+    about 3e-6, and features of condition number 1e5 score to 1e-3.
 
     Args:
         x: Features of the states, [n, d].
@@ -198,8 +198,8 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
         1 / (n (n - 1)) sum_{i != j} <x_i, y_j>^2  -  2 / n sum_i <x_i, y_i>
 
     For independent pairs it is an unbiased estimate of |K - x y^T|^2 - |K|^2, K the kernel of the evolution operator.
-    Its minimum is minus the sum of squared singular values of K, at its leading singular functions; the constant
-    function counts. A single pair of very large inner product loses digits.
+    Its minimum is minus the sum of the d largest squared singular values of K, at their singular functions; the
+    constant function counts. A pair of very large inner product loses digits.
 
     Args:
         x: Features of the states, [n, d], n at least 2.

@@ -76,7 +76,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
     some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
     with np.errstate(all="ignore"):
         mean, deviation = np.abs(some.mean(0)), some.std(0)
-        # Columns that float32 rounds are left to `warn_narrowed`.
+        # Columns that float32 rounds are left to `dissociation._core.conversion.warn_narrowed`.
         lost = (deviation < eps**0.5 * mean) & (some == some.astype(dtype)).all(0)
     # A constant column, as the function 1 in a dictionary, has no variance to lose.
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
@@ -88,7 +88,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
 
 
 def warn_constant(x: Array, gram: Array) -> None:
-    """Warn if the kernel matrix `gram` [n, n] of states `x` [n, d] is constant or diagonal to rounding."""
+    """Warn if the kernel matrix `gram` [n, n] of states `x` [n, d] is nearly constant or diagonal."""
     # Either way the operator cannot be learned: all states look equal, or none has a neighbour.
     trace = float(jnp.trace(gram))
     about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]

@@ -99,10 +99,11 @@ def fit(
             pairs and no lower rank.
 
     Raises:
-        ValueError: If there are fewer than two pairs, or known data are not finite (the error names the row), or
-            their mean square is out of range. If the rank exceeds the number of features or samples, or the solver does not apply. If `alpha` is
-            zero and C_x or K is singular (the error names its rank), or K + alpha I is factored and not positive
-            definite. If the kernel's values are not a finite, symmetric [n, n] in range with a non-negative diagonal.
+        ValueError: If there are fewer than two pairs, known data are not finite (the error names the row), or their
+            mean square is out of range. If the rank exceeds the number of features or samples, or the solver does not
+            apply. If `alpha` is zero and C_x or K is singular (the error names its rank), or K + alpha I is factored
+            and not positive definite. If the kernel's values are not a finite, symmetric [n, n] in range with a
+            non-negative diagonal.
         TypeError: If the kernel does not return an array of real numbers.
 
     References:

@@ -60,9 +60,8 @@ def fit_generator(
         rank: Number of slowest eigenpairs, at most d.
         diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
             sigma^2 / (2 friction^2) for `datasets.overdamped_langevin`.
-        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `koopman.fit`, of
-            features scaled to one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove slow rates on few
-            samples.
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, of features scaled to
+            one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove slow rates on few samples.
         shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
             lose digits. Without alpha it cancels.
 

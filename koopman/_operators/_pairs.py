@@ -365,7 +365,7 @@ def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
 def merge_moments(first: Moments, second: Moments) -> Moments:
     """Return the joint moments of two sets of pairs.
 
-    About means, R of both is the factor of [R_1; R_2; sqrt(n_1 n_2 / n) (mean_1 - mean_2)] (Chan et al. 1983).
+    About means, R of both is the factor of [R_1; R_2; sqrt(n_1 n_2 / n) (mean_1 - mean_2)].
 
     Args:
         first: Moments of some pairs.

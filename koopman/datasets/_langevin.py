@@ -109,7 +109,7 @@ def langevin_spectrum(
 
     Args:
         potential: V, from a state [1] to its energy, written in jax.numpy.
-        domain: Ends (a, b), which reflect. States 36 kT above the minimum, outside the wells, are cut off.
+        domain: Ends (a, b), which reflect. States outside the wells, 36 kT above the minimum, are cut off.
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Lag of the operator, positive.
