@@ -1,4 +1,4 @@
-"""Models, arrays and tables in notebooks, also without JavaScript."""
+"""Models, arrays and tables in notebooks, which also work without JavaScript."""
 
 import base64
 import html
@@ -19,7 +19,7 @@ _HEIGHT = 112
 
 
 class Shown:
-    """Value of `show`: text without the contents of arrays, and for arrays of two or three axes an image."""
+    """Text without the contents of arrays, and for arrays of two or three axes an image."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -45,17 +45,17 @@ class Shown:
 
 
 def show(value: Any) -> Shown:
-    """Show a model or an array: an image or text, and treescope's view to open and to point at.
+    """Show a model or an array in a notebook, as text or an image with treescope's interactive view.
 
     Args:
-        value: A PyTree, for example a model. An array of two axes is an image, one of three axes is a row of images,
-            in grey from 0 to the largest value, or with negative values in red and blue about 0.
+        value: A PyTree, for example a model. An array of two axes is an image, one of three axes a row of images. The
+            scale is grey from 0 to the largest value, or with negative values red and blue about 0.
 
     Returns:
         An object that notebooks show and `print` writes.
 
     Raises:
-        ValueError: If an array has no element.
+        ValueError: If an array is empty.
 
     Example:
         >>> show(np.zeros((2, 28, 28), np.float32))
@@ -75,7 +75,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _image(array: np.ndarray) -> bytes:
-    """Return a PNG of one image or a row of several, each pixel enlarged to whole pixels."""
+    """Return a PNG of one image or a row of images, enlarged by an integer factor."""
     import matplotlib as mpl
     from matplotlib.image import imsave
 
@@ -95,7 +95,7 @@ def _image(array: np.ndarray) -> bytes:
 
 
 class Table:
-    """Value of `table`: rows that notebooks show as HTML and `print` writes in columns."""
+    """Table that notebooks show as HTML and `print` writes in columns."""
 
     def __init__(self, rows: Sequence[Sequence[str]]):
         self.rows = [[str(cell) for cell in row] for row in rows]
@@ -116,16 +116,16 @@ class Table:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table to show in a notebook, for example of a figure's `table(results)`.
+    """Return a table to show in a notebook.
 
     Args:
-        rows: Cells as text, rows of equal length, the names of the columns first.
+        rows: Cells as text, rows of equal length, starting with the names of the columns.
 
     Returns:
         An object that notebooks show and `print` writes.
 
     Raises:
-        ValueError: If there is no row, or rows differ in length.
+        ValueError: If there are no rows, or rows differ in length.
 
     Example:
         >>> table([["seed", "error"], ["0", "1.89 %"]])
