@@ -1,4 +1,4 @@
-"""Entries of JAX that may change without notice. No other module imports `jax._src` or `jax.extend`."""
+"""Entries of JAX that may change without notice. No other module imports them."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ ENTRIES = {
     "jex": ("jax.extend.core", None, "reading programs, for `neuron_groups`, rewrites and checkpoints"),
     "threefry2x32_p": ("jax.extend.random", "threefry2x32_p", "`keys.normal`"),
 }
-"""Module, attribute (None: the module itself) and the feature that needs it, by name."""
+"""Module, attribute (None: the module itself) and dependent feature, by name."""
 
 PARAMETERS = {
     "axes": "argmax argmin reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or",
@@ -35,11 +35,11 @@ PARAMETERS = {
     "window_dimensions window_strides": "reduce_window_sum reduce_window_max reduce_window_min",
     "y": "integer_pow",
 }
-"""Parameters of JAX's primitives that the rules of `neuron_groups` read, and the primitives."""
+"""Parameters of JAX's primitives that `neuron_groups` reads, and the primitives."""
 
 
 def parameters(equation: Any) -> dict[str, Any]:
-    """Return the parameters of an operation, or raise if this JAX lacks one that the rules read."""
+    """Return the parameters of an operation, or raise if this JAX lacks one."""
     name, params = equation.primitive.name, equation.params
     if name == "scan" and "ft_in" in params:  # as JAX 0.12 groups a loop's operands
         consts, carry, _ = params["ft_in"].unpack()

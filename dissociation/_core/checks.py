@@ -50,7 +50,7 @@ def that_differ(names: Sequence[str]) -> str:
 
 
 def is_traced(value: Any) -> bool:
-    """Return True if `value` is traced by a transformation, so that its numbers are unknown."""
+    """Return True if `value` is traced, so that its numbers are unknown."""
     return isinstance(value, Tracer)
 
 
@@ -124,7 +124,7 @@ def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
 
 
 def check_finite(name: str, array: ArrayLike) -> None:
-    """Raise unless every known entry of `array` is finite. The error names the first bad position."""
+    """Raise unless every known entry of `array` is finite."""
     if is_traced(array):
         return
     if isinstance(array, jax.Array) and array.devices().pop().platform != "cpu":
@@ -140,7 +140,7 @@ def check_finite(name: str, array: ArrayLike) -> None:
 
 
 def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
-    """Raise a `TypeError` that lists `arguments` unless `function` takes as many positional arguments."""
+    """Raise a `TypeError` unless `function` takes as many positional arguments as `arguments` lists."""
     with suppress(ValueError):  # a compiled function has no known signature
         signature = inspect.signature(function)
         try:
@@ -185,12 +185,13 @@ def check_same_length(first: str, length: int, second: str, other: int, meaning:
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
-    """Raise unless there is at least one value and all values differ."""
+    """Raise unless values are distinct, and at least one."""
     if not values or len(set(values)) != len(values):
         fail(name, "be different from each other, one at least", values)
 
 
 def check_seed(name: str, value: Any) -> None:
-    """Raise unless `value` is an integer from 0 to 2^32 - 1, which `jax.random.PRNGKey` distinguishes."""
+    """Raise unless `value` is an integer from 0 to 2^32 - 1."""
+    # `jax.random.PRNGKey` does not distinguish other integers.
     if not 0 <= check_count(name, value, maximum=None) < 2**32:
         fail(name, "lie from 0 to 4294967295", value)

@@ -1,4 +1,4 @@
-"""Convert values to arrays, keys and labels, or raise an error that names the argument."""
+"""Convert values to arrays, keys and labels, with errors that name the argument."""
 
 import functools
 import reprlib
@@ -26,7 +26,7 @@ def number_kind(dtype: Any) -> str:
 def as_array(
     name: str, value: Any, words: str = "numbers", *, bare: bool = False, may_be_empty: bool = False
 ) -> jax.Array | np.ndarray:
-    """Return a value as an array: arrays of JAX and NumPy unchanged, other values through NumPy or DLPack."""
+    """Return arrays of JAX and NumPy unchanged, other values converted through NumPy or DLPack."""
     wanted = f"be {words}" if bare else f"be an array of {words}"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_traced(value):
         array = value
@@ -53,7 +53,7 @@ def as_array(
 
 
 def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
-    """Return examples as JAX arrays, samples first: one array, or a dictionary or tuple of arrays."""
+    """Return JAX arrays, samples first: one array, or a dictionary or tuple of arrays."""
     words = "numbers [samples, ...]"
     arrays = jax.tree.map(
         lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
@@ -96,7 +96,7 @@ def _converted(name: str, value: Any, wanted: str) -> Any:
 
 
 def holds_arrays(value: Any) -> bool:
-    """Return True for a list of arrays, False for nested lists of numbers, which are one array."""
+    """Return True for a list of arrays, False for nested lists of numbers."""
     parts = (list, tuple, bool, int, float, complex, np.generic)
     return isinstance(value, (list, tuple)) and not all(isinstance(item, parts) for item in value)
 
@@ -130,7 +130,7 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
 
 
 def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
-    """Warn if JAX's floats drop digits by which known numbers of one column differ, or round integers."""
+    """Warn if JAX's floats drop digits in which known numbers of a column differ, or round integers."""
     kind, working = number_kind(array.dtype), jax.dtypes.canonicalize_dtype(float)
     narrow = {"int": working.itemsize // 2, "float": working.itemsize}.get(kind, np.inf)
     if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
@@ -179,7 +179,7 @@ def common_dtype(names: list[str], arrays: list[Any]) -> Any:
 
 
 def check_fits(name: str, array: Any, dtype: Any = None) -> None:
-    """Raise if integers are out of the range of `dtype`, by default JAX's dtype for them."""
+    """Raise if integers are out of the range of `dtype`, by default JAX's."""
     if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
         return
     kept = jax.dtypes.canonicalize_dtype(array.dtype) if dtype is None else dtype
@@ -194,7 +194,7 @@ def check_fits(name: str, array: Any, dtype: Any = None) -> None:
 
 
 def check_pixels(name: str, images: Any) -> None:
-    """Raise if images hold integers above 1, for example grey levels from 0 to 255."""
+    """Raise if images hold integers above 1, such as grey levels."""
     array = as_array(name, images)
     if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
         advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
@@ -209,7 +209,7 @@ def kind_words(numbers: frozenset[str]) -> str:
 
 
 def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
-    """Return a random key, typed or raw. With `stacked`, return one key per member; with None, accept both."""
+    """Return a random key, typed or raw, with `stacked` one per member, with None either."""
     wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
     wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
     if not isinstance(value, (jax.Array, np.ndarray)) and not is_traced(value):

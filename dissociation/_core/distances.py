@@ -11,7 +11,7 @@ NEAR = 2.0**-10
 
 
 def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """Return |x_i - x_j|^2 by one product, exactly zero for rows that coincide in rounding."""
+    """Return |x_i - x_j|^2, exactly zero for rows that coincide in rounding."""
     return squared_distances_with_size(x)[0]
 
 
@@ -53,7 +53,7 @@ def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
 def cosine_distances_with_size(
     x: Float[Array, "n p"], *, by_order: bool = False
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
-    """Return one minus the cosine of all pairs of rows, and the magnitudes whose rounding they carry."""
+    """Return one minus the cosines of rows, and the magnitudes whose rounding they carry."""
     x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))
     lengths = root(jnp.sum(x**2, 1, keepdims=True))
     none = lengths[:, 0] == 0
@@ -68,7 +68,7 @@ def cosine_distances_with_size(
 
 
 def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
-    """Return the median over pairs i < j, their mean if the median is 0, or 1 if both are."""
+    """Return the median over pairs i < j, else their mean, else 1, whichever is not zero first."""
     number = distances.shape[0]
     if number < 2:
         return jnp.ones((), distances.dtype)

@@ -1,4 +1,4 @@
-"""Write files atomically: to a scratch file beside the target, flushed to disk, and renamed."""
+"""Write files atomically: to a scratch file beside the target, then renamed."""
 
 import errno
 import glob
@@ -19,7 +19,7 @@ class RefusedFile(ValueError):
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason why a file of arrays could not be read, for the end of a sentence."""
+    """Return the reason why a file could not be read, for the end of a sentence."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, json.JSONDecodeError):
@@ -31,7 +31,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends. If the block raises, `path` stays unchanged."""
+    """Open a file that replaces `path` when the block ends without an error."""
     target = followed(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "It must be a file, got a folder", str(path))
@@ -62,7 +62,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def followed(path: str | os.PathLike[str]) -> Path:
-    """Return the target of a symbolic link, which may not exist, or any other path unchanged."""
+    """Return the target of a symbolic link, or any other path unchanged."""
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if os.path.islink(target):  # `realpath` returns a link only for a loop
         raise OSError(errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path))
@@ -71,7 +71,7 @@ def followed(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the path to operating-system errors that lack one, such as a full disk."""
+    """Add the path to operating-system errors that lack one."""
     try:
         yield
     except OSError as error:
@@ -87,7 +87,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _remove_scratches(target: Path) -> None:
-    """Remove the scratch files of killed writes of `target`, which have no lock."""
+    """Remove the scratch files of killed writes, which have no lock."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
         if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{target.name}")):
             with suppress(OSError), open(path, "ab", opener=_without_links) as file:
@@ -103,7 +103,7 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
 
 @contextmanager
 def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
-    """Lock `subject` for one process by the file `lock`, until the block or the process ends."""
+    """Lock `subject` by the file `lock` until the block or the process ends."""
     path = Path(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path, subject) as file:
@@ -134,5 +134,6 @@ def _lock_file(path: Path, subject: object) -> TextIO:
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a file, but not through a symbolic link, which could lead to a file of another owner."""
+    """Open a file, but not through a symbolic link."""
+    # Through a link, another file would be written or emptied.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

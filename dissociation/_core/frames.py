@@ -1,4 +1,4 @@
-"""Convert frames of pandas and arrays of xarray to trajectories, whose times an index or a name marks."""
+"""Convert frames of pandas and arrays of xarray to trajectories."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
 def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
-    """Return frames as arrays in order of time, one per run (a single one if `one`), and other values unchanged."""
+    """Return frames as arrays in order of time, one per run, and other values unchanged."""
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
     if not any(map(is_table, parts)):
@@ -53,7 +53,7 @@ def is_table(value: Any) -> bool:
 
 
 def _meaning(label: Any, values: Any = None) -> str:
-    """Return "time" or "run" if an axis is named so or has labels of such a dtype, else ""."""
+    """Return "time" or "run" if an axis's name or dtype says so, else ""."""
     if hasattr(values, "asi8"):  # dates, periods, spans of time
         return "time"
     name = re.sub(_UNITS, "", str(label).strip().lower())
@@ -106,7 +106,7 @@ def _numbers(name: str, table: Any) -> np.ndarray:
 
 
 def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, axis: str = "") -> None:
-    """Raise if columns of a frame, or later dimensions of an array, may hold runs or times."""
+    """Raise if columns, or later dimensions of an array, may hold runs or times."""
     own = _states(table)
     first, other = (known if known is not None else {}).setdefault(f"columns {axis}", (own, name))
     if own != first and set(own) == set(first):

@@ -16,7 +16,7 @@ from dissociation._core.types import PRNGKey, PRNGKeys
 
 
 def named_key(name: str) -> Key[Array, ""]:
-    """Return a key of JAX's default generator that depends on `name` alone and belongs to no seed below 2^32."""
+    """Return a key of JAX's default generator for `name`, which no seed below 2^32 gives."""
     words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u4").astype(np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32")
 
@@ -55,7 +55,7 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
 
 
 def _normal_of_bits(bits: Array) -> Array:
-    """Return standard normal numbers from random words, by the inverse of the distribution function."""
+    """Return standard normal numbers by the inverse of the distribution function."""
     # 23 bits as the fraction of a number in [1, 2), brought to (-1, 1).
     uniform = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1.0
     least = np.nextafter(np.float32(-1.0), np.float32(0.0))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Families = Mapping[str, Mapping[str, Sequence[str | int]]]
-"""Axes of arrays that differ in their last words: beginning of the names, then axis, then its words or numbers."""
+"""Axes of arrays that differ in their last words: beginning of names, axis, words."""
 
 _AXES, _REST = "axes", "labelled"
 _RESERVED = (_AXES, _REST, "file", "allow_pickle")
@@ -120,7 +120,7 @@ class Labelled:
         return label(arrays, dims, coords=coords, units=units, attrs=self.attrs)
 
     def _members(self, beginning: str, axes: Mapping[str, Sequence[str | int]]) -> dict[tuple[str | int, ...], str]:
-        """Return a family's arrays by the words of their names, none if they differ in dtype or axes."""
+        """Return a family's arrays by words, none if they differ in dtype or axes."""
         members = {
             words: name
             for words in itertools.product(*axes.values())
@@ -243,7 +243,7 @@ def label(
 def _told_apart(
     axes: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray], known: AbstractSet[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return axes renamed so that none occurs twice in an array or, except `known`, has several lengths."""
+    """Return axes renamed so that none occurs twice in an array, and unknown ones have one length."""
     once = {}
     for name, own in axes.items():
         earlier = [own[:i].count(axis) for i, axis in enumerate(own)]
@@ -277,7 +277,7 @@ def _on_host(name: str, value: Any) -> np.ndarray:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value after a round trip through JSON: tuples and arrays as lists, dataclasses as dictionaries."""
+    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=_plain))
 
 
@@ -289,7 +289,7 @@ def _plain(value: Any) -> Any:
 
 
 def save_npz(path: str | os.PathLike[str], labelled: Labelled, families: Families) -> None:
-    """Write arrays and coordinates to an `.npz` file, with JSON for the rest. Families are stacked on reading."""
+    """Write arrays and coordinates to an `.npz` file, with JSON for the rest."""
     rest = {
         "coords": list(labelled.coords), "units": labelled.units, "attrs": labelled.attrs, "families": as_json(families)
     }  # fmt: skip

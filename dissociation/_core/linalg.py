@@ -128,7 +128,7 @@ def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[A
 
 @partial(jax.jit, static_argnums=0)
 def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
-    """Return eigenvalues (1 if cut off), flags of kept eigenvalues, eigenvectors, and the power of the matrix."""
+    """Return eigenvalues (1 if cut off), flags of kept ones, eigenvectors, and the power."""
     matrix, undefined = finite_part(matrix)
     values, vectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
     kept = values > rtol * jnp.maximum(values[-1], 0.0)
@@ -173,10 +173,10 @@ def rank_cut(x: Float[Array, "n p"]) -> float:
 def singular_map(
     function: Callable[[Array, Array], Array], x: Float[Array, "n p"], parameter: Float[Array, "..."]
 ) -> Float[Array, "n p"]:
-    """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s.
+    """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s [k], in falling order.
 
-    `function` f(s, parameter) is hashable and acts entry by entry on singular values s [k] in falling order, up to
-    factors that are constant under small changes.
+    `function` f(s, parameter) is hashable and acts entry by entry, up to factors that are constant under small
+    changes.
     """
     return _singular(function, x, parameter)[0]
 

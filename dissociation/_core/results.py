@@ -1,4 +1,4 @@
-"""Results of measures and trainings, which print their numbers and convert to labelled arrays, tables and files."""
+"""Results of measures and trainings, which convert to labelled arrays, tables and files."""
 
 import dataclasses
 import types
@@ -117,7 +117,7 @@ def _front(over: Over) -> _Front:
 
 
 def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield arrays and static fields with their names, annotations (None for static fields) and units."""
+    """Yield arrays and static fields with names, annotations (None for static fields) and units."""
     if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
         return
     if isinstance(tree, str):
@@ -140,7 +140,7 @@ def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Ite
 
 
 def _record(tree: Any) -> dict[str, bool] | None:
-    """Return the fields of a named tuple or dataclass, with True for static ones, or None for other types."""
+    """Return the fields of a named tuple or dataclass, True for static ones, or None."""
     if hasattr(tree, "_fields"):
         return dict.fromkeys(tree._fields, False)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -149,7 +149,7 @@ def _record(tree: Any) -> dict[str, bool] | None:
 
 
 def _is_leaf(tree: Sequence[Any]) -> bool:
-    """Return True if a list is an array, which means a non-empty list of plain numbers."""
+    """Return True if a list is an array, a non-empty list of plain numbers."""
     return bool(tree) and all(isinstance(item, bool | int | float | complex | np.generic) for item in tree)
 
 
@@ -176,7 +176,7 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
 
 
 def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
-    """Return the names of an annotation's axes: before a variable number of axes, of these, and after them."""
+    """Return the names of an annotation's axes before, of and after a variable number of axes."""
     for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else [hint]:
         if not hasattr(kind, "index_variadic"):
             continue

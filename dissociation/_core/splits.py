@@ -4,7 +4,7 @@ import numpy as np
 
 
 def permutation(number: int) -> np.ndarray:
-    """Return a permutation [number] that is the same on every machine and with every NumPy version."""
+    """Return a permutation [number] that is the same everywhere."""
     # Raw words of a bit generator are stable across versions of NumPy; its `permutation` is not.
     return np.argsort(np.random.Philox(key=1).random_raw(number), kind="stable")
 

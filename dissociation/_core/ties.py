@@ -34,7 +34,7 @@ def snapped(values: Any, size: Any = None) -> Any:
 
 
 def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Float[Array, " number"]:
-    """Return ranks from 1. Numbers that are equal but for rounding share their mean rank."""
+    """Return ranks from 1, with mean ranks for ties."""
     values = jnp.asarray(values)
     order, first, _ = _sorted(jnp, values, size)
     number, kind = values.shape[0], values.dtype
@@ -47,7 +47,7 @@ def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Flo
 
 
 def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
-    """Return the rising order, and in this order flags of first members of ties, and the tied numbers."""
+    """Return the rising order, and in it flags of first members of ties, and tied numbers."""
     values = (values if xp is np else lax.stop_gradient(values)).reshape(-1)
     if size is None:
         size = xp.max(xp.where(xp.isfinite(values), abs(values), 0))

@@ -37,7 +37,7 @@ PRNGKeys = Key[Array, " members"] | UInt32[Array | np.ndarray, "members 2"]
 """Random keys, one per member."""
 
 OneHot = Annotated[Float[Array | np.ndarray, "n classes"], Labels(one_hot=True)]
-"""Labels given as integers or one-hot rows, passed to the function as one-hot rows."""
+"""Labels given as integers or one-hot rows, and converted to one-hot rows."""
 
 Classes = Annotated[Int[Array | np.ndarray, " n"], Labels(one_hot=False)]
-"""Labels given as integers or one-hot rows, passed to the function as integers."""
+"""Labels given as integers or one-hot rows, and converted to integers."""

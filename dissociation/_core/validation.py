@@ -47,10 +47,10 @@ def validated(
 def validated(
     function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
 ) -> Any:
-    """Decorate a function so that its arguments are converted and checked as its annotations describe.
+    """Decorate a function so that its arguments are converted and checked by its annotations.
 
-    Arrays named in `finite` are checked for NaN and infinity, unless they are traced. Arrays named in `empty` may be
-    empty, and those in `pixels` must not hold integers above 1.
+    Arrays in `finite` must be finite unless traced, those in `empty` may be empty, and those in `pixels` must not hold
+    integers above 1.
     """
     if function is None:
         return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
@@ -185,7 +185,7 @@ class _Rule:
         return any(kind.names or kind.variadic is not None for kind in self.arrays)
 
     def _is_number(self, value: Any) -> bool:
-        """Return True for scalars, and for any array of NumPy or JAX if the annotation has no axes."""
+        """Return True for scalars, and for arrays if the annotation has no axes."""
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) or is_traced(value):
             return value.ndim == 0 or not (self._has_axes or self.sequence)
         return isinstance(value, (bool, int, float, complex))
@@ -257,7 +257,7 @@ def _admitted(
     *,
     bare: bool = False,
 ) -> Any:
-    """Return an array of the first kind that fits its number of axes, at most `most` for nested lists."""
+    """Return an array of the first kind that fits, with at most `most` axes for nested lists."""
     array = as_array(name, value, words, bare=bare, may_be_empty=may_be_empty)
     if most is not None:
         refuse_nested(name, value, array, most)
@@ -311,7 +311,7 @@ def _members(hint: Any) -> Iterator[Any]:
 
 
 def _sorted_in(member: Any) -> tuple[str, Any]:
-    """Return the field of `_Rule` that a member of a union belongs to, and its entry there."""
+    """Return the field and entry of `_Rule` for a member of a union."""
     origin = typing.get_origin(member)
     if member is None or member is type(None):
         return "optional", True

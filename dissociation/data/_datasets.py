@@ -121,9 +121,9 @@ def load(
 
     Args:
         name: One of `NAMES`: "glyphs" (digits drawn by code), "mnist".
-        num_train: Number of training images, at least 1; default 10 000 glyphs or MNIST's 60 000. MNIST's leading
+        num_train: Training images, at least 1; default 10 000 glyphs or MNIST's 60 000. MNIST's leading
             images are taken.
-        num_test: Number of test images, at least 1; default 2 000 glyphs or MNIST's 10 000.
+        num_test: Test images, at least 1; default 2 000 glyphs or MNIST's 10 000.
         folder: Folder of MNIST's files, see `mnist_data`; ignored for glyphs.
         key: Random key of the glyphs, by default `named_key("glyphs")`; ignored for MNIST.
 

@@ -279,8 +279,8 @@ def glyph_data(
     reaches all other pixels. With at least 576 images the null space of the data is exactly the 208 border pixels.
 
     Args:
-        num_train: Number of training images, at least 1.
-        num_test: Number of test images, at least 1.
+        num_train: Training images, at least 1.
+        num_test: Test images, at least 1.
         key: Random key of labels and images.
         variation: Variation of the images, by default `Variation()`.
 

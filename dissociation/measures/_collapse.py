@@ -86,7 +86,7 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
     Args:
         features: Finite features Z, [samples, d].
         labels: Classes from 0, [samples].
-        num_classes: Number of classes C, some of which may have no samples.
+        num_classes: Classes C, some of which may have no samples.
         scatter: If True, the [d, d] matrix for `trace_ratio` is computed, at a cost of n d^2.
 
     Returns:
@@ -304,7 +304,7 @@ def _pinv_near(matrix: Array, inverse: Array) -> Array:
 
 
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
-    """Return class means about their mean, in `unit`, zero for absent classes; present classes; rounding of zero."""
+    """Return class means about their mean in `unit`, zero if absent, flags of present ones, and rounding."""
     means, present = _centred(moments, jnp.ones_like(moments.counts))
     means = means / moments.unit
     # A mean's rounding goes by what was summed: the distances of samples from one another.

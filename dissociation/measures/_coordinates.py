@@ -38,7 +38,7 @@ def normal_scores(points: Array) -> Array:
 
 
 def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Array]:
-    """Return points in coordinates in which the reference is white, and the log volume of the map."""
+    """Return points in coordinates in which the reference is white, and the log volume."""
     points = centre(points)
     reference = points if reference is None else centre(reference)
     number = points.shape[0]
@@ -71,7 +71,7 @@ def whiten(points: Points, num_components: int | None = None, *, rtol: float | N
 
     Args:
         points: Samples, [n, d].
-        num_components: Number of components, by default d.
+        num_components: Components, by default d.
         rtol: Fraction of the largest deviation below which components are zero; default sqrt(d times rounding), the
             resolution of a covariance (0.005 for 200 dimensions in float32).
 

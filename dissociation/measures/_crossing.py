@@ -46,10 +46,10 @@ class Slope(NamedTuple):
     Attributes:
         slope: Slope of the line.
         intercept: Log time at log 1.
-        spread: Standard deviation of log times about the line, 0 if all crossings lie on the line.
-        error: Standard error of the slope: from the curvature of the likelihood, times sqrt(k / (k - 2)) with k
-            crossings, as in least squares; NaN if the spread is 0.
-        low: Lower end of Student's interval of the slope with k - 2 degrees of freedom; NaN if the error is.
+        spread: Standard deviation of log times about the line, 0 if all crossings lie on it.
+        error: Standard error of the slope, from the curvature of the likelihood times sqrt(k / (k - 2)) with k
+            crossings; NaN if the spread is 0.
+        low: Lower end of Student's interval of the slope with k - 2 degrees of freedom.
         high: Upper end of the interval.
     """
 
@@ -101,9 +101,8 @@ def median_crossing(
 ) -> Median:
     """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval, on the host.
 
-    Outside the range of their log-log limits, the interval uses the probability 2^-n that all samples lie on one side
-    of their median. At level 0.9 fewer than four samples do not bound it from below, and fewer than five not from
-    above. Five do if all have crossed.
+    At level 0.9 fewer than four samples do not bound the interval from below, and fewer than five not from above. Five
+    do if all have crossed.
 
     Args:
         times: Crossing times; NaN for samples that had not crossed when their run ended.
@@ -129,6 +128,8 @@ def median_crossing(
     check_finite("end", end)
     ends = np.broadcast_to(np.asarray(end, float), times.shape)
     _check_ends(times, ends)
+    # Log-log limits do not exist before the first and after the last crossing. There the probability counts that all
+    # samples lie on one side of their median.
     one_side = 0.5**times.size
     bounded = one_side <= 1 - level
     if not crossed.any():
@@ -178,8 +179,8 @@ def log_slope(
 ) -> Slope:
     """Fit a line to log time against log `at`, by maximum likelihood with a normal spread, on the host.
 
-    Samples that did not cross count as "later than `end`" (Tobin's model of censored data). The result has spread 0 if
-    all crossings lie on one line, and no other sample should by this line have crossed before `end`.
+    Samples that did not cross count as "later than `end`" (Tobin's model of censored data). If all crossings lie on
+    one line that contradicts no other sample, the spread is 0.
 
     Args:
         times: Positive crossing times; NaN for samples that had not crossed.
@@ -231,7 +232,7 @@ def log_slope(
 
 
 def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the maximum of the likelihood in (slope, height, 1) / spread, and its inverse negative curvature."""
+    """Return the likelihood's maximum in (slope, height, 1) / spread, and its inverse negative curvature."""
     # Residuals in units of the spread are linear in these parameters, in which the likelihood is concave.
     rows = np.concatenate([-design, logs[:, None]], 1)
 

@@ -21,8 +21,8 @@ BANDWIDTHS = ("dimension", "median")
 """Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch.
 
 A median of zero is replaced by the mean, and a mean of zero by 1. For uncorrelated features of variance 1 the median
-is 2 d, so 5 / sqrt(2) equals the published sigma 5. At sigma = 1 kernels of different samples are near zero, and the
-measure is near its largest value for any features.
+is 2 d, so 5 / sqrt(2) equals the published sigma 5. At sigma = 1 the measure is near its largest value for any
+features.
 """
 
 
@@ -98,17 +98,16 @@ def information_plane(
     """Return nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
 
     nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}) with centred kernel matrices K and L of n samples. It counts
-    directions of sample space that both kernels span. Kernels that span most directions share them by chance, so the
-    result includes the mean over shuffled pairs. With a fixed bandwidth, shrinking features lower it although no
-    information is lost; with `bandwidth="median"` it does not depend on the scale.
+    directions of sample space that both kernels span, some by chance. With the published bandwidth, features that
+    shrink lower it although no information is lost; with "median" it does not depend on scale.
 
     Args:
         features: Features Z, [samples, d].
         inputs: Inputs X, [samples, p].
         labels: One-hot labels Y, [samples, classes], with the linear kernel, not centred.
         key: Random key that shuffles the rows of all three together.
-        batch_size: Number of samples n of a kernel matrix. The remainder of a pass is dropped.
-        num_passes: Number of passes.
+        batch_size: Samples n of a kernel matrix. The remainder of a pass is dropped.
+        num_passes: Passes.
         sigma: Width of the Gaussian kernels of Z and X.
         bandwidth: One of `BANDWIDTHS`.
         epsilon: Regularisation.

@@ -1,4 +1,4 @@
-"""Signed distances of features to class boundaries of a linear last layer, and the plane of two classes' weights."""
+"""Distances of features to class boundaries of a linear last layer, and the plane of two classes."""
 
 from typing import Any
 

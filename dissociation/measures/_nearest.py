@@ -1,4 +1,4 @@
-"""Entropy and mutual information of samples from the distances to their nearest neighbours."""
+"""Entropy and mutual information from the distances to nearest neighbours."""
 
 import math
 from functools import partial
@@ -34,8 +34,8 @@ class Estimate(Result):
     """Estimate in nats.
 
     `error` does not include bias. With "entropies", a strong relation is resolved only as far as it is linear between
-    normal scores or asinh coordinates. With "kraskov", strong relations and many dimensions are underestimated. A bias
-    that halving the samples does not change cannot be detected.
+    normal scores or asinh coordinates. With "kraskov", strong relations and many dimensions are underestimated.
+    Halving the samples does not detect every bias.
 
     `reliable` is False in these cases:
 
@@ -53,9 +53,8 @@ class Estimate(Result):
 
     Attributes:
         value: The estimate; NaN if it is not `reliable`.
-        error: Standard error for independent samples, from the spread of the samples' terms or, if larger, of the
-            estimates from up to 16 parts. For labels it has the first, and at least one sample's share of what labels
-            can hold.
+        error: Standard error for independent samples, from the samples' terms or, if larger, from up to 16 parts. For
+            labels it is from terms, and at least one sample's share of what labels can hold.
         reliable: True if no bias shows.
     """
 
@@ -74,7 +73,7 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
     Below 4 dimensions weights are equal.
 
     Args:
-        num_neighbours: Number of neighbours k.
+        num_neighbours: Neighbours k.
         dimension: Dimension d.
 
     Returns:
@@ -105,8 +104,8 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
 
     Args:
         points: Samples, [n, d].
-        num_neighbours: Number of neighbours k.
-        block: Number of samples compared at once.
+        num_neighbours: Neighbours k.
+        block: Samples compared at once.
 
     Returns:
         The entropy in nats.
@@ -142,18 +141,17 @@ def information(
     """Return the mutual information I(X; Z) of paired samples.
 
     Units, and increasing maps of a coordinate, affect at most a strong relation. An invertible relation has infinite
-    information: add a little noise to one side, and compare with shuffled pairs. The estimate is not meant for
-    coordinates with few values, see `label_information`. Its derivatives are zero, see `smoothed_information`.
+    information: add a little noise to one side, and compare with shuffled pairs. Coordinates with few values need
+    `label_information`. Derivatives are zero, see `smoothed_information`.
 
     Args:
         x: Samples, [n, p].
         z: Samples, [n, d], converted to the dtype of x.
-        estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator with the larger of
-            the two Euclidean distances, which has a smaller error in few dimensions and a bias in more. It computes
-            both.
-        num_neighbours: Number of neighbours k. With 10 or 20 in place of 5, an information of 4 + 4 dimensions has an
-            error smaller by a third or a half.
-        block: Number of samples compared at once.
+        estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator with the larger
+            Euclidean distance, which has a smaller error in few dimensions and a bias in more. It computes both.
+        num_neighbours: Neighbours k. With 10 or 20 in place of 5, an information of 4 + 4 dimensions has an error
+            smaller by a third or a half.
+        block: Samples compared at once.
 
     Returns:
         The information in nats.
@@ -195,7 +193,7 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
 
 
 def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
-    """Return each side whitened, both together whitened, and the log determinant of the latter map."""
+    """Return each side whitened, both whitened together, and the latter's log determinant."""
     x, z = (whitened(part)[0] for part in jnp.split(both, [split], 1))
     return x, z, *whitened(jnp.concatenate([x, z], 1))
 
@@ -232,11 +230,11 @@ def label_information(
         z: Samples, [n, d].
         labels: Classes from 0, [n]. Every class that occurs needs more than `num_neighbours` samples. Traced labels
             that are out of range, or of too small a class, give NaN and `reliable` False.
-        num_classes: Number of classes C.
+        num_classes: Classes C.
         estimator: "entropies" for H(Z) - sum_c (n_c / n) H(Z | c), or "kraskov" for the variant for one discrete
             variable.
-        num_neighbours: Number of neighbours k.
-        block: Number of samples compared at once.
+        num_neighbours: Neighbours k.
+        block: Samples compared at once.
 
     Returns:
         The information in nats, at most the entropy H(Y) of the labels, which separated classes reach. An estimate

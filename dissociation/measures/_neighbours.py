@@ -1,4 +1,4 @@
-"""Distances to the nearest neighbours, of all samples and within interleaved parts, in one search."""
+"""Distances to the nearest neighbours, of all samples and within interleaved parts."""
 
 import math
 from collections.abc import Callable
@@ -58,8 +58,7 @@ def smallest(
     distance: Callable[[Array, Array], Array],
     groups: int = 1,
 ) -> Array:
-    """Return every point's `count` smallest distances to others of its label, infinite if missing: [levels, n, count].
-    """
+    """Return the points' `count` smallest distances to others of their label, or infinity: [levels, n, count]."""
     number = points.shape[0]
     longest = -(-number // groups)
     blocks = -(-longest // check_count("block", block, minimum=1))
@@ -90,13 +89,13 @@ def smallest(
 
 
 def _by_group(number: int, groups: int, width: int) -> np.ndarray:
-    """Return the samples of groups i % groups, even groups first, each filled up to `width` with `number`."""
+    """Return samples by groups i % groups, even ones first, filled up to `width` with `number`."""
     first = np.concatenate([np.arange(groups)[half::2] for half in range(2)])
     return np.minimum(first[:, None] + groups * np.arange(width)[None], number).reshape(-1)
 
 
 def _least(values: Array, count: int) -> Array:
-    """Return the `count` smallest of every row, rising. Rows are as long as a multiple of `_MULTIPLE`."""
+    """Return the `count` smallest of rows, whose length is a multiple of `_MULTIPLE`, rising."""
     rows, columns = values.shape
     length = min(1 << int(math.log2(max(columns / count, 1)) / 2), _MULTIPLE)
     if columns // length > count:
@@ -117,7 +116,7 @@ def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: in
 
 
 def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
-    """Return the numbers of others strictly within a squared radius of every point, [levels, n]."""
+    """Return the numbers of others strictly within a squared radius, [levels, n]."""
     index = jnp.arange(points.shape[0])
     rounding = 8 * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))
     # One point usually lies at the radius, where its distance may be rounded otherwise than here.

@@ -21,10 +21,7 @@ from dissociation.measures._softmax_solver import (
 )
 
 FOLDS = ("stratified", "contiguous")
-"""Folds with every class evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`.
-
-With contiguous folds and rows sorted by class, training parts lack the classes of their test parts.
-"""
+"""Folds with classes evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`."""
 
 
 @validated
@@ -46,27 +43,25 @@ def crossval_softmax_predict(
 
         minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
 
-    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r
-    on the *mean* loss of m training samples. Larger values suit noisy labels and fewer samples than features. Much
-    smaller ones are slow on separable data, whose minimum moves towards infinity.
+    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes). Larger values suit noisy
+    labels and fewer samples than features.
 
     Args:
         x: Features, which `jax.vmap` or `eqx.filter_vmap` may map over members.
         y: One-hot labels.
-        num_splits: Number of folds, from 2 to n.
+        num_splits: Folds, from 2 to n.
         ridge: Positive penalty on the weights; traced. The intercept is not penalised.
         folds: "stratified" for every class evenly distributed, or "contiguous" for blocks of rows.
         key: Random key that shuffles samples before they are distributed. Results keep the given order.
-        num_samples: Number of leading samples in use, at the cost of all n; traced, so all values share one
-            compilation. Later rows of the result are zero.
-        tol: Bound of the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum; default 1e-5 in float32
-            and 1e-9 in float64. Errors of probabilities are proportional to its square root.
+        num_samples: Leading samples in use, at the cost of all n; traced, so all values share one compilation. Later
+            rows of the result are zero.
+        tol: Bound of the `gap` of `SoftmaxFit`; default 1e-5 in float32 and 1e-9 in float64. Errors of probabilities
+            are proportional to its square root.
         max_steps: Largest number of solver steps.
 
     Returns:
         Probabilities in [0, 1] that sum to one in each row, from the fold without the sample. Rows of a fold that did
-        not converge are NaN, with a `RuntimeWarning` unless the call is traced. Their `argmax` is 0, so test for NaN
-        before computing an accuracy.
+        not converge are NaN (with `argmax` 0), with a `RuntimeWarning` unless the call is traced.
 
     Raises:
         ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or there are too few
@@ -113,11 +108,11 @@ def crossval_softmax_fit(
     Args:
         x: Features.
         y: One-hot labels.
-        num_splits: Number of folds.
+        num_splits: Folds.
         ridge: Penalty on the weights, see `crossval_softmax_predict`.
         folds: "stratified" or "contiguous".
         key: Random key that shuffles samples before they are distributed.
-        num_samples: Number of leading samples in use.
+        num_samples: Leading samples in use.
         tol: The `gap` at which a fold stops.
         max_steps: Largest number of solver steps.
 
@@ -136,6 +131,7 @@ def crossval_softmax_fit(
 def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
+    # Without a penalty the minimum of separable data is at infinity, and the solver is slow near it.
     check_positive("ridge", ridge)
     if tol is None:
         tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
@@ -160,27 +156,26 @@ def crossval_gradient_predict(
     """Return held-out class probabilities of a softmax probe after a fixed number of gradient steps.
 
     Weights start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. Steps
-    below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], with m_f training samples. The
-    default 1 / L follows the scale of the features. To compare representations at one learning rate, pass their
-    smallest 1 / L.
+    below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], with m_f training samples. To
+    compare representations at one learning rate, pass their smallest 1 / L.
 
     Args:
         x: Features, which are not standardised.
         y: One-hot labels.
-        num_splits: Number of folds, as in `crossval_softmax_predict`.
-        num_steps: Number of steps; traced.
-        step_size: Step in units of the mean loss, shared by the folds; traced; default 1 / L of each fold. Above 2 / L
-            of all samples it warns, unless the call is traced.
+        num_splits: Folds, from 2 to n.
+        num_steps: Steps; traced.
+        step_size: Step of all folds, in units of the mean loss; traced; default 1 / L of each fold. Above 2 / L of all
+            samples it warns, unless the call is traced.
         folds: "stratified" or "contiguous".
         key: Random key that shuffles samples before they are distributed.
-        num_samples: Number of leading samples in use; later rows of the result are zero.
+        num_samples: Leading samples in use; later rows of the result are zero.
 
     Returns:
         Probabilities in [0, 1] that sum to one in each row, from the fold without the sample.
 
     Raises:
-        ValueError: If shapes disagree, `y` is not one-hot, or there are too few samples for the folds.
-        TypeError: If `num_splits` is not a Python integer.
+        ValueError: As `crossval_softmax_predict`.
+        TypeError: As `crossval_softmax_predict`.
 
     References:
         Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
@@ -224,6 +219,7 @@ def _prepare(
         fail("y", "have at least 2 classes", f"shape {y.shape}", "Pass one-hot labels")
     check_choice("folds", folds, FOLDS)
     check_count("num_splits", num_splits, minimum=2)
+    # With contiguous folds of sorted rows, training parts lack the classes of their test parts.
     if num_splits > size:
         fail("num_splits", f"be at most the number of samples ({size})", num_splits)
     if num_samples is None:

@@ -105,12 +105,12 @@ def parameter_noise_error(
     """Return the error rate of the model with parameters p replaced by `p + scale * noise`, for every scale.
 
     Args:
-        model: Function from one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
+        model: Function from one image to logits, as in `input_noise_error`.
         images: Images, [samples, ...].
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Non-negative noise scales in units of the parameters, [scales].
         noise: A PyTree like `model` with a draw, or None, per parameter, from `rewrites.parameter_noise`.
-        scales_per_batch: Number of scales evaluated at once; None takes all.
+        scales_per_batch: Scales evaluated at once; None for all.
 
     Returns:
         Error rates as in `input_noise_error`.

@@ -29,10 +29,9 @@ class SmoothedInformation(Result):
     Attributes:
         zx: I(T; X), from 0 to log n; a bound with the methods "upper" and "lower".
         zy: I(T; Y), from 0 to H(Y); an estimate with every method.
-        zx_given_y: I(T; X | Y) = zx - zy, an average over classes, and a bound if zx is one.
-        saturated: True if the values are NaN, because zx is within 1 % of log n (every sample is a cluster of its
-            own), or rounding of the features exceeds the noise (in float32 features from about 1000 times the noise;
-            use x64, or standardise).
+        zx_given_y: I(T; X | Y) = zx - zy, a bound if zx is one.
+        saturated: True if the values are NaN, because zx is within 1 % of log n, or rounding of the features exceeds
+            the noise (in float32 for features from about 1000 times the noise; use x64, or standardise).
     """
 
     zx: Float[Array, ""]
@@ -80,7 +79,7 @@ def smoothed_information(
 
         I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X) - I(T; Y).
 
-    Without noise, I(X; Z) of a deterministic network is infinite for continuous X, and log n for n samples.
+    Without noise, I(X; Z) of a deterministic network is infinite, or log n for n samples.
 
     Args:
         features: Features Z of distinct samples, [samples, d].
@@ -88,8 +87,8 @@ def smoothed_information(
         noise: Standard deviation s of the noise, in the units of the features.
         method: "monte_carlo" for draws from the mixture, "upper" or "lower" for bounds from distances of pairs.
         key: Random key of the noise of "monte_carlo".
-        num_draws: Number of draws of the noise per sample.
-        block: Number of samples compared at once with all others.
+        num_draws: Draws of the noise per sample.
+        block: Samples compared at once with all others.
 
     Returns:
         The three informations, in nats.

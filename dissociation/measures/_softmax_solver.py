@@ -1,4 +1,4 @@
-"""Solvers of the softmax probes: the regressions of all folds over shared data, by L-BFGS or gradient steps."""
+"""Solvers of the softmax probes of all folds, by L-BFGS or gradient steps."""
 
 from typing import NamedTuple
 

@@ -35,22 +35,22 @@ def transfer_errors(
 ) -> Float[Array, " budgets"]:
     """Return the cross-validated error of a probe on int(p n) samples, for every fraction p.
 
-    Each budget contains all smaller ones. Under `jax.jit` all budgets are one compilation. They are grouped by size
-    into `num_buckets` solvers, whose arrays are as long as the group's largest budget.
+    Each budget contains all smaller ones. Budgets are grouped by size into `num_buckets` solvers, which `jax.jit`
+    compiles together.
 
     Args:
         features: Representation of the samples.
         labels: Classes [n], or one-hot [n, classes].
-        key: Random key of the order in which budgets take samples, the same for representations to be compared. None
-            takes rows in the given order, which is wrong if they are sorted.
+        key: Random key of the order of samples, the same for representations to be compared. None keeps the order of
+            rows, which is wrong if they are sorted.
         fractions: Budgets as fractions of n in (0, 1], in any order.
-        num_splits: Number of folds of the cross-validation.
+        num_splits: Folds of the cross-validation.
         folds: Distribution of samples over folds, "stratified" or "contiguous".
         probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
         ridge: Penalty of the converged probe.
-        num_steps: Number of steps of the gradient probe.
+        num_steps: Steps of the gradient probe.
         step_size: Step of the gradient probe; default follows the features' curvature.
-        num_buckets: Number of solvers. More compile longer and cost less.
+        num_buckets: Solvers of different lengths. More compile longer and cost less.
 
     Returns:
         1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold that did not converge, with a

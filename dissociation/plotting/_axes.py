@@ -51,7 +51,7 @@ def house_style() -> Iterator[None]:
 
 
 class Summary(NamedTuple):
-    """Mean, standard deviation and number of finite members, see `summarise`."""
+    """Mean, standard deviation and number of finite members."""
 
     mean: Float[np.ndarray, "..."]
     deviation: Float[np.ndarray, "..."]
@@ -71,8 +71,8 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
         values: Numbers, [members, ...].
 
     Returns:
-        Three float64 arrays without the first axis: the mean (NaN without finite members), the sample standard
-        deviation with divisor n - 1 (NaN for fewer than two), and the number.
+        Float64 arrays without the first axis: mean (NaN without finite members), sample standard deviation with
+        divisor n - 1 (NaN for fewer than two), and number.
 
     Example:
         >>> mean, deviation, count = summarise(np.array([1.0, 3.0, np.nan]))
@@ -110,14 +110,14 @@ def band(
     within: tuple[float | int, float | int] = (-np.inf, np.inf),
     **line: Any,
 ) -> None:
-    """Draw the mean over members with Student's interval as a band, or with a thin line for each of few members.
+    """Draw the mean over members with Student's interval as a band, or with thin lines for few members.
 
     Args:
         axes: Axes to draw on.
         x: Positions, [points].
         curves: Curves, [members, points]. Non-finite members are omitted per point.
-        label: Name of the line in the legend.
-        within: Limits of the band: the range of the quantity, or the lowest value on a logarithmic axis.
+        label: Name in the legend.
+        within: Limits of the band: the quantity's range, or the lowest value on a logarithmic axis.
         line: Options of `Axes.plot`, for example `look(i)`.
     """
     checks.check_same_length("x", len(x), "curves", curves.shape[1], "points")
@@ -134,7 +134,7 @@ def band(
 
 
 def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
-    """Return a sentence for captions on how `band` draws these curves.
+    """Return a caption's sentence on how `band` draws these curves.
 
     Example:
         >>> drawn_as(np.zeros((4, 9)))
@@ -161,7 +161,7 @@ def differences(
     names: Mapping[str, str],
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Draw each variant less the first one, paired by members, and name variants that hardly differ from it.
+    """Draw each variant less the first, paired by members, and name variants that hardly differ from it.
 
     Args:
         axes: Axes to draw on.
@@ -176,6 +176,7 @@ def differences(
     for name, values in paired.items():
         band(axes, x, values, label=names[name], **looks[name])
     sizes = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in paired.items()}
+    # Curves near zero would coincide with the axis.
     flat = [name for name in others if sizes[name] <= 0.05 * max(sizes.values())]
     if flat:
         most = max(sizes[name] for name in flat)
@@ -187,7 +188,7 @@ def differences(
 
 
 def look(index: int) -> dict[str, Any]:
-    """Return the colour, dashes and sparse markers of curve number `index`."""
+    """Return the colour, dashes and sparse markers of curve `index`."""
     kind = index % len(MARKERS)
     marks: dict[str, Any] = {"marker": MARKERS[kind], "markevery": (0.02 + 0.03 * kind, 0.25), "markersize": 2.2}
     return {"color": color(index), "linestyle": DASHES[kind], **marks}
@@ -199,7 +200,7 @@ def _colors() -> list[str]:
 
 
 def color(index: int) -> str:
-    """Return the house style's colour of curve number `index`."""
+    """Return the house style's colour of curve `index`."""
     # "C0" would depend on the style at the time when the figure is shown.
     return _colors()[index % len(_colors())]
 
@@ -227,7 +228,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def letter(*panels: Axes) -> None:
-    """Write a, b, c, ... in bold at the upper left corners of the panels."""
+    """Write a, b, c, ... in bold at the panels' upper left corners."""
     for mark, panel in zip("abcdefghijklmnopqrstuvwxyz", panels, strict=False):
         place = {"xycoords": "axes fraction", "xytext": (-3, 3), "textcoords": "offset points"}
         panel.annotate(mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place)
@@ -241,7 +242,7 @@ def heat(
     Args:
         axes: Axes to draw on.
         values: Numbers; those below 0 are darkest.
-        shown: Texts to write on the map, one per number.
+        shown: Texts to write on the map.
     """
     image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     for row, texts in enumerate(shown or ()):
@@ -253,7 +254,7 @@ def heat(
 
 
 def save_figure(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
-    """Write `<stem>.pdf` and `<stem>.png` atomically in the figure's size, and return both paths."""
+    """Write `<stem>.pdf` and `<stem>.png` atomically, and return both paths."""
     target = Path(stem)
     paths = [target.with_name(target.name + suffix) for suffix in (".pdf", ".png")]
     with house_style():

@@ -35,6 +35,7 @@ class Shown:
         if self.png is None:
             still = f"<pre>{html.escape(self.text)}</pre>"
         else:
+            # treescope needs JavaScript, so a still image or text comes first.
             encoded = base64.b64encode(self.png).decode()
             still = (
                 f'<img alt="{html.escape(self.text)}" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
@@ -45,11 +46,11 @@ class Shown:
 
 
 def show(value: Any) -> Shown:
-    """Show a model or an array in a notebook, as text or an image with treescope's interactive view.
+    """Show a model or an array in a notebook, as text or image with treescope's interactive view.
 
     Args:
-        value: A PyTree, for example a model. An array of two axes is an image, one of three axes a row of images. The
-            scale is grey from 0 to the largest value, or with negative values red and blue about 0.
+        value: A PyTree. An array of two axes is an image, one of three axes a row of images, in grey from 0 to the
+            largest value, or with negative values in red and blue about 0.
 
     Returns:
         An object that notebooks show and `print` writes.
@@ -119,7 +120,7 @@ def table(rows: Sequence[Sequence[str]]) -> Table:
     """Return a table to show in a notebook.
 
     Args:
-        rows: Cells as text, rows of equal length, starting with the names of the columns.
+        rows: Cells as text, in rows of equal length, names of columns first.
 
     Returns:
         An object that notebooks show and `print` writes.

@@ -1,4 +1,4 @@
-"""Read representations of layers and members: what the axes of arrays mean, and which widths go together."""
+"""Read representations of layers and members, and stack those of equal width."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from dissociation.models._representations import Layers
 from dissociation.similarity._base import in_common_dtype, real_numbers, refuse_vanishing
 
 POSITIONS = ("samples", "neurons")
-"""Positions (pixels, tokens, steps) of a sample as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+"""Positions (pixels, tokens, steps) as samples, [n h w, c], or as neurons, [n, h w c]."""
 
 CHANNELS = ("last", "first")
-"""Where the axis of channels lies among a sample's axes."""
+"""Place of the channel axis among a sample's axes."""
 
 Representations = Mapping[str, Any] | Sequence[Any] | Array | np.ndarray
 
@@ -26,7 +26,7 @@ class Items(NamedTuple):
 
     labels: list[tuple[str, int]]
     arrays: list[Array]  # [items, n, p], one per width
-    places: list[list[int]]  # of their items among the labels
+    places: list[list[int]]  # indices of items among the labels
     each: int = 1  # rows of one sample
     name: str = ""
     single: bool = False  # one array of one network
@@ -49,7 +49,7 @@ def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
 
 
 def as_items(name: str, given: Any, *, members: bool | None, positions: str | None, channels: str | None) -> Items:
-    """Return representations with their labels, equal widths stacked."""
+    """Return representations with their labels, stacked by width."""
     named = _named(name, given)
     if not named:
         fail(name, "hold at least one representation", "none")
@@ -95,7 +95,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
 
 
 def _arranged(name: str, array: Any, rank: int, positions: str | None, channels: str | None) -> tuple[Any, tuple]:
-    """Return an array whose samples have `rank` axes as [members, n, p], and the sizes of its positions."""
+    """Return an array as [members, n, p], and the sizes of its positions."""
     lead, shape = array.shape[:2], array.shape[2:]
     if array.ndim != 2 + rank or rank < 0:
         wanted = "have axes [n, p] or [members, n, p], or those of positions in place of p"
