@@ -68,7 +68,7 @@ def cosine_distances_with_size(
 
 
 def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
-    """Return the median over pairs i < j, else their mean, else 1, whichever is not zero first."""
+    """Return the median over pairs i < j, the mean if the median is 0, or 1."""
     number = distances.shape[0]
     if number < 2:
         return jnp.ones((), distances.dtype)

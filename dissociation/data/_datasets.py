@@ -20,8 +20,8 @@ from dissociation.data._mnist import mnist_data
 class Dataset(eqx.Module):
     """Labelled images for training and testing, checked when the dataset is made.
 
-    Images are flat, [n, d]. Labels are integers [n] or one-hot rows [n, classes], and are stored one-hot. Integer
-    labels define classes up to the largest label of both splits. Pass one-hot rows if further classes exist.
+    Images are flat, [n, d]. Labels are integers [n] or one-hot rows [n, classes], and are stored one-hot. Integers
+    define classes up to the largest of both splits; pass one-hot rows if there are more.
 
     Attributes:
         name: Source of the images, which results carry.
@@ -100,8 +100,7 @@ SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
 }
 """Description and loader of each dataset that `load`, figures and command lines accept.
 
-A loader takes the numbers of training and test images (None: its defaults), folder and key. It returns training images
-and labels, test images and labels.
+A loader takes the numbers of training and test images (None: defaults), folder and key, and returns both splits.
 """
 
 NAMES = tuple(SOURCES)

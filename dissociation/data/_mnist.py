@@ -92,14 +92,12 @@ def cache_folder() -> Path:
 
 @validated
 def parse_idx(contents: bytes, *, source: str = "the file") -> UInt8[np.ndarray, "..."]:
-    """Parse an IDX file of unsigned bytes.
-
-    The header is two zero bytes, a type code (8: unsigned byte), the number of axes, and the length of each axis as a
-    big-endian 32-bit integer.
-    """
+    """Parse an IDX file of unsigned bytes."""
     if len(contents) < 4 or contents[:3] != b"\x00\x00\x08":
         wanted = "the magic number 00 00 08 (IDX, unsigned bytes)"
         raise ValueError(f"{source} must begin with {wanted}, got {contents[:4].hex(' ') or 'nothing'}.")
+    # The header is two zero bytes, a type code (8: unsigned byte), the number of axes, and the length of each axis as
+    # a big-endian 32-bit integer.
     num_axes = contents[3]
     offset = 4 + 4 * num_axes
     if len(contents) < offset:

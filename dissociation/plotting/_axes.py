@@ -34,7 +34,7 @@ DASHES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (2, 1)), (
 
 
 def style_path() -> Path:
-    """Return the path of `style.mplstyle`, in the installed package or at the top of a checkout."""
+    """Return the path of `style.mplstyle`, in the installed package or a checkout."""
     package = Path(__file__).parents[1]
     candidates = (package / "style.mplstyle", package.parent / "style.mplstyle")
     style = next((path for path in candidates if path.is_file()), None)
@@ -45,7 +45,8 @@ def style_path() -> Path:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Apply the house style inside the block, and restore matplotlib's settings after it."""
+    """Apply the house style inside the block, and restore matplotlib's settings."""
+    # A style that is set globally would change the user's own figures.
     with mpl.rc_context(), plt.style.context(str(style_path())):
         yield
 
@@ -58,7 +59,7 @@ class Summary(NamedTuple):
     finite: Int[np.ndarray, "..."]
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return both ends of Student's interval of the mean at `LEVEL`, NaN for fewer than two members."""
+        """Return both ends of Student's interval at `LEVEL`, NaN for fewer than two members."""
         quantile = stdtrit(np.maximum(self.finite - 1, 1), 0.5 + 0.5 * LEVEL)
         half = quantile * self.deviation / np.sqrt(np.maximum(self.finite, 1))
         return self.mean - half, self.mean + half
@@ -81,6 +82,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
     """
     values = np.asarray(values, float)
     finite = np.isfinite(values)
+    # A diverged member is left out, and its NaN does not spread to the mean.
     count = finite.sum(0)
     mean = np.where(count > 0, np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1), np.nan)
     squares = (np.where(finite, values - mean, 0.0) ** 2).sum(0)
@@ -88,7 +90,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
-    """Return True if an interval of the mean would mislead, so that every member is drawn."""
+    """Return True if every member is drawn, because an interval would mislead."""
     curves = np.asarray(curves, float).reshape(len(curves), -1)
     curves = curves[np.isfinite(curves).any(1)]
     if len(curves) < FEW:
@@ -184,11 +186,13 @@ def differences(
         said = f"{words}:\n{f'at most {most:.1g}' if most else 'no difference'}"
         axes.text(0.98, 1.0, said, transform=axes.transAxes, ha="right", va="top", fontsize="small")
         low, high = axes.get_ylim()
+        # The text needs room above the curves.
         axes.set_ylim(low, high + 0.25 * (high - low))
 
 
 def look(index: int) -> dict[str, Any]:
     """Return the colour, dashes and sparse markers of curve `index`."""
+    # Offsets keep markers of neighbouring curves apart.
     kind = index % len(MARKERS)
     marks: dict[str, Any] = {"marker": MARKERS[kind], "markevery": (0.02 + 0.03 * kind, 0.25), "markersize": 2.2}
     return {"color": color(index), "linestyle": DASHES[kind], **marks}
@@ -206,7 +210,7 @@ def color(index: int) -> str:
 
 
 def log_height(axes: Axes) -> None:
-    """Make the vertical axis logarithmic after drawing, with plain numbers if it spans few decades."""
+    """Make the vertical axis logarithmic after drawing, with plain numbers over few decades."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high > 200 * low:

@@ -1,4 +1,4 @@
-"""Models, arrays and tables in notebooks, which also work without JavaScript."""
+"""Models, arrays and tables in notebooks."""
 
 import base64
 import html
@@ -19,7 +19,7 @@ _HEIGHT = 112
 
 
 class Shown:
-    """Text without the contents of arrays, and for arrays of two or three axes an image."""
+    """Text without the contents of arrays, and an image of arrays with two or three axes."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -30,6 +30,7 @@ class Shown:
         return self.text
 
     def _repr_html_(self) -> str:
+        # Imported late, because figures do not need it.
         import treescope
 
         if self.png is None:
@@ -76,7 +77,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _image(array: np.ndarray) -> bytes:
-    """Return a PNG of one image or a row of images, enlarged by an integer factor."""
+    """Return a PNG of one image or a row of images."""
     import matplotlib as mpl
     from matplotlib.image import imsave
 
@@ -88,7 +89,9 @@ def _image(array: np.ndarray) -> bytes:
         colours = mpl.colormaps["RdBu_r"](0.5 + 0.5 * row / largest)
     else:
         colours = mpl.colormaps["gray"](row / largest)
+    # NaN marks the gaps between images.
     colours[np.isnan(row)] = 1.0
+    # An integer factor keeps pixels sharp.
     times = max(1, _HEIGHT // len(row))
     buffer = io.BytesIO()
     imsave(buffer, np.kron(colours, np.ones((times, times, 1))), format="png")
@@ -120,7 +123,7 @@ def table(rows: Sequence[Sequence[str]]) -> Table:
     """Return a table to show in a notebook.
 
     Args:
-        rows: Cells as text, in rows of equal length, names of columns first.
+        rows: Text cells in rows of equal length, names of columns first.
 
     Returns:
         An object that notebooks show and `print` writes.

@@ -167,6 +167,7 @@ def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, mi
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
     value = prepared_and_compared(cheapest(routes, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
+    # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):
             refuse_constant(name, array)
@@ -189,6 +190,7 @@ def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:
 
 def in_common_dtype(*arrays: Any) -> list[Array]:
     """Return JAX arrays in their widest dtype, at least float32."""
+    # Half precisions would lose what solvers and rank cuts need.
     arrays = tuple(jnp.asarray(array) for array in arrays)
     kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
     return [array.astype(kind) for array in arrays]
@@ -235,6 +237,7 @@ def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
 def centred(x: Array) -> tuple[Array, Array]:
     """Return centred columns over a power of two near their largest entry, and that power."""
     first = scale_of(jnp.max(jnp.abs(x)))
+    # Scaled again after centring, because an offset may exceed the spread by far.
     x = centre(x / first)
     second = scale_of(jnp.max(jnp.abs(x)))
     return x / second, first * second

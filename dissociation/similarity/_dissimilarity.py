@@ -258,6 +258,7 @@ def crossnobis_rdm(
 
 @jax.jit
 def _crossed(a: Array, b: Array) -> Array:
+    # Errors of independent measurements do not add up in products, so these distances are unbiased.
     a, b = centre(a), centre(b)
     inner_products = product(a, b.T)
     own = jnp.diagonal(inner_products)

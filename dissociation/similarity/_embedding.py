@@ -92,6 +92,7 @@ def smacof(
     """
     table, unit, count = _checked(distances, num_dims)
     limit, starts = check_count("max_steps", max_steps, minimum=1), check_count("num_starts", num_starts, minimum=1)
+    # Stress has local minima. The classical solution is a good start, and random ones may find a better minimum.
     first = _classical(table, count).points[None]
     if key is not None:
         scale = jnp.sqrt(jnp.mean(table**2))
@@ -117,6 +118,7 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array
         if known.min() < 0 or np.abs(known - known.T).max() > slack or np.abs(np.diagonal(known)).max() > slack:
             fail("distances", "be symmetric, non-negative and zero on the diagonal", "others")
     table = jnp.asarray(distances)
+    # Squares of distances may leave the dtype.
     table, unit = scaled(0.5 * (table + table.T))
     return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), unit, count
 
@@ -150,6 +152,7 @@ def _smacof(distances: Array, starts: Array, rtol: Array | float, max_steps: int
 
     def improved(points: Array) -> Array:
         apart = _apart(points)
+        # Points that coincide pull in no direction.
         ratio = jnp.where(apart > 0, distances / jnp.where(apart > 0, apart, 1.0), 0.0)
         return (jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)) / number
 

@@ -105,6 +105,7 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
     """
     found = disagreement(x, y)
     x, y = in_common_dtype(x, y)
+    # Networks that differ in error must disagree on the difference, and agree wherever both are right.
     wrong = [jnp.mean(jnp.argmax(one, 1) != jnp.asarray(labels), dtype=x.dtype) for one in (x, y)]
     least, most = jnp.abs(wrong[0] - wrong[1]), jnp.minimum(wrong[0] + wrong[1], 1.0)
     room = most - least

@@ -117,6 +117,7 @@ def jackknife_interval(
     for bound in bounds if np.isfinite(bounds).all() else ():  # beside a bound, scales without bounds magnify rounding
         values, leave_outs = (jnp.where(jnp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
     inside = 1 - 4 * float(jnp.finfo(values.dtype).eps)
+    # An interval on an unbounded scale stays within the bounds when it is mapped back.
     if most == 1 and least >= -1:
         to, back = lambda v: jnp.arctanh(jnp.clip(v, -inside, inside)), jnp.tanh
     elif most == 1:
@@ -240,6 +241,7 @@ def permutation_test(
     sizes = x.shape[0], x.shape[1], y.shape[1]
     route = cheapest(routes, *sizes, pairs=num_draws)
     orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
+    # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(x.shape[0])[None], orders])
     first, second = prepared(route, (x[None],)), (y[None],)
     second = prepared(route, second) if route.by_rows else second
@@ -255,11 +257,13 @@ def random_orders(
     """Return random orders of samples, [count, number], that keep dependent ones together."""
     conditions = number // repeats // each
     if blocks == "contiguous":
+        # Cyclic shifts keep the dependence of neighbours in a time series.
         shifts = 1 + jax.random.permutation(key, conditions - 1)[:count]
         orders = (jnp.arange(conditions)[None] + shifts[:, None]) % conditions
     else:
         orders = jax.vmap(lambda one: jax.random.permutation(one, conditions))(jax.random.split(key, count))
     if each > 1:
+        # Positions of one sample, and repeats of one condition, move together.
         orders = (orders[:, :, None] * each + jnp.arange(each)[None, None]).reshape(len(orders), -1)
         conditions *= each
     return jnp.concatenate([orders + conditions * index for index in range(repeats)], 1)
@@ -318,6 +322,7 @@ def invariants(matrix: Float[Array, "n n"]) -> Invariants:
     """Return the sums over a matrix that determine the null's moments."""
     number = matrix.shape[0]
     trace = jnp.trace(matrix)
+    # Without a trace the third moment has few terms.
     matrix = matrix - trace / (number - 1) * (jnp.eye(number, dtype=matrix.dtype) - 1 / number)
     diagonal, square = jnp.diagonal(matrix), product(matrix, matrix)
     return Invariants(

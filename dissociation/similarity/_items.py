@@ -67,6 +67,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
         check_finite(full, array)
         rank, place = ranks.get(layer), "last" if layer in ranks else channels
         if rank is None:
+            # A guess from the number of axes would fail silently, so the caller states the axes.
             if members is None and array.ndim > 2:
                 one, other, *rest = array.shape
                 first, second = f"{one} members, {other} samples each", f"{one} samples, of shape {(other, *rest)} each"
@@ -83,6 +84,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
         places += range(len(labels), len(labels) + stack.shape[0])
         before = sum(label == layer for label, _ in labels)
         labels += [(layer, before + index) for index in range(stack.shape[0])]
+    # Positions are compared as samples, so every layer needs the same ones.
     if positions == "samples" and len(grids) > 1:
         sizes = ", ".join(map(str, sorted(grids)))
         fail(name, 'have positions of one size throughout for `positions="samples"`', sizes)
@@ -90,6 +92,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
     if len(numbers) > 1:
         fail(name, "be of the same samples throughout", f"{', '.join(map(str, sorted(numbers)))} samples")
     joined = in_common_dtype(*(jnp.concatenate(arrays) for arrays, _ in widths.values()))
+    # Positions of one sample depend on each other: tests and intervals keep them together.
     each = int(np.prod(grids.pop())) if positions == "samples" else 1
     return Items(labels, joined, [places for _, places in widths.values()], each, name, single)
 

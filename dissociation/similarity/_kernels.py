@@ -175,6 +175,7 @@ def _held(n: int, p: int) -> int:
     return p * p
 
 
+# Features are cheaper if they are few, samples if pairs or features are many. Moments need the whole matrix.
 LINEAR_CKA = (
     Route(
         _plain_features,

@@ -48,6 +48,7 @@ def _soft(correlations: Array | np.ndarray) -> np.ndarray:
 
 def _on_host(match: Callable[[Array | np.ndarray], np.ndarray], a: Array, b: Array) -> Array:
     correlations, undefined = finite_part(product(a.T, b))
+    # The callback would otherwise fail with an error that does not name the measure.
     correlations = no_derivative(correlations, "A matching of neurons")
     kind = jax.ShapeDtypeStruct((), correlations.dtype)
     return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined

@@ -178,6 +178,7 @@ def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
     if not callable(measure):
         fail_kind("measure", "be a name, a `Measure` or a function of two arrays", repr(measure))
     for known in MEASURES.values():
+        # A known function keeps its range, invariances and routes.
         if known.function is measure:
             return known
     return custom_measure(measure)

@@ -28,6 +28,7 @@ def memberships(x: Array, num_neighbours: int) -> Array:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
     distances, size = cosine_distances_with_size(x, by_order=True)
     rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
+    # A sample is not a neighbour of itself.
     distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
     last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
     above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding

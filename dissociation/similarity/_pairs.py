@@ -140,6 +140,7 @@ class Similarities(Result):
         values = np.array(self.p_values, float)
         if not self.counts_once:
             return adjust_p_values(values, method)
+        # Each pair of a symmetric measure is one test, and items with themselves are none.
         upper = np.triu_indices(len(values), 1)
         values[upper] = adjust_p_values(values[upper], method)
         values.T[upper] = values[upper]
@@ -235,6 +236,7 @@ def pairwise(
     drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
     orders = None
     if any(drawn):
+        # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         orders = random_orders(
@@ -244,6 +246,7 @@ def pairwise(
     chance = p_value = None
     if baseline:
         chance = jnp.mean(shuffled, 0) if drawn[1] else job.run_expected()
+        # Random orders change one representation of a pair, which makes the table asymmetric.
         chance = 0.5 * (chance + chance.T) if job.symmetric else chance
     if p_values:
         p_value = _tested(job, values, shuffled, by_moments=by_moments)
@@ -326,6 +329,7 @@ def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
         layers = ", ".join(dict.fromkeys(repr(name) for name, _ in one.labels if name)) or "arrays without names"
         fail("outputs", "name a layer of the representations", f"{layer!r} beside {layers}")
     members = [member for _, member in one.labels]
+    # Networks without an output cannot be compared by function.
     if max(members) >= len(at):
         return None
     stacks = zip(one.arrays, one.places, strict=True)
@@ -382,6 +386,7 @@ def _check_sets(sets: Sequence[Items], measure: Measure) -> int:
 
 def _count_dropped(one: Items, known: Measure) -> None:
     """Warn of directions that a measure between subspaces drops."""
+    # Measures between subspaces cut ranks.
     if "L" in known.invariances + (known.invariances_of_y or ""):
         for stack, places in zip(one.arrays, one.places, strict=True):
             for place, features in zip(places, stack, strict=True):

@@ -49,6 +49,7 @@ def _centred_parts(x: Array, num_folds: int | None, folds: str) -> tuple[Array, 
     x = centre(x) / scale
     found = []
     for train, test in _parts(x.shape[0], num_folds, folds):
+        # Both parts have the training part's mean, as the fit has no access to held-out samples.
         own = centre(x[train])
         found.append((own, x[test] - (x[train][:1] - own[:1])))
     return x, scale, found
@@ -82,6 +83,7 @@ def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, fold
         known = fold.values > 0
         denominator = fold.values[None] ** 2 + alphas[:, None]
         shrunk = jnp.where(known[None], fold.values[None] / jnp.where(known[None], denominator, 1.0), 0.0)
+        # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
         latent = product(fold.left.T, y[train] - mean)
         missed = lambda weights, fold=fold, latent=latent, truth=y[test] - mean: jnp.sum(  # noqa: E731
             (truth - product(fold.held_out * weights[None], latent)) ** 2

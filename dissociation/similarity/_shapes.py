@@ -41,6 +41,7 @@ def _angle(a: Array, b: Array) -> Array:
 
 def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     (x, size_x), (y, size_y) = a, b
+    # Relative sizes keep squares within the dtype.
     size = jnp.maximum(size_x, size_y)
     return size * root(residual(x * (size_x / size), y * (size_y / size)))
 
@@ -57,6 +58,7 @@ def _unit_centred(x: Array) -> Array:
 def _whitened(x: Array, a: Array) -> Array:
     x, _ = centred(x)
     parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
+    # At a = 0 a scale per neuron has no effect, and the rank is cut on columns of one size.
     x = x / jnp.where(a > 0, 1.0, column_sizes(x))
     return unit(narrowed(singular_map(_partly, unit(x), parameter)))
 

@@ -138,6 +138,7 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
             fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
         if pilot is None:
             joint_moments(*batch)  # checks what came
+            # Moments about a point near the means lose no digits to a large offset.
             pilot = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
         if len(batch) != len(pilot):
             fail("batches", f"hold {len(pilot)} arrays each", len(batch))
@@ -221,6 +222,7 @@ def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
     return jnp.minimum(_of_pairs(m, lambda i, j: total(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
 
 
+# These depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2 about the means only.
 STREAMED: dict[str, Callable[[JointMoments], Array]] = {
     "linear_cka": _linear_cka,
     "debiased_cka": _debiased_cka,

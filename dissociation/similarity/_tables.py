@@ -204,6 +204,7 @@ class Job:
             return [(tuple(one.arrays), sum(one.places, start=[]))]
         pieces = []
         for size, array, places in zip(bytes_of, one.arrays, one.places, strict=True):
+            # Two pieces are held while they are compared.
             step = max(1, int(self.budget // (2 * size)))
             pieces += [((array[i : i + step],), places[i : i + step]) for i in range(0, len(array), step)]
         return pieces
