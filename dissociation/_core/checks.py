@@ -90,12 +90,7 @@ def check_level(level: float) -> None:
 
 
 def check_count(name: str, value: Any, *, minimum: int = 0, maximum: int | None = 2**31 - 1) -> int:
-    """Return `value` as a Python int, or raise unless it is an integer from `minimum` to `maximum`.
-
-    Raises:
-        TypeError: If `value` is not an integer, or is traced.
-        ValueError: If `value` is out of range.
-    """
+    """Return `value` as a Python int, or raise unless it is an untraced integer from `minimum` to `maximum`."""
     # Counts set shapes, so they are static. The default maximum is the largest size of an axis.
     if is_traced(value) or isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be a Python integer (it sets a shape), got {value!r}.")

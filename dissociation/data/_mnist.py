@@ -224,6 +224,6 @@ def _sweep(folder: Path) -> None:
     """Remove what killed downloads left."""
     for path in folder.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
-            # No running download is as old.
+            # Running downloads are younger.
             if time.time() - path.stat().st_mtime > 2 * DOWNLOAD_SECONDS:
                 shutil.rmtree(path)

@@ -73,10 +73,7 @@ def rotated_quarters(
 
 @validated
 def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
-    """Add the label columns of digits with one least prime factor: 4, 6, 8 to 2, and 9 to 3.
-
-    `labels`: Digits as integers [n] or one-hot rows [n, 10], or rows of their probabilities.
-    """
+    """Add the label columns [n, 10] of digits with one least prime factor: 4, 6, 8 to 2, and 9 to 3."""
     labels = jnp.asarray(labels)
     digits = [[d for d in range(10) if least_prime_factor(d) == coarse] for coarse in COARSE_CLASSES]
     return jnp.stack([sum(labels[:, d] for d in group) for group in digits], axis=1)

@@ -184,7 +184,7 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
 def neural_collapse(moments: ClassMoments) -> Collapse:
     """Return within-class and between-class variance, scale, and the condition number of class means.
 
-    `scale`, `rnc1` and `nc2` are of uncentred features, as published. Far from zero they measure the features' offset.
+    `scale`, `rnc1` and `nc2` are of uncentred features, as published, and measure their offset if it is large.
 
     Args:
         moments: Moments of the features.

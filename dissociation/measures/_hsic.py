@@ -107,7 +107,7 @@ def information_plane(
         labels: One-hot labels Y, [samples, classes], with the linear kernel, not centred.
         key: Random key that shuffles the rows of all three together.
         batch_size: Samples n of a kernel matrix. The remainder of a pass is dropped.
-        num_passes: Passes.
+        num_passes: Passes over the samples.
         sigma: Width of the Gaussian kernels of Z and X.
         bandwidth: One of `BANDWIDTHS`.
         epsilon: Regularisation.

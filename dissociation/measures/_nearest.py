@@ -41,8 +41,8 @@ class Estimate(Result):
 
     - More than 1 % of the samples coincide with neighbours, or coordinates are linear functions of others.
     - There are fewer than 2^d samples in d dimensions (of both sides), 8^d for Kraskov's estimator, or 8 k for halves.
-    - The halves differ from the whole by more than three errors, or fall short by two of an information above log(n) /
-      2.
+    - The halves differ from the whole by more than three errors, or fall short by two of an information above
+      log(n) / 2.
     - An information is more than three errors below zero.
     - Its nonlinear part is above two thirds of what n samples can show, log n, or log n - psi(k) for Kraskov's
       estimator.

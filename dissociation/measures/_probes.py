@@ -43,8 +43,8 @@ def crossval_softmax_predict(
 
         minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
 
-    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes). Larger values suit noisy
-    labels and fewer samples than features.
+    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r on
+    the *mean* loss of m training samples. Larger values suit noisy labels and fewer samples than features.
 
     Args:
         x: Features, which `jax.vmap` or `eqx.filter_vmap` may map over members.
@@ -102,7 +102,7 @@ def crossval_softmax_fit(
 ) -> SoftmaxFit:
     """Return the probe of `crossval_softmax_predict` with its coefficients and the solver's record.
 
-    The solver is L-BFGS with f - f* <= ||g||^2 / (2 ridge) as `gap` and stopping rule. g counts the intercept as if it
+    L-BFGS stops by `gap`, from the bound f - f* <= ||g||^2 / (2 ridge). The gradient g counts the intercept as if it
     were penalised, so `gap` is not a strict bound.
 
     Args:

@@ -105,7 +105,7 @@ def parameter_noise_error(
     """Return the error rate of the model with parameters p replaced by `p + scale * noise`, for every scale.
 
     Args:
-        model: Function from one image to logits, as in `input_noise_error`.
+        model: Function from one image to logits [classes], as in `input_noise_error`.
         images: Images, [samples, ...].
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Non-negative noise scales in units of the parameters, [scales].

@@ -1,4 +1,4 @@
-"""Compare two representations of the same samples by twenty-three measures, listed in `MEASURES`."""
+"""Compare two representations of the same samples, in the same order, by the measures of `MEASURES`."""
 
 from typing import TYPE_CHECKING
 

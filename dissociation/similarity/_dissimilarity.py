@@ -238,7 +238,7 @@ def crossnobis_rdm(
     Args:
         a: One measurement of n conditions, [n, p].
         b: Independent measurement of the same conditions and neurons, [n, p].
-        noise_covariance: S, [p, p], of which the pseudo-inverse is taken; default identity.
+        noise_covariance: Noise covariance S, [p, p], perhaps singular; default identity.
 
     Returns:
         Distances of pairs i < j, [n (n - 1) / 2].

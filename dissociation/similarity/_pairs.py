@@ -65,7 +65,7 @@ class Similarities(Result):
         items: Layer and member of each row.
         others: Layer and member of each column.
         measure: Name of the measure.
-        num_samples: Samples.
+        num_samples: Number of samples.
         counts_once: True if the table contains every pair twice.
     """
 
@@ -195,7 +195,7 @@ def pairwise(
         channels: With `positions="samples"`, "last" for channels of [n, h, w, c], or "first" for [n, c, h, w].
         members: If True, arrays are [members, samples, ...], else [samples, ...]. Default False for [n] and [n, p];
             required for more axes, except of `models.representations`.
-        outputs: Layer of the networks' outputs, which are compared too if the layer exists.
+        outputs: Layer of the networks' outputs, which are compared too, except for None or without "logits".
         memory_budget: Bytes for prepared representations, by default half of the free memory.
         progress: See `dissociation.training`.
         options: Options of the measure.
@@ -208,10 +208,10 @@ def pairwise(
         TypeError: If representations are of another type.
     """
     known = as_measure(measure)
+    # Neighbours need more samples than their number, which is an option.
     if known.name in ("mutual_knn", "knn_jaccard"):
         least = check_count("num_neighbours", options.get("num_neighbours", 10), minimum=1) + 1
         known = dataclasses.replace(known, minimum=max(known.minimum, least))
-    # Neighbours need more samples than their number, which is an option.
     names = ("representations",) if others is None else ("x", "y")
     axes = {"members": members, "positions": positions, "channels": channels}
     first = as_items(names[0], representations, **axes)

@@ -55,7 +55,7 @@ def prepared(route: Route, stacks: Stacks) -> list[Any]:
 
 @eqx.filter_jit
 def tables(route: Route, stacks: Stacks, others: Stacks | None, rows: Array | None, symmetric: bool) -> Array:
-    """Return the measure of all pairs for choices of samples `rows`, by default all: [choices, items, others]."""
+    """Return the measure of all pairs for samples `rows` [choices, m], by default all: [choices, items, others]."""
 
     def chosen(own: Array | None) -> Array:
         sets = [tuple(s if own is None else s[:, own] for s in one) for one in (stacks, others) if one is not None]
@@ -67,7 +67,7 @@ def tables(route: Route, stacks: Stacks, others: Stacks | None, rows: Array | No
 
 @eqx.filter_jit
 def reordered(route: Route, first: list[Any], second: Any, orders: Array, symmetric: bool) -> Array:
-    """Return `tables` for `orders` [orders, n] of the second set, prepared if `by_rows`."""
+    """Return `tables` [orders, items, others] for `orders` [orders, n] of the second set, prepared if `by_rows`."""
 
     def turned(order: Array) -> Array:
         own = jax.tree.map(lambda leaf: leaf[:, order] if leaf.ndim > 1 else leaf, second)
