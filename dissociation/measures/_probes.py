@@ -43,8 +43,8 @@ def crossval_softmax_predict(
 
         minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
 
-    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r on
-    the *mean* loss of m training samples. Larger values suit noisy labels and fewer samples than features.
+    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r
+    on the *mean* loss of m training samples. Larger values suit noisy labels and fewer samples than features.
 
     Args:
         x: Features, which `jax.vmap` or `eqx.filter_vmap` may map over members.
