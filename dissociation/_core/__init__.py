@@ -1,1 +1,1 @@
-"""Hold what all folders stand on: checks, keys, linear algebra, files and named results."""
+"""Provide argument checks, keys, linear algebra, files and labelled results."""

@@ -1,7 +1,4 @@
-"""Entries of JAX that may change without notice: nothing else imports `jax._src` or `jax.extend`.
-
-Each is imported when it is first used. If it is gone, the error names what needs it, and all else can be used.
-"""
+"""Entries of JAX that may change without notice. No other module imports them."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -12,7 +9,7 @@ ENTRIES = {
     "jex": ("jax.extend.core", None, "reading programs, for `neuron_groups`, rewrites and checkpoints"),
     "threefry2x32_p": ("jax.extend.random", "threefry2x32_p", "`keys.normal`"),
 }
-"""By name: the module, what is taken of it (None: itself), and what fails without it."""
+"""Module, attribute (None: the module itself) and dependent feature, by name."""
 
 PARAMETERS = {
     "axes": "argmax argmin reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or",
@@ -38,11 +35,11 @@ PARAMETERS = {
     "window_dimensions window_strides": "reduce_window_sum reduce_window_max reduce_window_min",
     "y": "integer_pow",
 }
-"""Parameters of JAX's primitives that rules of `neuron_groups` read by name, and the primitives."""
+"""Parameters of JAX's primitives that `neuron_groups` reads, and the primitives."""
 
 
 def parameters(equation: Any) -> dict[str, Any]:
-    """Return the parameters of an operation, or raise if this JAX lacks one that the rules read."""
+    """Return the parameters of an operation, or raise if this JAX lacks one."""
     name, params = equation.primitive.name, equation.params
     if name == "scan" and "ft_in" in params:  # as JAX 0.12 groups a loop's operands
         consts, carry, _ = params["ft_in"].unpack()
@@ -66,6 +63,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute, needed = ENTRIES[name]
     try:
+        # An entry is imported at its first use. If it is gone, everything that does not need it still works.
         found = importlib.import_module(module)
         return found if attribute is None else getattr(found, attribute)
     except (ImportError, AttributeError) as error:

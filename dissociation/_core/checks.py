@@ -1,7 +1,4 @@
-"""Argument checks in one style: "`name` must ..., got ...".
-
-Shapes are always checked. Values are checked if they are known: a traced value passes.
-"""
+"""Argument checks, whose messages read "`name` must ..., got ..."."""
 
 import inspect
 import sys
@@ -25,36 +22,24 @@ class WrongValue(ValueError):
 
 
 def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raise the common `ValueError`.
-
-    Args:
-        name: The argument at fault, as the caller wrote it.
-        wanted: What it must be; completes "`name` must ...".
-        got: What came instead.
-        advice: A sentence on what to do, without its final stop.
-
-    Raises:
-        WrongValue: Always; it is a `ValueError`.
-    """
+    """Raise the common error, "`name` must `wanted`, got `got`. `advice`.", as a `WrongValue`."""
     tail = f" {advice}." if advice else ""
     raise WrongValue(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raise a `TypeError` in the words of `fail`, for a value of another kind."""
+    """Raise a `TypeError` in the words of `fail`."""
     tail = f" {advice}." if advice else ""
     raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize) -> None:
-    """Warn at the user's line that led here, unless more than `gates` calls of `validated` functions are between.
-
-    An outer one of them has warned then.
-    """
+    """Warn at the user's line, unless more than `gates` calls of `validated` functions lie between."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         gates -= frame.f_code.co_name == "gate"
         frame, level = frame.f_back, level + 1
+    # An outer validated function has already given the same warning.
     if gates >= 0:
         warnings.warn(message, category, stacklevel=level)
 
@@ -65,7 +50,7 @@ def that_differ(names: Sequence[str]) -> str:
 
 
 def is_traced(value: Any) -> bool:
-    """Return True if `value` is being traced by a transformation, so that its numbers are unknown."""
+    """Return True if `value` is traced, so that its numbers are unknown."""
     return isinstance(value, Tracer)
 
 
@@ -83,18 +68,18 @@ def _check_range(name: str, value: Any, wanted: str, *, zero: bool) -> None:
 
 
 def check_single(name: str, value: Any) -> None:
-    """Raise unless `value` is one number, known or traced."""
+    """Raise unless `value` is a scalar, known or traced."""
     if np.ndim(value):
         fail(name, "be a single number", f"shape {np.shape(value)}", "Map over several by `jax.vmap`")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise unless every known entry of `value` is above zero and finite."""
+    """Raise unless every known entry of `value` is positive and finite."""
     _check_range(name, value, "be positive and finite", zero=False)
 
 
 def check_non_negative(name: str, value: Any) -> None:
-    """Raise unless every known entry of `value` is at least zero and finite."""
+    """Raise unless every known entry of `value` is non-negative and finite."""
     _check_range(name, value, "be non-negative and finite", zero=True)
 
 
@@ -105,12 +90,8 @@ def check_level(level: float) -> None:
 
 
 def check_count(name: str, value: Any, *, minimum: int = 0, maximum: int | None = 2**31 - 1) -> int:
-    """Return `value` as a Python int, or raise unless it is an integer from `minimum` to `maximum`.
-
-    Raises:
-        TypeError: If `value` is no integer, or is traced: counts set shapes and are static.
-        ValueError: If it is below `minimum`, or above `maximum`, by default the largest size of an axis.
-    """
+    """Return `value` as a Python int, or raise unless it is an untraced integer from `minimum` to `maximum`."""
+    # Counts set shapes, so they are static. The default maximum is the largest size of an axis.
     if is_traced(value) or isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be a Python integer (it sets a shape), got {value!r}.")
     if value < minimum:
@@ -138,7 +119,7 @@ def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
 
 
 def check_finite(name: str, array: ArrayLike) -> None:
-    """Raise unless every known entry of `array` is finite, and names the first bad position."""
+    """Raise unless every known entry of `array` is finite."""
     if is_traced(array):
         return
     if isinstance(array, jax.Array) and array.devices().pop().platform != "cpu":
@@ -154,7 +135,7 @@ def check_finite(name: str, array: ArrayLike) -> None:
 
 
 def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
-    """Raise a `TypeError` that lists `arguments` unless `function` can be called with as many positional ones."""
+    """Raise a `TypeError` unless `function` takes as many positional arguments as `arguments` lists."""
     with suppress(ValueError):  # a compiled function has no known signature
         signature = inspect.signature(function)
         try:
@@ -164,7 +145,7 @@ def check_call(name: str, function: Any, arguments: Sequence[str], advice: str =
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
-    """Return the shapes and dtypes of a function's outputs for one example."""
+    """Return the shapes and dtypes of a model's outputs for one example."""
     shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(np.shape(part), part.dtype), example)
     sizes = jax.tree.map(lambda part: part.shape, shapes)
     wanted = f"take one example of shape {sizes}"
@@ -181,7 +162,7 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
 
 
 def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of the output of `model` for one example."""
+    """Return the shape and dtype of a model's output array for one example."""
     output = check_takes(name, model, example)
     if not isinstance(output, jax.ShapeDtypeStruct):
         fail_kind(name, "give one array", f"{jax.tree.structure(output)}")
@@ -193,18 +174,19 @@ def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_same_length(first: str, length: int, second: str, other: int, meaning: str = "samples") -> None:
-    """Raise unless two arguments agree in their number of `meaning`."""
+    """Raise unless two arguments have the same number of `meaning`."""
     if length != other:
         fail(second, f"have as many {meaning} as `{first}` ({length})", other)
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
-    """Raise unless there is at least one value and no value twice."""
+    """Raise unless values are distinct, and at least one."""
     if not values or len(set(values)) != len(values):
         fail(name, "be different from each other, one at least", values)
 
 
 def check_seed(name: str, value: Any) -> None:
-    """Raise unless `value` is one of the integers that `jax.random.PRNGKey` distinguishes."""
+    """Raise unless `value` is an integer from 0 to 2^32 - 1."""
+    # `jax.random.PRNGKey` does not distinguish other integers.
     if not 0 <= check_count(name, value, maximum=None) < 2**32:
         fail(name, "lie from 0 to 4294967295", value)

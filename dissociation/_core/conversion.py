@@ -1,7 +1,4 @@
-"""Conversion of values to arrays, keys and labels, with errors in one sentence.
-
-Messages name the argument, what was wanted and what came: "`x` must be an array of real numbers [n, d], got None."
-"""
+"""Convert values to arrays, keys and labels, with errors that name the argument."""
 
 import functools
 import reprlib
@@ -21,7 +18,7 @@ LOST_DIGITS = 1e3
 
 @functools.cache
 def number_kind(dtype: Any) -> str:
-    """Return the kind of a dtype's numbers: "bool", "int", "float", "complex", or "key" for random keys."""
+    """Return the kind of a dtype's numbers: "bool", "int", "float", "complex" or "key"."""
     parents = {"key": jax.dtypes.extended, "bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating}
     return next((kind for kind, parent in parents.items() if jnp.issubdtype(dtype, parent)), "complex")
 
@@ -29,7 +26,7 @@ def number_kind(dtype: Any) -> str:
 def as_array(
     name: str, value: Any, words: str = "numbers", *, bare: bool = False, may_be_empty: bool = False
 ) -> jax.Array | np.ndarray:
-    """Return a value as an array: JAX's and NumPy's as they are, others through NumPy or DLPack."""
+    """Return arrays of JAX and NumPy unchanged, other values converted through NumPy or DLPack."""
     wanted = f"be {words}" if bare else f"be an array of {words}"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_traced(value):
         array = value
@@ -56,7 +53,7 @@ def as_array(
 
 
 def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
-    """Return examples as JAX arrays, samples first: one array, or a dictionary or tuple, as the model takes them."""
+    """Return JAX arrays, samples first: one array, or a dictionary or tuple of arrays."""
     words = "numbers [samples, ...]"
     arrays = jax.tree.map(
         lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
@@ -99,20 +96,21 @@ def _converted(name: str, value: Any, wanted: str) -> Any:
 
 
 def holds_arrays(value: Any) -> bool:
-    """Return True for a list of arrays; a list of numbers, or of lists, is one array."""
+    """Return True for a list of arrays, False for nested lists of numbers."""
     parts = (list, tuple, bool, int, float, complex, np.generic)
     return isinstance(value, (list, tuple)) and not all(isinstance(item, parts) for item in value)
 
 
 def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
-    """Raise if nested lists have more than `most` axes: they may be one array or a list of arrays."""
+    """Raise if nested lists have more than `most` axes."""
+    # Deeper lists are ambiguous: one array, or a list of arrays.
     if isinstance(value, (list, tuple)) and array.ndim > most:
         advice = "Pass numpy.asarray(...) if they are one array"
         fail(name, "be an array, or a list of arrays", f"nested lists of shape {array.shape}", advice)
 
 
 def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
-    """Return an array with numbers of these kinds: halves become float32, integers floats if floats are meant."""
+    """Return an array with numbers of the given kinds. Half precisions become float32."""
     dtype = array.dtype
     kind = number_kind(dtype)
     if kind == "float" and "float" in numbers:
@@ -132,7 +130,7 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
 
 
 def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
-    """Warn if JAX's floats drop digits by which known numbers of one column differ, or round integers."""
+    """Warn if JAX's floats drop digits in which known numbers of a column differ, or round integers."""
     kind, working = number_kind(array.dtype), jax.dtypes.canonicalize_dtype(float)
     narrow = {"int": working.itemsize // 2, "float": working.itemsize}.get(kind, np.inf)
     if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
@@ -168,8 +166,9 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
 
 
 def common_dtype(names: list[str], arrays: list[Any]) -> Any:
-    """Return a dtype in which JAX holds all arrays. NumPy's rule keeps digits where JAX's rounds integers."""
+    """Return a dtype in which JAX holds all arrays."""
     kinds = {jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays}
+    # NumPy's promotion keeps digits of integers that JAX's would round.
     dtype = jax.dtypes.canonicalize_dtype(np.result_type(*kinds))
     for name, array in zip(names, arrays, strict=True) if len(kinds) > 1 else ():
         if number_kind(dtype) == "int":
@@ -180,7 +179,7 @@ def common_dtype(names: list[str], arrays: list[Any]) -> Any:
 
 
 def check_fits(name: str, array: Any, dtype: Any = None) -> None:
-    """Raise if integers are out of the range of `dtype`; by default JAX's, which has 32 bits unless x64 is on."""
+    """Raise if integers are out of the range of `dtype`, by default JAX's."""
     if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
         return
     kept = jax.dtypes.canonicalize_dtype(array.dtype) if dtype is None else dtype
@@ -195,7 +194,7 @@ def check_fits(name: str, array: Any, dtype: Any = None) -> None:
 
 
 def check_pixels(name: str, images: Any) -> None:
-    """Raise if images in [0, 1] are given as larger integers, for example grey levels from 0 to 255."""
+    """Raise if images hold integers above 1, such as grey levels."""
     array = as_array(name, images)
     if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
         advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
@@ -210,7 +209,7 @@ def kind_words(numbers: frozenset[str]) -> str:
 
 
 def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
-    """Return a random key, typed or raw; with `stacked` one per member, with None either."""
+    """Return a random key, typed or raw, with `stacked` one per member, with None either."""
     wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
     wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
     if not isinstance(value, (jax.Array, np.ndarray)) and not is_traced(value):
@@ -278,7 +277,7 @@ def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty:
 
 
 def describe(value: Any) -> str:
-    """Return a few words on a value that was refused."""
+    """Return a short description of a value for an error message."""
     if value is None:
         return "None"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):

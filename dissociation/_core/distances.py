@@ -1,4 +1,4 @@
-"""Distances between the samples of one set, and their median, which is found without a sort."""
+"""Distances between the samples of one set, and their median."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -7,21 +7,18 @@ from jaxtyping import Array, Float
 from dissociation._core.linalg import product, scale_of
 
 NEAR = 2.0**-10
-"""Squared distances below this part of the rows' squares lose digits as a difference of products."""
+"""Relative size below which a squared distance loses digits as a difference of products."""
 
 
 def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """Return |x_i - x_j|^2 by one product; exactly zero for rows that coincide in rounding."""
+    """Return |x_i - x_j|^2, exactly zero for rows that coincide in rounding."""
     return squared_distances_with_size(x)[0]
 
 
 def squared_distances_with_size(
     x: Float[Array, "n p"], *, by_order: bool = False
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
-    """Return `squared_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it.
-
-    If `by_order`, for ranks, those of near rows are sums of squared differences: n^2 p more if there are any.
-    """
+    """Return `squared_distances` and the magnitudes whose rounding they carry, for `ties.snapped`."""
     norms = root(jnp.sum(x**2, 1))
     # From the row nearest to the mean: an offset cancels, and differences of small integers stay integers, so that
     # equal distances are equal.
@@ -36,6 +33,7 @@ def squared_distances_with_size(
     square = jnp.where(small | selves, 0.0, square)  # NaN stays NaN
     size = rounding * both / 16
     if by_order:
+        # Ranks need exact ties, so near rows get sums of squared differences, at a cost of n^2 p.
         near = (square <= NEAR * both) & ~selves
         differences = lambda: lax.map(lambda row: jnp.sum((row[None] - x) ** 2, 1), x)  # noqa: E731
         square = jnp.where(near, lax.cond(jnp.any(near), differences, lambda: square), square)
@@ -47,7 +45,7 @@ def squared_distances_with_size(
 
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Return the square root, 0 of negative numbers, with derivative 0 at 0."""
+    """Return the square root, 0 for negative numbers, with derivative 0 at 0."""
     none = square <= 0  # and NaN stays NaN
     return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
 
@@ -55,10 +53,7 @@ def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
 def cosine_distances_with_size(
     x: Float[Array, "n p"], *, by_order: bool = False
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
-    """Return one minus the cosine of two rows, and the magnitude whose rounding it carries, as `ties.snapped` takes it.
-
-    1 between a row of zeros and any other, to which no angle is known.
-    """
+    """Return one minus the cosines of rows, and the magnitudes whose rounding they carry."""
     x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))
     lengths = root(jnp.sum(x**2, 1, keepdims=True))
     none = lengths[:, 0] == 0
@@ -68,11 +63,12 @@ def cosine_distances_with_size(
     far = cosines < 0.5
     distances = jnp.where(far, 1 - cosines, 0.5 * square)
     unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)
+    # A row of zeros has no angle to other rows.
     return jnp.where(unknown, 1.0, distances), jnp.where(far, 0.5 + x.shape[1] ** 0.5 / 256, size)
 
 
 def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
-    """Return the median over pairs i < j, or their mean if more than half of the pairs coincide, or 1."""
+    """Return the median over pairs i < j, the mean if the median is 0, or 1."""
     number = distances.shape[0]
     if number < 2:
         return jnp.ones((), distances.dtype)
@@ -82,9 +78,10 @@ def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
 
 
 def median(values: Float[Array, "*b"]) -> Float[Array, ""]:
-    """Return `jnp.median` of numbers that are not negative, bit by bit by counting: such bits are in their order."""
+    """Return `jnp.median` of non-negative numbers, found bit by bit."""
     number, width = values.size, jnp.finfo(values.dtype).bits
     kind = {16: jnp.int16, 32: jnp.int32, 64: jnp.int64}[width]
+    # The bits of non-negative floats have the order of the numbers, so counting replaces a sort.
     bits = lax.bitcast_convert_type(lax.stop_gradient(values), kind)
 
     def closer(index: Array, least: Array) -> Array:

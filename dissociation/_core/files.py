@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their target, brought to the disk, and renamed over it."""
+"""Write files atomically: to a scratch file beside the target, then renamed."""
 
 import errno
 import glob
@@ -15,11 +15,11 @@ from typing import BinaryIO, TextIO
 
 
 class RefusedFile(ValueError):
-    """Error of a file that is broken, missing, or of something else; the message holds its path and what to do."""
+    """Error of a file that is broken, missing, or has another format."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a file of arrays could not be read, for the end of a sentence."""
+    """Return the reason why a file could not be read, for the end of a sentence."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, json.JSONDecodeError):
@@ -31,7 +31,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file whose bytes take the place of `path` when the block ends, and vanish if it raises."""
+    """Open a file that replaces `path` when the block ends without an error."""
     target = followed(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "It must be a file, got a folder", str(path))
@@ -62,7 +62,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def followed(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a symbolic link leads to, be there a file or not; any other path as it is."""
+    """Return the target of a symbolic link, or any other path unchanged."""
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if os.path.islink(target):  # `realpath` returns a link only for a loop
         raise OSError(errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path))
@@ -71,7 +71,7 @@ def followed(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Give errors of the system, such as a full disk, the path that they lack."""
+    """Add the path to operating-system errors that lack one."""
     try:
         yield
     except OSError as error:
@@ -87,7 +87,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _remove_scratches(target: Path) -> None:
-    """Remove the scratch files of killed writes of `target`: those without a lock."""
+    """Remove the scratch files of killed writes, which have no lock."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
         if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{target.name}")):
             with suppress(OSError), open(path, "ab", opener=_without_links) as file:
@@ -96,14 +96,14 @@ def _remove_scratches(target: Path) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
-    """Write a whole file, see `replacing`."""
+    """Write a whole file atomically."""
     with replacing(path) as file:
         file.write(contents)
 
 
 @contextmanager
 def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
-    """Hold `subject` for one process by a file `lock`, which is there as long as the block, or as the process."""
+    """Lock `subject` by the file `lock` until the block or the process ends."""
     path = Path(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path, subject) as file:
@@ -134,5 +134,6 @@ def _lock_file(path: Path, subject: object) -> TextIO:
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a file of ours: through a symbolic link, another one would be written or emptied."""
+    """Open a file, but not through a symbolic link."""
+    # Through a link, another file would be written or emptied.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

@@ -1,4 +1,4 @@
-"""Trajectories from frames of pandas and arrays of xarray: an index or a name says which rows are which times."""
+"""Convert frames of pandas and arrays of xarray to trajectories."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
 def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
-    """Return frames as arrays in the order of time, one per run (a single one if `one`), and other values unchanged."""
+    """Return frames as arrays in order of time, one per run, and other values unchanged."""
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
     if not any(map(is_table, parts)):
@@ -40,7 +40,7 @@ def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
 
 
 def _states(table: Any) -> tuple[Any, ...]:
-    """Return the labels of the states of a frame or of a named array, if it has any."""
+    """Return the labels of a table's states, if it has labels."""
     if not is_table(table) or not hasattr(table, "dims"):
         return tuple(getattr(table, "columns", ()))
     own = [table.indexes[dim] for dim in table.dims if dim in table.indexes and not _meaning(dim, table.indexes[dim])]
@@ -48,12 +48,12 @@ def _states(table: Any) -> tuple[Any, ...]:
 
 
 def is_table(value: Any) -> bool:
-    """Return True for frames and Series of pandas, and for arrays of xarray."""
+    """Return True for frames and Series of pandas and for arrays of xarray."""
     return hasattr(value, "iloc") or (hasattr(value, "dims") and hasattr(value, "ndim"))
 
 
 def _meaning(label: Any, values: Any = None) -> str:
-    """Return "time" or "run" if the name of an axis or the dtype of its labels says so, else ""."""
+    """Return "time" or "run" if an axis's name or dtype says so, else ""."""
     if hasattr(values, "asi8"):  # dates, periods, spans of time
         return "time"
     name = re.sub(_UNITS, "", str(label).strip().lower())
@@ -106,7 +106,7 @@ def _numbers(name: str, table: Any) -> np.ndarray:
 
 
 def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, axis: str = "") -> None:
-    """Raise if columns of a frame, or dimensions of an array after the first, may hold runs or times."""
+    """Raise if columns, or later dimensions of an array, may hold runs or times."""
     own = _states(table)
     first, other = (known if known is not None else {}).setdefault(f"columns {axis}", (own, name))
     if own != first and set(own) == set(first):
@@ -126,7 +126,7 @@ def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, ax
 
 
 def _may_be(label: Any, table: Any) -> bool:
-    """Return True if a column has a name of runs, times or states, and integers or increasing numbers."""
+    """Return True if a column has an ambiguous name, and integers or increasing numbers."""
     if re.sub(_UNITS, "", str(label).strip().lower()) not in _EITHER:
         return False
     values = np.asarray(table[label])
@@ -164,7 +164,7 @@ def _check_steps(name: str, index: Any, found: list[Any]) -> None:
 
 
 def check_same_rows(given: dict[str, Any]) -> None:
-    """Raise if two frames among arguments, or in lists and dictionaries of them, order the same rows differently."""
+    """Raise if two frames among the arguments have the same rows in different orders."""
     known: tuple[str, Any] | None = None
     for name, value in given.items():
         parts = (

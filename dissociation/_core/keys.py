@@ -1,4 +1,4 @@
-"""Random keys of both kinds, fixed ones for what belongs to no seed, and normal numbers from all bits of a key."""
+"""Random keys, fixed keys of names, and normal numbers from all bits of a key."""
 
 import hashlib
 import math
@@ -16,22 +16,19 @@ from dissociation._core.types import PRNGKey, PRNGKeys
 
 
 def named_key(name: str) -> Key[Array, ""]:
-    """Return the key of a name, of JAX's default generator, which no seed below 2^32 makes."""
+    """Return a key of JAX's default generator for `name`, which no seed below 2^32 gives."""
     words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u4").astype(np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32")
 
 
 def typed(key: PRNGKey | PRNGKeys) -> Array:
-    """Return a key, or keys, as `jax.random.key` makes them."""
+    """Return a key, or keys, in the form of `jax.random.key`."""
     array = jnp.asarray(key)
     return array if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(array)
 
 
 def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-    """Return standard normal numbers, other ones than `jax.random.normal`, from half as many calls of the generator.
-
-    Threefry makes two words of 32 bits at once; `jax.random.bits` returns their exclusive or. Here both serve, in
-    float32 and narrower dtypes. Other generators and dtypes are left to `jax.random.normal`.
+    """Return standard normal numbers, which differ from those of `jax.random.normal`.
 
     Source: Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
     """
@@ -42,6 +39,8 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
     size = math.prod(shape)
     if not narrow or size == 0 or key.ndim or str(jax.random.key_impl(key)) != "threefry2x32":
         return jax.random.normal(key, shape, dtype)  # which refuses several keys
+    # Threefry makes two words of 32 bits per call, and `jax.random.bits` returns their exclusive or. Both words are
+    # used here, which halves the number of calls.
     half, words = -(-size // 2), jax.random.key_data(key)
     counts = lax.iota(jnp.uint32, half)
     try:
@@ -56,7 +55,7 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
 
 
 def _normal_of_bits(bits: Array) -> Array:
-    """Return standard normal numbers of random words, by the inverse of their distribution function."""
+    """Return standard normal numbers by the inverse of the distribution function."""
     # 23 bits as the fraction of a number in [1, 2), brought to (-1, 1).
     uniform = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1.0
     least = np.nextafter(np.float32(-1.0), np.float32(0.0))

@@ -1,4 +1,4 @@
-"""Arrays with names for their axes: dimensions, coordinates and units beside the numbers, tables and files of them."""
+"""Arrays with dimensions, coordinates and units, and tables and files of them."""
 
 import dataclasses
 import importlib
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 
 Families = Mapping[str, Mapping[str, Sequence[str | int]]]
-"""How names of arrays go on: by their beginning, the words or numbers that follow, by the axis that they are."""
+"""Axes of arrays that differ in their last words: beginning of names, axis, words."""
 
 _AXES, _REST = "axes", "labelled"
 _RESERVED = (_AXES, _REST, "file", "allow_pickle")
 """Names that arrays in an `.npz` file cannot have."""
 
 _KINDS = {".npz": (b"PK", "zip archive"), ".nc": (b"\x89HDF", "HDF5 file")}
-"""How files begin, and what they are, by how their names end."""
+"""First bytes and format of result files, by suffix."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Labelled:
-    """Arrays by name, and their axes; `label` makes it.
+    """Named arrays with named axes, made by `label`.
 
     Attributes:
-        arrays: Arrays by name, NumPy: numbers, booleans or text.
-        dims: Axes of every array and of every coordinate, by name.
-        coords: One-dimensional arrays along an axis, by name. One with the name of its axis stands for it.
-        units: Units of arrays and coordinates that have one.
-        attrs: Further attributes, as JSON has them.
+        arrays: NumPy arrays by name: numbers, booleans or text.
+        dims: Axes of every array and coordinate, by name.
+        coords: One-dimensional arrays by name. One with the name of its axis is the index of this axis.
+        units: Units by name of array or coordinate.
+        attrs: Further attributes, in the types of JSON.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -86,13 +86,13 @@ class Labelled:
         return "\n".join(lines)
 
     def stacked(self, families: Families) -> "Labelled":
-        """Return the arrays with those that differ in how their names end in one, along first axes, with NaN in gaps.
+        """Return the arrays with each family stacked along new first axes, with NaN in gaps.
 
-        A family whose arrays differ in their axes, or whose gaps cannot be NaN, stays as it is.
+        A family stays as it is if its arrays differ in their axes, or if its gaps cannot be NaN.
 
         Args:
-            families: For example `{"error": {"variants": ("trained", "scaled")}}`, which makes `error`
-                [variants, ...] of `error_trained` [...] and `error_scaled` [...].
+            families: For example `{"error": {"variants": ("trained", "scaled")}}`, which stacks `error_trained` [...]
+                and `error_scaled` [...] as `error` [variants, ...].
         """
         found = {beginning: self._members(beginning, axes) for beginning, axes in families.items()}
         found = {beginning: members for beginning, members in found.items() if members}
@@ -120,7 +120,7 @@ class Labelled:
         return label(arrays, dims, coords=coords, units=units, attrs=self.attrs)
 
     def _members(self, beginning: str, axes: Mapping[str, Sequence[str | int]]) -> dict[tuple[str | int, ...], str]:
-        """Return the arrays of a family by the words of their names; none if they differ in kind or axes."""
+        """Return a family's arrays by words, none if they differ in dtype or axes."""
         members = {
             words: name
             for words in itertools.product(*axes.values())
@@ -130,7 +130,7 @@ class Labelled:
         return members if len(kinds) == 1 and beginning not in self.arrays else {}
 
     def to_xarray(self) -> "xarray.Dataset":
-        """Return a dataset of xarray, with dimensions, coordinates, units and attributes (some of them as JSON).
+        """Return a dataset of xarray. Attributes of compound types become JSON.
 
         Raises:
             ImportError: If xarray is not installed.
@@ -148,14 +148,14 @@ class Labelled:
         return xarray.Dataset(variables(self.arrays), coords=variables(self.coords), attrs=plain)
 
     def to_dataframe(self, *names: str) -> dict[tuple[str, ...], "pandas.DataFrame"]:
-        """Return tidy tables of pandas, one per set of axes and never their product: a row per number.
+        """Return tidy tables of pandas, one per set of axes, with one row per number.
 
         Args:
-            *names: Names of arrays; none means all.
+            *names: Names of arrays, by default all.
 
         Returns:
-            By the names of the axes, a table with a column per axis (its coordinate, or the place from 0), one per
-            further coordinate along them, and one per array.
+            Tables by the names of their axes. A table has a column per axis (its coordinate, or positions from 0), per
+            further coordinate and per array.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -182,16 +182,16 @@ class Labelled:
         return columns
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a file, whole or not at all, from which `load_results` gives the same again, and return its path.
+        """Write the arrays to a file that `load_results` reads, atomically, and return its path.
 
         Args:
-            path: Ends in ".npz", which NumPy reads, or in ".nc", which takes xarray and h5netcdf: complex numbers are
-                kept in the HDF5 form of h5py and NumPy.
+            path: Path that ends in ".npz", or in ".nc" (needs xarray and h5netcdf). Complex numbers in ".nc" have the
+                HDF5 form of h5py and NumPy.
 
         Raises:
-            ValueError: If it ends otherwise.
+            ValueError: If the path ends otherwise.
             ImportError: If a package is not installed.
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
         """
         target = Path(path)
         if target.suffix == ".npz":
@@ -216,10 +216,10 @@ def label(
     units: Mapping[str, str] | None = None,
     attrs: Mapping[str, Any] | None = None,
 ) -> Labelled:
-    """Return arrays with names for their axes.
+    """Return arrays with named axes.
 
-    An array with the name of its only axis becomes the coordinate. If an array has an axis twice, the second is called
-    `other_` and its name; if arrays disagree in the length of an axis without a coordinate, its name ends in it.
+    An array with the name of its only axis becomes a coordinate. The second of two equal axes of an array is called
+    `other_<axis>`. Without a coordinate, an axis that differs in length between arrays is called `<axis>_<length>`.
     """
     known = {name: _on_host(name, value) for name, value in arrays.items()}
     axes = {name: tuple(dims.get(name, ())) for name in known}
@@ -243,7 +243,7 @@ def label(
 def _told_apart(
     axes: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray], known: AbstractSet[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return axes without one twice in an array, and without one name for several lengths, `known` ones apart."""
+    """Return axes renamed so that none occurs twice in an array, and unknown ones have one length."""
     once = {}
     for name, own in axes.items():
         earlier = [own[:i].count(axis) for i, axis in enumerate(own)]
@@ -277,7 +277,7 @@ def _on_host(name: str, value: Any) -> np.ndarray:
 
 
 def as_json(value: Any) -> Any:
-    """Return what JSON gives back: lists for tuples and arrays, dictionaries for dataclasses."""
+    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=_plain))
 
 
@@ -289,7 +289,7 @@ def _plain(value: Any) -> Any:
 
 
 def save_npz(path: str | os.PathLike[str], labelled: Labelled, families: Families) -> None:
-    """Write an `.npz` file of arrays and coordinates, with JSON of the rest; `families` join when it is read."""
+    """Write arrays and coordinates to an `.npz` file, with JSON for the rest."""
     rest = {
         "coords": list(labelled.coords), "units": labelled.units, "attrs": labelled.attrs, "families": as_json(families)
     }  # fmt: skip
@@ -302,16 +302,16 @@ def load_results(path: str | os.PathLike[str]) -> Labelled:
     """Read a file that `Labelled.save` or the command line wrote.
 
     Args:
-        path: Path of a file that ends in ".npz" or ".nc"; the latter takes xarray and h5netcdf.
+        path: Path that ends in ".npz" or ".nc" (needs xarray and h5netcdf).
 
     Returns:
-        Arrays with dimensions, coordinates, units and attributes as they were.
+        The arrays with their dimensions, coordinates, units and attributes.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
         RefusedFile: If it is broken, a folder, or not a file of results.
         OSError: If it cannot be read.
-        ValueError: If it ends otherwise.
+        ValueError: If the path ends otherwise.
         ImportError: If a package is not installed.
     """
     source = Path(path)

@@ -1,4 +1,4 @@
-"""Import the public names of a package when they are first used."""
+"""Import the public names of a package at their first use."""
 
 import importlib
 import sys
@@ -9,9 +9,9 @@ DISTRIBUTION = "dissociation"
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package, which import a public name when it is first used.
+    """Return `__getattr__` and `__dir__` of a package, which import a public name at its first use.
 
-    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`, where their modules are read.
+    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`.
     """
     homes: dict[str, str] = {}
 

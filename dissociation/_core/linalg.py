@@ -1,8 +1,4 @@
-"""Small differentiable linear algebra: powers of positive semidefinite matrices, the nuclear norm, centring.
-
-An eigenvector has no derivative if eigenvalues coincide, and JAX's own rules are not finite there. The functions here
-depend on the matrix alone, so they have one; their rules are written out.
-"""
+"""Differentiable linear algebra: powers of positive semidefinite matrices, nuclear norm and centring."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +21,7 @@ def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexa
 
 
 def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Return a power of two near a size, which divides data without rounding and counts as a constant."""
+    """Return a power of two near a size, a constant for derivatives, which divides data without rounding."""
     size = lax.stop_gradient(size)
     usable = (size > 0) & jnp.isfinite(size)
     exponent = jnp.frexp(jnp.where(usable, size, 0.5))[1]
@@ -34,7 +30,7 @@ def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def no_derivative(x: Array, what: str) -> Array:
-    """Return the array, through which no derivative is taken: that is an error which names `what`."""
+    """Return the array. Its derivative raises an error that names `what`."""
     return x
 
 
@@ -44,10 +40,8 @@ def _no_derivative(what: str, primals: Any, tangents: Any) -> Any:
 
 
 def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"], Float[Array, "*b"]]:
-    """Return the matrix, or zeros if an entry is not finite, and 0 or NaN to add to what is computed of it.
-
-    LAPACK may loop without end on an infinite or undefined entry, and may return finite numbers.
-    """
+    """Return the matrix, or zeros if an entry is not finite, and 0 or NaN to add to results."""
+    # LAPACK may loop for ever on NaN or infinity, or return finite numbers.
     finite = jnp.all(jnp.isfinite(matrix), (-2, -1))
     return jnp.where(finite[..., None, None], matrix, 0.0), jnp.where(finite, 0.0, jnp.nan).astype(matrix.dtype)
 
@@ -55,9 +49,10 @@ def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"],
 @validated
 @jax.jit
 def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Subtract the mean of every column, twice: the first mean carries the rounding of a large offset."""
+    """Subtract the mean of every column."""
     even = jnp.all(x == x[:1], 0)
     centred = x - jnp.mean(x, 0)[None]
+    # The first mean carries the rounding of a large offset.
     centred = centred - jnp.mean(centred, 0)[None]
     step = x - jax.lax.stop_gradient(x)  # zero, but for its derivative
     return jnp.where(even[None], step - jnp.mean(step, 0)[None], centred)
@@ -66,11 +61,7 @@ def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
 @validated
 @jax.jit
 def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array, "*b n n"]:
-    """Return inverses of positive definite matrices, for stacks of small ones, by batched products.
-
-    The inverse of Cholesky's factor is put together from those of its diagonal blocks, twice as large in every round:
-    [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]]. Triangular solves of a stack would go one by one.
-    """
+    """Return inverses of stacked small positive definite matrices [..., n, n]."""
     number, batch = matrix.shape[-1], matrix.shape[:-2]
     size = 1 << max(number - 1, 0).bit_length()
     factor = jnp.linalg.cholesky(matrix)
@@ -78,6 +69,8 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array
     padded = jnp.pad(factor, ((0, 0),) * len(batch) + ((0, extra), (0, extra)))
     rest = jnp.diag(jnp.arange(size) >= number).astype(padded.dtype)
     padded = padded + rest[(None,) * len(batch)]
+    # [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]], from diagonal blocks that double in every
+    # round. Triangular solves of a stack would run sequentially.
     blocks = 1 / jnp.diagonal(padded, axis1=-2, axis2=-1)[..., None, None]  # [..., blocks, width, width]
     width = 1
     while width < size:
@@ -97,12 +90,9 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array
 def psd_power(
     matrix: Float[Array | np.ndarray, "d d"], power: float | int, *, rtol: Scalar | None = None
 ) -> Float[Array, "d d"]:
-    """Return a power of a positive semidefinite matrix, on its range if the power is not positive.
+    """Return V diag(f(l)) V^T, a power of a positive semidefinite matrix V diag(l) V^T.
 
-        M = V diag(l) V^T   ->   V diag(f(l)) V^T,     f(l) = l^power if l > rtol max(l), else 0
-        dP = V (F * (V^T dM V)) V^T,     F_ij = (f(l_i) - f(l_j)) / (l_i - l_j)
-
-    F has its limit l^(power - 1) power if eigenvalues coincide, f(l_i) / l_i if l_j is cut off, and 0 if both are.
+    f(l) = l^power if l > rtol max(l), else 0.
 
     Source: Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian operators. Higham
     (2008), Functions of matrices, theorem 3.11.
@@ -131,13 +121,14 @@ def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[A
     half = values ** (0.5 * (power - 1))
     edge = jnp.where(kept, values ** (power - 1), 0.0)
     slopes = jnp.where(kept[:, None] & kept[None], half[:, None] * half[None] * quotient, edge[:, None] + edge[None])
+    # dP = V (F * (V^T dM V)) V^T with divided differences F of f. JAX's rule is not finite if eigenvalues coincide.
     turned = product(product(vectors.T, tangents[0]), vectors)
     return image, product(product(vectors, slopes * turned), vectors.T)
 
 
 @partial(jax.jit, static_argnums=0)
 def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
-    """Return eigenvalues (1 if cut off), which are kept, eigenvectors, and the power of the matrix."""
+    """Return eigenvalues (1 if cut off), flags of kept ones, eigenvectors, and the power."""
     matrix, undefined = finite_part(matrix)
     values, vectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
     kept = values > rtol * jnp.maximum(values[-1], 0.0)
@@ -148,9 +139,7 @@ def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, 
 
 @validated
 def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"]) -> Float[Array, ""]:
-    """Return the sum of the singular values; d|M| = <U V^T, dM> with singular vectors that are not negligible.
-
-    If the rank is deficient this is the subgradient of least norm.
+    """Return the sum of the singular values, with derivative <U V^T, dM> over those that are not negligible.
 
     Source: Watson (1992), Characterization of the subdifferential of some matrix norms.
     """
@@ -169,12 +158,13 @@ def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Ar
     matrix, undefined = finite_part(primals[0])
     left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
     rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
+    # At deficient rank this is the subgradient of least norm.
     polar = product(left * (values > rtol * values[0])[None], right) + undefined
     return jnp.sum(values) + undefined, jnp.sum(polar * tangents[0])
 
 
 def rank_cut(x: Float[Array, "n p"]) -> float:
-    """Return the share of the largest singular value up to which others count as zero."""
+    """Return the fraction of the largest singular value up to which others count as zero."""
     # What rounding leaves of a missing direction does not grow with the number of samples: some 3 roundings.
     return min(max(x.shape), 300) * float(jnp.finfo(x.dtype).eps)
 
@@ -183,10 +173,10 @@ def rank_cut(x: Float[Array, "n p"]) -> float:
 def singular_map(
     function: Callable[[Array, Array], Array], x: Float[Array, "n p"], parameter: Float[Array, "..."]
 ) -> Float[Array, "n p"]:
-    """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s; f = 1 gives the polar factor.
+    """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s [k], in falling order.
 
-    The derivative takes divided differences of f, as that of `psd_power`. `function` is f of the singular values [k] in
-    falling order and of `parameter`, entry by entry but for what is constant under small changes; hashable.
+    `function` f(s, parameter) is hashable and acts entry by entry, up to factors that are constant under small
+    changes.
     """
     return _singular(function, x, parameter)[0]
 

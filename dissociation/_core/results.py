@@ -1,7 +1,4 @@
-"""Results of measures and trainings, which print their numbers, and have tables and files with names for their axes.
-
-Names come from annotations, and from axes that mapping adds in front.
-"""
+"""Results of measures and trainings, which convert to labelled arrays, tables and files."""
 
 import dataclasses
 import types
@@ -30,7 +27,7 @@ _LONGEST = 80
 
 @runtime_checkable
 class Axes(Protocol):
-    """Interface of members as the product of named axes: a `training.Grid`."""
+    """Interface of an ensemble over named axes, such as `training.Grid`."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...  # noqa: D102
@@ -43,12 +40,11 @@ class Axes(Protocol):
 
 
 Over = str | Sequence[str] | Mapping[str, Any] | Axes | None
-"""What axes lie in front of the annotated ones: one name or several, the first axis first; names and what the places
-along them are; or the grid of a sweep, whose axes the first axis becomes."""
+"""Leading axes: names, a mapping of names to coordinates, or a grid whose axes replace the first axis."""
 
 
 class Labels:
-    """Mixin of labelled arrays, tables and files of a result; named tuples take its methods one by one."""
+    """Mixin of methods that label, tabulate and save a result."""
 
     __slots__ = ()
 
@@ -57,11 +53,11 @@ class Labels:
         return label_tree(self, over)
 
     def to_xarray(self: Any, over: Over = None) -> "xarray.Dataset":
-        """Return a dataset, see `label_tree` and `Labelled.to_xarray`."""
+        """Return an xarray dataset, see `label_tree` and `Labelled.to_xarray`."""
         return self.labelled(over).to_xarray()
 
     def to_dataframe(self: Any, over: Over = None) -> "dict[tuple[str, ...], pandas.DataFrame]":
-        """Return tidy tables by their axes, see `label_tree` and `Labelled.to_dataframe`."""
+        """Return tidy tables, see `label_tree` and `Labelled.to_dataframe`."""
         return self.labelled(over).to_dataframe()
 
     def save(self: Any, path: "str | os.PathLike[str]", over: Over = None) -> "Path":
@@ -70,24 +66,24 @@ class Labels:
 
 
 class _Front(NamedTuple):
-    """Axes in front of the annotated ones."""
+    """Leading axes before the annotated ones."""
 
     axes: tuple[str, ...]
     coords: dict[str, tuple[str, Any]]
-    grid: tuple[int, ...] = ()  # what the first axis becomes
+    grid: tuple[int, ...] = ()  # shape that the first axis unfolds to
 
     @property
     def depth(self) -> int:
-        """Return the number of axes in front as they come, members of a grid one of them."""
+        """Return the number of leading axes of an array, where a grid is one axis."""
         return len(self.axes) - max(len(self.grid) - 1, 0)
 
 
 def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None) -> Labelled:
-    """Label the arrays of a result: a module, a named tuple, dictionaries and lists of arrays, within each other.
+    """Label the arrays of a result, which may be nested modules, named tuples, dictionaries and lists.
 
-    An array has the name of its field, with those of the fields around it in front. Its axes have the names in the
-    field's annotation, `Float[Array, "pairs r"]`, or `<array>_dim_<place>`. `UNITS` of a result names units of fields;
-    text and static fields become attributes; `None` and functions are left out. `axis_coordinates()` gives coordinates.
+    Names of fields are joined by `_`. Axes are named by annotations, `Float[Array, "pairs r"]`, or
+    `<array>_dim_<place>`. `UNITS` holds units of fields, and `axis_coordinates()` returns coordinates. Text and static
+    fields become attributes. None and functions are omitted.
     """
     if isinstance(tree, Labelled):
         return tree
@@ -121,7 +117,7 @@ def _front(over: Over) -> _Front:
 
 
 def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield arrays and statics with their names, annotations (None for statics) and units."""
+    """Yield arrays and static fields with names, annotations (None for static fields) and units."""
     if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
         return
     if isinstance(tree, str):
@@ -144,7 +140,7 @@ def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Ite
 
 
 def _record(tree: Any) -> dict[str, bool] | None:
-    """Return the fields of a named tuple or dataclass, and whether they are static; None for anything else."""
+    """Return the fields of a named tuple or dataclass, True for static ones, or None."""
     if hasattr(tree, "_fields"):
         return dict.fromkeys(tree._fields, False)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -153,12 +149,12 @@ def _record(tree: Any) -> dict[str, bool] | None:
 
 
 def _is_leaf(tree: Sequence[Any]) -> bool:
-    """Return True if a list is an array: of plain numbers, at least one."""
+    """Return True if a list is an array, a non-empty list of plain numbers."""
     return bool(tree) and all(isinstance(item, bool | int | float | complex | np.generic) for item in tree)
 
 
 def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front) -> tuple[Any, tuple[str, ...]]:
-    """Return an array with its axes, those of a grid unfolded."""
+    """Return an array and its axes, with the axis of a grid unfolded."""
     if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
         value = jax.random.key_data(value)
     shape = np.shape(value)
@@ -180,10 +176,7 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
 
 
 def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
-    """Return names of axes in an annotation: those before a variable number of axes, its name, those after.
-
-    `axes` replace "..." if an array has as many.
-    """
+    """Return the names of an annotation's axes before, of and after a variable number of axes."""
     for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else [hint]:
         if not hasattr(kind, "index_variadic"):
             continue
@@ -191,6 +184,7 @@ def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | 
         at = kind.index_variadic
         if at is None and len(names) <= ndim:
             return [], None, names
+        # The class's `AXES` replace "..." if their number fits.
         if at is not None and names[at] is None and len(names) - 1 + len(axes) == ndim:
             return [], None, [*names[:at], *axes, *names[at + 1 :]]
         if at is not None and len(names) - 1 <= ndim:
@@ -199,14 +193,14 @@ def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | 
 
 
 class Result(eqx.Module, Labels):
-    """Base of results. Small arrays are printed as numbers, larger ones as their shape and the range of their numbers.
+    """Base of results. `repr` prints small arrays as numbers, larger ones as shape and range.
 
-    Axes have the names in the fields' annotations: `result.to_xarray("seeds")` if `vmap` put seeds in front.
+    If `vmap` added a leading axis of seeds, `result.to_xarray("seeds")` names this axis.
 
     Attributes:
         UNITS: Units of fields, by name.
-        AXES: Axes for "..." in annotations, if an array has as many.
-        LEAST: By a field's name, the number at or below which its numbers are printed as being below it.
+        AXES: Axes that replace "..." in annotations if their number fits.
+        LEAST: Bounds by field. Numbers at or below the bound are printed as "< bound".
 
     Example:
         >>> import jax.numpy as jnp
@@ -226,7 +220,8 @@ class Result(eqx.Module, Labels):
 
 
 def printed(self: Any) -> str:
-    """Return a result as text; named tuples, which have no bases, take it as their `__repr__`."""
+    """Return a result as text."""
+    # Named tuples have no bases, so they take this function as their `__repr__`.
     fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
     least = getattr(self, "LEAST", {})
     known = {name: value for name, value in fields.items() if value is not None}

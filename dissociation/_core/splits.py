@@ -1,15 +1,16 @@
-"""Folds, halves and blocks of rows, drawn by a fixed permutation so that the order of the rows does not matter."""
+"""Folds, halves and blocks of rows."""
 
 import numpy as np
 
 
 def permutation(number: int) -> np.ndarray:
-    """Return a fixed permutation [number], the same on every machine and with every NumPy version."""
+    """Return a permutation [number] that is the same everywhere."""
     # Raw words of a bit generator are stable across versions of NumPy; its `permutation` is not.
     return np.argsort(np.random.Philox(key=1).random_raw(number), kind="stable")
 
 
 def folds(number: int, num_folds: int, *, contiguous: bool = False) -> list[np.ndarray]:
-    """Return disjoint sets of rows, of sizes that differ by at most one."""
+    """Return disjoint sets of rows, whose sizes differ by at most one."""
+    # Rows may be sorted or periodic, so folds are not taken by position.
     order = np.arange(number) if contiguous else permutation(number)
     return [np.sort(part) for part in np.array_split(order, num_folds)]

@@ -1,4 +1,4 @@
-"""Ties among computed numbers: numbers that are equal but for rounding are made equal before a tie decides anything."""
+"""Ties among computed numbers, which are equal but for rounding."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+# Products and LAPACK leave up to 48 units.
 ROUNDINGS = 64
-"""Rounding units of `size` up to which neighbours are tied. Products and LAPACK leave up to 48 of them."""
+"""Rounding units of `size` within which neighbours are tied."""
 
 LONGEST = 4
-"""Length of a run of ties in units of that tolerance, beyond which the run is cut: dense numbers form runs as well."""
+"""Length of a run of ties, in units of the tolerance, beyond which the run is cut."""
 
 
 def snapped(values: Any, size: Any = None) -> Any:
-    """Return `values` with numbers that differ by rounding alone made equal; the result counts as a constant.
+    """Return `values`, a constant for derivatives, with numbers made equal that differ by rounding alone.
 
-    In rising order, neighbours closer than 64 rounding units of `size` take the value of the least of them, or 0 if
-    that is as close to 0. A fixed grid would separate equal numbers on two sides of a boundary.
+    Sorted neighbours closer than 64 rounding units of `size` take the value of the smallest, or 0 if 0 is as close.
     """
     xp: Any = np if isinstance(values, np.ndarray) else jnp
     values = xp.asarray(values)
@@ -34,7 +34,7 @@ def snapped(values: Any, size: Any = None) -> Any:
 
 
 def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Float[Array, " number"]:
-    """Return ranks from 1; numbers that are equal but for rounding share the mean of theirs."""
+    """Return ranks from 1, with mean ranks for ties."""
     values = jnp.asarray(values)
     order, first, _ = _sorted(jnp, values, size)
     number, kind = values.shape[0], values.dtype
@@ -47,7 +47,7 @@ def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Flo
 
 
 def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
-    """Return the rising order, flags of those in it that begin a tie, and the numbers in it with ties made equal."""
+    """Return the rising order, and in it flags of first members of ties, and tied numbers."""
     values = (values if xp is np else lax.stop_gradient(values)).reshape(-1)
     if size is None:
         size = xp.max(xp.where(xp.isfinite(values), abs(values), 0))
@@ -67,6 +67,7 @@ def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
     with np.errstate(invalid="ignore"):  # infinities less each other
         same = (values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])) | (values[1:] == values[:-1])
         start = running(xp.where(xp.concatenate([xp.zeros(1, bool), same]), 0, places))
+        # Dense numbers form runs too. A fixed grid would separate equal numbers on two sides of a boundary.
         width = xp.where(slack[start] > 0, LONGEST * slack[start], 1)
         cell = xp.where(values == values[start], 0, xp.floor((values - values[start]) / width))
     first = xp.concatenate([xp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))])  # each NaN is a tie of its own

@@ -1,4 +1,4 @@
-"""Types of arguments that both packages share, and how each is taken: see `dissociation._core.validation`."""
+"""Types of arguments that both packages share. `dissociation._core.validation` converts such arguments."""
 
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -12,32 +12,32 @@ else:
 
 
 class Labels(NamedTuple):
-    """Mark of an argument of class labels, which callers give as integers [n] or one-hot rows [n, classes]."""
+    """Mark of an argument of class labels, which may be integers [n] or one-hot rows [n, classes]."""
 
     one_hot: bool
-    """Whether the function works on one-hot rows, or on integers."""
+    """If True, the function takes one-hot rows, else integers."""
     soft: bool = False
-    """Whether rows may be probabilities."""
+    """If True, rows may be probabilities."""
 
 
 class InTime:
-    """Mark of an argument of trajectories: frames are read by `frames.as_trajectories`."""
+    """Mark of an argument of trajectories, which may be frames."""
 
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
-"""A real number, perhaps traced."""
+"""Real number, perhaps traced."""
 
 Count = int | Int[Array | np.ndarray, ""]
-"""A whole number, perhaps traced."""
+"""Integer, perhaps traced."""
 
 PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
-"""One random key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`)."""
+"""Random key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`)."""
 
 PRNGKeys = Key[Array, " members"] | UInt32[Array | np.ndarray, "members 2"]
-"""One random key per member."""
+"""Random keys, one per member."""
 
 OneHot = Annotated[Float[Array | np.ndarray, "n classes"], Labels(one_hot=True)]
-"""Labels of samples, given as integers or one-hot rows; the function sees one-hot rows."""
+"""Labels given as integers or one-hot rows, and converted to one-hot rows."""
 
 Classes = Annotated[Int[Array | np.ndarray, " n"], Labels(one_hot=False)]
-"""Labels of samples, given as integers or one-hot rows; the function sees integers."""
+"""Labels given as integers or one-hot rows, and converted to integers."""

@@ -1,9 +1,4 @@
-"""Conversion of arguments to the types that annotations name, and one sentence for each that cannot be converted.
-
-An array may be a list, NumPy's or JAX's, or have `__array__` or `__dlpack__`; a number is Python's, NumPy's or JAX's.
-Integers become floats if floats are meant, and half precisions float32. An axis of one name has one length throughout.
-Kinds and shapes are always checked. Values are checked if `finite` names them, and never on tracers.
-"""
+"""Convert and check arguments by their annotations."""
 
 import collections
 import collections.abc
@@ -52,7 +47,11 @@ def validated(
 def validated(
     function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
 ) -> Any:
-    """Decorate a function so that its arguments are converted and checked as its annotations describe."""
+    """Decorate a function so that its arguments are converted and checked by its annotations.
+
+    Arrays in `finite` must be finite unless traced, those in `empty` may be empty, and those in `pixels` must not hold
+    integers above 1.
+    """
     if function is None:
         return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
     parameters = inspect.signature(function).parameters.values()
@@ -71,6 +70,8 @@ def validated(
         if len(args) > len(positions) or not (takes_more or kwargs.keys() <= set(positions)):
             return function(*args, **kwargs)  # Python says what is wrong with the call
         given = dict(zip(positions, args, strict=False)) | kwargs
+        # An axis of one name has one length in all arguments. Shapes are always checked, values only if they are
+        # known.
         bound: Bound = {}
         check_same_rows(given)
         for name in filter(given.__contains__, pixels):
@@ -88,9 +89,9 @@ def validated(
 
 
 class _Kind(NamedTuple):
-    """Kind of numbers and shape of one jaxtyping annotation."""
+    """Kinds of numbers and shape of one jaxtyping annotation."""
 
-    numbers: frozenset[str]  # of "bool", "int", "float", "complex"
+    numbers: frozenset[str]  # kinds among "bool", "int", "float", "complex"
     names: tuple[str | int, ...]  # of axes, each a name or a fixed length
     variadic: int | None  # position of any number of axes
     on_host: bool  # NumPy alone
@@ -106,7 +107,7 @@ class _Kind(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return the words for numbers of this kind and shape."""
+        """Return the description of such an array for a message."""
         return f"{kind_words(self.numbers)} {self.shape}"
 
     def fits(self, ndim: int) -> bool:
@@ -114,7 +115,7 @@ class _Kind(NamedTuple):
         return ndim == len(self.names) if self.variadic is None else ndim >= len(self.names)
 
     def check(self, name: str, shape: tuple[int, ...], bound: Bound) -> None:
-        """Raise unless an array of this shape fits the annotation and the lengths of axes in `bound`."""
+        """Raise unless a shape fits the annotation and the lengths of axes in `bound`."""
         count = len(self.names)
         if not self.fits(len(shape)):
             least = "at least " if self.variadic is not None else ""
@@ -134,7 +135,7 @@ class _Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """Kinds of values that one parameter takes."""
+    """Types that one parameter accepts."""
 
     optional: tuple[bool, ...] = ()
     keys: tuple[bool, ...] = ()  # False for one key, True for one per member
@@ -148,7 +149,7 @@ class _Rule:
     in_time: tuple[InTime, ...] = ()
 
     def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
-        """Return the argument as the function takes it, or raise an error that names it."""
+        """Return the converted argument, or raise an error that names the argument."""
         text = isinstance(value, (str, bytes)) and collections.abc.Sequence in self.instances  # a sequence too
         instance = isinstance(value, self.instances) and not text
         if (value is None and self.optional) or instance or (self.function and callable(value)):
@@ -184,7 +185,7 @@ class _Rule:
         return any(kind.names or kind.variadic is not None for kind in self.arrays)
 
     def _is_number(self, value: Any) -> bool:
-        """Return True for numbers of Python, NumPy and JAX, and for any array of the two if no array is meant."""
+        """Return True for scalars, and for arrays if the annotation has no axes."""
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) or is_traced(value):
             return value.ndim == 0 or not (self._has_axes or self.sequence)
         return isinstance(value, (bool, int, float, complex))
@@ -241,7 +242,7 @@ class _Rule:
 
 
 def _full_name(kind: type) -> str:
-    """Return the public path of a class, without modules whose names begin with _."""
+    """Return the public path of a class, without private modules."""
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
 
 
@@ -256,7 +257,7 @@ def _admitted(
     *,
     bare: bool = False,
 ) -> Any:
-    """Return an array of the first of the kinds that has as many axes; `most` bounds those of nested lists."""
+    """Return an array of the first kind that fits, with at most `most` axes for nested lists."""
     array = as_array(name, value, words, bare=bare, may_be_empty=may_be_empty)
     if most is not None:
         refuse_nested(name, value, array, most)
@@ -282,7 +283,7 @@ def _placed(name: str, array: Any, kind: _Kind) -> Any:
 
 
 def _rule(hint: Any) -> _Rule | None:
-    """Return the rule of an annotation, or None if it takes anything."""
+    """Return the rule of an annotation, or None if any value is accepted."""
     slots: dict[str, list[Any]] = collections.defaultdict(list)
     for member in _members(hint):
         slot, item = _sorted_in(member)
@@ -298,7 +299,7 @@ def _rule(hint: Any) -> _Rule | None:
 
 
 def _members(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, and the mark of an annotated one before it."""
+    """Yield the members of a union, and the mark of an annotated member before it."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         for member in typing.get_args(hint):
             yield from _members(member)
@@ -310,7 +311,7 @@ def _members(hint: Any) -> Iterator[Any]:
 
 
 def _sorted_in(member: Any) -> tuple[str, Any]:
-    """Return the field of a rule that a member of a union belongs to, and its entry there."""
+    """Return the field and entry of `_Rule` for a member of a union."""
     origin = typing.get_origin(member)
     if member is None or member is type(None):
         return "optional", True

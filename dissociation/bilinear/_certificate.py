@@ -1,10 +1,4 @@
-"""Exact robustness of one-layer bilinear networks: the nearest input of another class, in Euclidean distance.
-
-The margin between two classes is a quadratic q, so the nearest point with q <= 0 solves a trust-region problem, without
-a duality gap. A certificate lowers the margin by a bound on all that rounding may have done to it
-(`_rounding.bound_rounding`, and the evaluation at the input), and takes the dual value |y|^2 + m q(y) of the lowered
-margin, which for any multiplier m is no more than the squared distance.
-"""
+"""Exact robustness of one-layer bilinear networks: the nearest input of another class, in Euclidean distance."""
 
 from collections.abc import Callable
 
@@ -25,15 +19,15 @@ BISECTIONS = 60
 
 
 class Margins(Result):
-    """Every pair of classes' margin q(x) = logit_first - logit_second, in its own eigenbasis.
+    """Margins q(x) = logit_first - logit_second of all pairs of classes, each in its eigenbasis.
 
     Attributes:
         values: Eigenvalues of the quadratic part, [pairs, r].
-        directions: Orthonormal eigenvectors among inputs, [pairs, r, d].
+        directions: Orthonormal eigenvectors in input space, [pairs, r, d].
         linear: Half of the linear part along them, [pairs, r].
-        offset: [pairs].
-        rounding: Bounds on the errors of the quadratic part, of half the linear part and of the constant, [pairs, 3].
-        table: For every ordered pair of classes its number, [classes, classes]; the diagonal is unused.
+        offset: Constants, [pairs].
+        rounding: Error bounds of the quadratic part, half the linear part and the constant, [pairs, 3].
+        table: Pair index by ordered pair of classes, [classes, classes]; the diagonal is unused.
     """
 
     values: Float[Array, "pairs r"]
@@ -48,13 +42,13 @@ class DistanceCertificate(Result):
     """Distance from an input to another class.
 
     Attributes:
-        radius: Certified: no input of another class is nearer. 0 if the input is misclassified, or may be within
-            rounding; infinite if there is no other class; NaN if a logit is, or a traced label is no class.
-        step: To the nearest input of another class as far as it could be computed, [d]; zero where there is none.
-        rival: The class met there.
-        radii: Certified distance to the boundary with every class, infinite for the label itself: [classes].
-        allowance: By how much `radius` falls short of the norm of `step`: what rounding may have added to that.
-            A constant to derivatives; infinite if a rival can only not be ruled out.
+        radius: Certified radius: no input of another class is nearer. 0 if the input is misclassified, or may be within
+            rounding; infinite if there is no other class; NaN for NaN logits or a traced label that is not a class.
+        step: Step to the nearest input of another class, as computed, [d]; zero if there is none.
+        rival: Class at this input.
+        radii: Certified distance to the boundary with every class, infinite for the label, [classes].
+        allowance: Norm of `step` minus `radius`, which covers rounding; constant under derivatives. Infinite if a rival
+            cannot be ruled out.
     """
 
     radius: Float[Array, ""]
@@ -66,7 +60,7 @@ class DistanceCertificate(Result):
 
 @validated
 def margins(source: BilinearNetwork | Spectrum) -> Margins:
-    """The margins between all classes, one eigendecomposition for each pair.
+    """Return the margins between all classes, by one eigendecomposition per pair.
 
     Args:
         source: A network of one layer, or a (truncated) spectrum with `space="input"`. Its numbers are taken as exact.
@@ -75,8 +69,8 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
         The margins, for `certified_radius` of many inputs.
 
     Raises:
-        ValueError: If the network has several layers or a gate, the spectrum is in another space or in one that is not
-            given, or there is one class only.
+        ValueError: If the network has several layers or a gate, the spectrum has another or no space, or there is one
+            class only.
     """
     if isinstance(source, Spectrum):
         check_on_inputs("source", source, known=True)
@@ -90,6 +84,7 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
     table = np.zeros((classes, classes), np.int32)
     table[first, second] = table[second, first] = np.arange(len(first))
     pairs = (jnp.asarray(first), jnp.asarray(second))
+    # One pair at a time bounds the memory of the eigendecompositions.
     values, directions, linear, offset, rounding = jax.lax.map(lambda pair: make(*pair), pairs)
     return Margins(values, directions, linear, offset, rounding, jnp.asarray(table))
 
@@ -125,7 +120,8 @@ def _from_components(spectrum: Spectrum) -> Callable[[Array, Array], tuple[Array
         rows = jnp.concatenate([spectrum.vectors[first], spectrum.vectors[second]])
         weights = jnp.concatenate([spectrum.values[first], -spectrum.values[second]])
         lift, root = jnp.linalg.qr(rows[:, :width].T)
-        inner = jnp.concatenate([root, rows[:, width:].T])  # the constant coordinate is its own
+        # The constant coordinate is orthogonal to inputs and needs no factorisation.
+        inner = jnp.concatenate([root, rows[:, width:].T])
         bias = rows[:, width] if spectrum.constant else jnp.zeros_like(weights)
         none, size = jnp.zeros(width, rows.dtype), jnp.zeros_like(weights)
         factors = Factors(
@@ -150,16 +146,16 @@ def _in_eigenbasis(form: Array, size: int, lift: Array, factors: Factors) -> tup
 def certified_radius(
     source: Margins, x: Float[Array | np.ndarray, " d"], label: int | Int[Array | np.ndarray, ""]
 ) -> DistanceCertificate:
-    """The largest ball around an input in which the class stays, and the point where it ends.
+    """Return the largest ball around an input without another class, and the point where it ends.
 
     Args:
         source: From `margins`.
         x: One input, finite.
-        label: Its class.
+        label: Class of the input.
 
     Returns:
-        The certificate, for the network in exact arithmetic. The allowance is large where numbers far above the margin
-        cancel in the logits, and where the distance hangs on an eigenvalue near zero: float64 has more to show there.
+        The certificate, for the network in exact arithmetic. Use float64 if the allowance is large: when large numbers
+        cancel in the logits, or when the distance depends on an eigenvalue near zero.
 
     Raises:
         ValueError: If x has another width or is not finite, or the label is no class.
@@ -187,7 +183,7 @@ def _certified_radius(source: Margins, image: Array, label: Array) -> DistanceCe
     slopes = values * along + linear
     margin = jnp.sum(along * (slopes + linear), 1) + sign[:, 0] * source.offset[rows]
     errors = _errors(source, image, rows, along, values, linear)
-    # The label's own margin is zero everywhere, where a step has no derivative: another stands in.
+    # The margin of the label to itself is zero: its step has no derivative, so other numbers replace it.
     same = rivals == label
     steps = jax.vmap(_nearest)(values, jnp.where(same[:, None], 1.0, slopes), jnp.where(same, 1.0, margin), errors[2])
     lengths = jnp.where(same, jnp.inf, jnp.linalg.norm(steps, axis=1))
@@ -205,11 +201,11 @@ def _certified_radius(source: Margins, image: Array, label: Array) -> DistanceCe
 def _errors(
     source: Margins, image: Array, rows: Array, along: Array, values: Array, linear: Array
 ) -> tuple[Array, Array, Array]:
-    """Return bounds on the errors of margins at an input, of half their gradients there, and of their curvature."""
+    """Return error bounds of margins at an input, of half their gradients there, and of their curvature."""
     along, values, linear, length = jax.lax.stop_gradient((along, values, linear, jnp.linalg.norm(image)))
     eps = jnp.finfo(values.dtype).eps
     quadratic, slope, constant = jax.lax.stop_gradient(source.rounding[rows]).T
-    # Of coordinates along eigenvectors, sums over d products, and of sums over r terms.
+    # Rounding of coordinates along eigenvectors, which are sums over d products, and of sums over r terms.
     coordinate = eps * image.shape[0] ** 0.5 * length
     sums = eps * (3 + values.shape[1] ** 0.5)
     sizes = jnp.abs(values * along) + jnp.abs(linear)
@@ -223,8 +219,8 @@ def _errors(
 
 
 def _path(values: Array, slopes: Array, start: Array, base: Array) -> tuple[Callable, Callable, Array]:
-    """Return the multiplier and the step at a place, and the ends of the places; multipliers up to 1 / |base|."""
-    # The root lies at 1 / m near the curvature, or near slope^2 / start where the margin is all but linear.
+    """Return multiplier and step as functions of a place, and the largest place; multipliers up to 1 / |base|."""
+    # At the root 1 / m is near the curvature, or near slope^2 / start if the margin is almost linear.
     limits = jnp.finfo(values.dtype)
     scale = jnp.where(base < 0, -base, jnp.max(jnp.abs(values)))
     unit = jnp.maximum(scale, jnp.sum(slopes**2) / jnp.maximum(start, limits.tiny))
@@ -253,14 +249,12 @@ def _bisect(is_positive: Callable[[Array], Array], edge: Array) -> tuple[Array, 
 
 
 def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
-    """Return the shortest y with q = start + sum (2 slopes y + values y^2) <= 0; infinite if there is none.
-
-    With eigenvalues a_i and slopes g_i, y_i = -m g_i / (1 + m a_i), 1 + m min(a) >= 0, where q falls in the multiplier
-    m, whose root is found by bisection. In the hard case q stays positive up to the largest m; the rest of the way is a
-    step along the eigenvector of min(a). A lowest value that is negative within `doubt` counts as zero.
-    """
+    """Return the shortest y with q = start + sum (2 slopes y + values y^2) <= 0; infinite if there is none."""
+    # The margin is quadratic, so this trust-region problem has no duality gap: y = -m g / (1 + m a) with eigenvalues a,
+    # slopes g and a multiplier m. As q falls in m while 1 + m min(a) >= 0, bisection finds its root.
     lowest = jnp.argmin(values)
     bottom = values[lowest]
+    # A lowest eigenvalue that is negative only within rounding counts as zero.
     curved = bottom < -doubt
     _, step, edge = _path(values, slopes, start, jnp.where(curved, bottom, 0.0))
 
@@ -269,11 +263,12 @@ def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
 
     place = _bisect(lambda place: margin(step(place)) > 0, edge)[1]
     reached = margin(step(edge)) <= 0
-    # The root's derivative is that of one step of Newton's method.
+    # The derivative of the root is that of one step of Newton's method.
     value, fall = jax.jvp(lambda place: margin(step(place)), (place,), (jnp.ones_like(place),))
     fall = jax.lax.stop_gradient(jnp.where(reached & (fall < 0), fall, -jnp.inf))
     y = step(place - (value - jax.lax.stop_gradient(value)) / fall)
-    # The hard case: the rest of the way along the lowest eigenvector, to the nearer of the two crossings.
+    # The hard case: q is positive up to the largest m. The rest of the way is along the lowest eigenvector, to the
+    # nearer of the two crossings.
     rest, tilt = jnp.maximum(margin(y), 0.0), slopes[lowest] + bottom * y[lowest]
     square = tilt**2 - jnp.minimum(bottom, 0.0) * rest
     root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
@@ -285,26 +280,21 @@ def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
 def _certified(
     values: Array, slopes: Array, start: Array, errors: tuple[Array, Array, Array], norm: Array, *, full: bool
 ) -> Array:
-    """Return a lower bound on the norm of the shortest y with start + sum (2 slopes y + values y^2) <= 0.
-
-    The true margin is at least the one given, minus `errors` at the input, in the slope and in the curvature e:
-
-        q - e_0 - 2 e_1 |y| - e_2 |y|^2 >= q - (e_0 + e_1 t) - (e_1 / t + e_2) |y|^2     for any t > 0,
-
-    taken at the distance `norm`, or of its order. Unless the eigenvectors are `full`, some directions have no other
-    curvature than the last term.
-    """
+    """Return a lower bound on the norm of the shortest y with start + sum (2 slopes y + values y^2) <= 0."""
     size, slope = jnp.max(jnp.abs(values)), jnp.linalg.norm(slopes)
     positive = jnp.where(start > 0, start, 1.0)
     steepness = slope + jnp.sqrt(slope**2 + size * positive)
     order = jnp.where(steepness > 0, positive / jnp.where(steepness > 0, steepness, 1.0), 1.0)
     distance = jax.lax.stop_gradient(jnp.where(jnp.isfinite(norm) & (norm > 0), norm, order))
+    # The true margin is at least q - e_0 - 2 e_1 |y| - e_2 |y|^2. As 2 |y| <= t + |y|^2 / t for all t, tight at t =
+    # |y|, it is at least q - (e_0 + e_1 t) - (e_1 / t + e_2) |y|^2, with t the distance.
     at_input, gradient, curvature = errors
     lowered = start - (at_input + gradient * distance)
     outside = lowered <= 0
     lowered = jnp.where(outside, 1.0, lowered)
     bend = gradient / distance + curvature
     values = values - bend
+    # Directions outside of the eigenvectors have no curvature but that of the errors.
     bottom = jnp.minimum(jnp.min(values), jnp.inf if full else -bend)
     base = jnp.minimum(bottom, 0.0)
     multiplier, step, edge = _path(values, slopes, lowered, base)
@@ -315,8 +305,9 @@ def _certified(
         return lowered + jnp.sum(y * (2 * slopes + values * y)) - rounding * jax.lax.stop_gradient(sizes)
 
     place = _bisect(lambda place: margin(step(place)) > 0, edge)[0]
+    # For any multiplier m the dual value |y|^2 + m q(y) is at most the squared distance: rounding of m does no harm.
     m, y = jax.lax.stop_gradient((multiplier(place), step(place)))
-    # The dual value is stationary in y, and in m too unless that ends at -1 / bottom with the margin still positive.
+    # The dual value is stationary in y, and in m unless m ends at -1 / bottom with a positive margin.
     value = margin(y)
     end = jax.lax.stop_gradient(jnp.where(base < 0, m**2 * jnp.maximum(value, 0.0), 0.0))
     squared = jnp.sum(y**2) + m * value + end * (bottom - jax.lax.stop_gradient(bottom))
@@ -329,14 +320,14 @@ def _certified(
 def certified_accuracy(
     radii: Float[Array | np.ndarray, " n"], levels: Float[Array | np.ndarray, " k"]
 ) -> Float[Array, " k"]:
-    """Share of inputs that no perturbation of a given norm can misclassify.
+    """Return the share of inputs that no perturbation of a given norm can misclassify.
 
     Args:
         radii: `DistanceCertificate.radius` of every input, 0 for misclassified ones.
         levels: Norms.
 
     Returns:
-        Falling numbers from 0 to 1; NaN if a radius or the level is.
+        Descending numbers from 0 to 1; NaN if a radius or the level is NaN.
     """
     radii, levels = jnp.asarray(radii), jnp.asarray(levels)
     shares = jnp.mean(radii[None] > levels[:, None], 1, dtype=radii.dtype)

@@ -1,10 +1,4 @@
-"""Bilinear layers as quadratic forms, and their eigenvectors.
-
-Along an output direction u a bilinear layer computes u . ((W z) * (V z)) = z^T B_u z with the symmetric part B_u of
-W^T diag(u) V. Behind an embedding z = E x the form on inputs is Q_u = E^T B_u E, whose eigenvectors are orthonormal on
-inputs. With E^T = P R (P orthonormal) its non-zero spectrum is that of R B_u R^T, never larger than the hidden layer.
-Biases and residual connections make linear and constant terms: the form then acts on (z, 1).
-"""
+"""Bilinear layers as quadratic forms, and their eigenvectors."""
 
 import equinox as eqx
 import jax
@@ -18,20 +12,20 @@ from dissociation._core.validation import validated
 from dissociation.models._bilinear import BilinearLayer, BilinearNetwork
 
 ORDERS = ("magnitude", "positive", "negative")
-"""By falling |eigenvalue|, by falling eigenvalue (most positive first), by rising eigenvalue (most negative first)."""
+"""Descending |eigenvalue|, descending eigenvalue, ascending eigenvalue."""
 
 SPACES = ("input", "hidden")
-"""Where eigenvectors live: among the network's inputs, or among those of the layer."""
+"""Space of the eigenvectors: inputs of the network, or inputs of the layer."""
 
 
 class Spectrum(eqx.Module):
-    """Quadratic forms of some outputs, as eigenvalues and eigenvectors; a function of one example.
+    """Eigenvalues and eigenvectors of the quadratic forms of some outputs; a function of one example.
 
     Attributes:
-        values: Eigenvalues, in the order asked for: [outputs, components].
-        vectors: Orthonormal eigenvectors: [outputs, components, d], or d + 1 with `constant`.
-        constant: Whether the last coordinate belongs to an appended 1.
-        space: Space of the eigenvectors, one of `SPACES`; None if it is not known. Certificates need "input".
+        values: Eigenvalues in the chosen order, [outputs, components].
+        vectors: Orthonormal eigenvectors, [outputs, components, d], or d + 1 with `constant`.
+        constant: True if the last coordinate belongs to an appended 1.
+        space: Space of the eigenvectors, one of `SPACES`, or None if unknown. Certificates need "input".
     """
 
     values: Float[Array, "outputs components"]
@@ -52,24 +46,27 @@ def interaction_tensor(
     layer: int = -1,
     space: str = "input",
 ) -> Float[Array, "outputs d d"]:
-    """The symmetric matrices of a layer's quadratic forms.
+    """Return the symmetric matrices of a layer's quadratic forms.
+
+    Along an output direction u the layer is u . ((W z) * (V z)) = z^T B_u z, B_u the symmetric part of W^T diag(u) V.
+    After an embedding z = E x the form on inputs is E^T B_u E. Biases and residual connections add a coordinate for a
+    constant 1.
 
     Args:
         model: One network.
-        directions: Output directions u of the layer; default the rows of the head, for the last layer.
-        layer: Which layer, negative numbers from the end.
-        space: "input" (the network's, for the first layer only) or "hidden" (the layer's own input).
+        directions: Output directions u of the layer; default: rows of the head, for the last layer.
+        layer: Layer index, negative from the end.
+        space: "input" (of the network, for the first layer only) or "hidden" (of the layer).
 
     Returns:
-        One matrix per direction; with biases or a residual connection over one coordinate more, the last, for a
-        constant 1.
+        One matrix per direction; the constant 1 is the last coordinate.
 
     Raises:
-        ValueError: If the layer is gated, which makes it no quadratic form; if the layer does not exist or is not the
-            first for `space="input"`; if directions have another width, or are missing for a layer without a head.
+        ValueError: If the layer is gated, does not exist or is not the first for `space="input"`; if directions have
+            another width, or are missing for a layer without a head.
 
     References:
-        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, eq. 2.
+        Pearce et al. (2024), eq. 2.
     """
     compact, lift = compact_forms(model, directions, layer, space)
     full = product(product(lift[None], compact), lift.T[None])
@@ -85,21 +82,20 @@ def decompose(
     space: str = "input",
     by: str = "magnitude",
 ) -> Spectrum:
-    """Eigenvalues and eigenvectors of a layer's quadratic forms, found in the smaller of its two spaces.
+    """Return eigenvalues and eigenvectors of a layer's quadratic forms, computed in the smaller of its two spaces.
 
-    On a CPU most of the time goes to LAPACK, over whose batch XLA spreads the cores: stacked networks are fastest under
-    one `jax.jit` of a `vmap`. OpenBLAS's own threads only stand in the way; `use_all_cores` leaves it one.
+    On a CPU, stacked networks are fastest under one `jax.jit` of a `vmap`, with OpenBLAS on one thread
+    (`use_all_cores`).
 
     Args:
-        model: One network; map over stacked ones with `equinox.filter_vmap`, or with `bmap` where memory is short.
+        model: One network; map stacked ones by `equinox.filter_vmap`, or by `bmap` if memory is short.
         directions: As in `interaction_tensor`.
-        layer: Which layer.
-        space: "input": eigenvectors of the form on the network's inputs. "hidden": of the form on the layer's input.
+        layer: Layer index.
+        space: "input" for eigenvectors among inputs of the network, "hidden" among inputs of the layer.
         by: Order of the components, one of `ORDERS`.
 
     Returns:
-        The spectrum. Components beyond the rank of the form are left out: there are min(inputs, hidden), and one more
-        with a constant.
+        The spectrum, with min(inputs, hidden) components and one more with a constant; others have eigenvalue zero.
 
     Raises:
         ValueError: As `interaction_tensor`, or if `by` is unknown.
@@ -112,7 +108,8 @@ def decompose(
     values, vectors = jnp.linalg.eigh(compact)
     spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer), space)
     spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
-    return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))  # in order, hence moved once
+    # Reordered in the smaller space, as lifted vectors are large.
+    return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))
 
 
 @validated
@@ -141,6 +138,8 @@ def compact_forms(
     left, right = chosen.left, chosen.right
     residual = outputs if model.residual else None
     if space == "input":
+        # With E^T = P R and P orthonormal, the non-zero spectrum of E^T B E is that of R B R^T, never larger than the
+        # layer.
         lift, root = jnp.linalg.qr(model.embed.T)
         left, right = product(left, root.T), product(right, root.T)
         residual = None if residual is None else product(residual, root.T)
@@ -152,6 +151,7 @@ def compact_forms(
         lift = jnp.pad(lift, ((0, 1), (0, 1))).at[-1, -1].set(1.0)
     forms = product(left.T[None], outputs[:, :, None] * right[None])
     if residual is not None:
+        # A linear term is a product with the constant coordinate.
         forms = forms.at[:, -1, :-1].add(residual)
     return 0.5 * (forms + forms.swapaxes(1, 2)), lift
 
@@ -164,7 +164,7 @@ def biases_of(layer: BilinearLayer) -> tuple[Array, Array]:
 
 
 def widened(model: BilinearNetwork) -> BilinearNetwork:
-    """Return one network with its weights in float32 at least, in which half precision is exact."""
+    """Return one network with weights in float32 at least, in which half precision is exact."""
     if model.embed.ndim != 2:
         advice = "Map over members by `equinox.filter_vmap`"
         fail("model", "be one network", f"an embedding of shape {model.embed.shape}", advice)
@@ -190,14 +190,14 @@ def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs c
 
 @validated
 def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
-    """The leading components of every output: a network of that rank.
+    """Return the leading components of every output: a network of this rank.
 
     Args:
-        spectrum: From `decompose`, in whichever order.
+        spectrum: From `decompose`, in any order.
         num_components: k, from 0 (all logits zero) to all.
 
     Returns:
-        A spectrum of k components; called on an example it gives the truncated logits.
+        A spectrum of k components; called on an example it returns truncated logits.
 
     Raises:
         ValueError: If there are fewer components.
@@ -210,14 +210,15 @@ def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
 
 
 def check_single(name: str, spectrum: Spectrum) -> None:
-    """Raise if a spectrum is a stack of spectra, whose first axis would be taken for outputs."""
+    """Raise if a spectrum is a stack of spectra."""
+    # The first axis of a stack would silently be taken for outputs.
     if spectrum.values.ndim != 2 or spectrum.vectors.ndim != 3:
         wanted = "be one spectrum, of values [outputs, components]"
         fail(name, wanted, f"shape {spectrum.values.shape}", "Map over stacked ones by `equinox.filter_vmap`")
 
 
 def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> None:
-    """Raise if eigenvectors are not among inputs, or with `known` if their space is not given."""
+    """Raise if eigenvectors are not among inputs, or with `known` if their space is None."""
     check_single(name, spectrum)
     if spectrum.space == "hidden" or (known and spectrum.space is None):
         advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
@@ -239,13 +240,13 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
 
 @validated
 def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
-    """Return lambda_i (v_i . x)^2: what every component adds to the output."""
+    """Return lambda_i (v_i . x)^2 of every component."""
     return spectrum.values[None] * activations(spectrum, x) ** 2
 
 
 @validated
 def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
-    """Return |lambda_i| E (v_i . x)^2 over examples, an order of components that depends on the data."""
+    """Return |lambda_i| E (v_i . x)^2 over examples, an order of components that depends on data."""
     return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
 
 
@@ -253,10 +254,10 @@ def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -
 def truncated_outputs(
     spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, "n components_and_none outputs"]:
-    """Outputs from the leading 0, 1, ..., all components, by one cumulative sum.
+    """Return the outputs of the leading 0, 1, ..., all components.
 
     Args:
-        spectrum: In the order in which components are to be kept.
+        spectrum: Components in the order to keep them.
         x: Examples.
 
     Returns:
@@ -269,15 +270,15 @@ def truncated_outputs(
 def adversarial_mask(
     spectrum: Spectrum, output: int, component: int, *, against: int = 10, norm: float | Float[Array, ""] = 1.0
 ) -> Float[Array, " d"]:
-    """An image made of weights alone that excites one component and leaves the leading ones of all outputs alone.
+    """Return an image, computed from weights alone, that excites one component and no other leading one of any output.
 
-    The component's row of the pseudo-inverse of the leading eigenvectors, at a given norm.
+    It is the component's row of the pseudo-inverse of the leading eigenvectors, at a given norm.
 
     Args:
-        spectrum: Of a network without biases.
-        output: The output.
-        component: Its component, below `against`.
-        against: Leading components of every output that are considered.
+        spectrum: Spectrum of a network without biases.
+        output: Output of the component.
+        component: Index of the component, below `against`.
+        against: Leading components per output that are considered.
         norm: Euclidean norm of the mask.
 
     Returns:

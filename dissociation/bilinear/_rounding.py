@@ -1,9 +1,4 @@
-"""Bounds on the rounding of quadratic margins sum_k w_k (l_k . z + b_k)(r_k . z + c_k) + 2 h . z, for certificates.
-
-What products, sums and an eigendecomposition did together is measured: the matrix is applied to the eigenvectors once
-more, factor by factor, and compared with eigenvalue times eigenvector. Few numbers may agree by chance, so the rounding
-of single operations on numbers of the size of the summands, before they cancel, is added.
-"""
+"""Rounding bounds of quadratic margins sum_k w_k (l_k . z + b_k)(r_k . z + c_k) + 2 h . z, for certificates."""
 
 from typing import NamedTuple
 
@@ -15,7 +10,7 @@ from dissociation._core.linalg import product
 
 
 class Factors(NamedTuple):
-    """A margin as a sum of products. Sizes are those of what was summed before it cancelled."""
+    """A margin as a sum of products; sizes are those of the summands before they cancel."""
 
     left: Float[Array, "m d"]
     right: Float[Array, "m d"]
@@ -32,11 +27,7 @@ class Factors(NamedTuple):
 def bound_rounding(
     factors: Factors, values: Float[Array, " r"], directions: Float[Array, "r d"], linear: Float[Array, " r"]
 ) -> Float[Array, "3"]:
-    """Return bounds on the errors of the quadratic part, of half the linear part, and of the constant.
-
-    Source: Higham (2002), Accuracy and stability of numerical algorithms, chapter 3. Parlett (1998), The symmetric
-    eigenvalue problem, section 4.5, for the residual.
-    """
+    """Return error bounds of quadratic part, half linear part and constant (Higham, 2002, chapter 3)."""
     f, values, directions, linear = jax.lax.stop_gradient((factors, values, directions, linear))
     eps = jnp.finfo(values.dtype).eps
     left, right = jnp.abs(f.left), jnp.abs(f.right)
@@ -47,6 +38,8 @@ def bound_rounding(
 
     weights = f.weights[:, None]
     image = symmetric(f.left, f.right, weights * product(f.left, turned), weights * product(f.right, turned))
+    # Products, sums and the eigendecomposition are measured together: the matrix is applied to the eigenvectors once
+    # more, factor by factor (Parlett, 1998, The symmetric eigenvalue problem, section 4.5).
     residual = jnp.linalg.norm(image - turned * values[None])
     skew = jnp.linalg.norm(product(directions, turned) - jnp.eye(values.shape[0], dtype=values.dtype))
     # The norm of a matrix without negative entries is at most its largest row sum.
@@ -55,6 +48,8 @@ def bound_rounding(
     summands = jnp.max(symmetric(left, right, sizes * product(left, ones), sizes * product(right, ones)))
     norms = [jnp.linalg.norm(rows, axis=1) for rows in (left, right)]
     rows = jnp.sqrt(jnp.sum(f.weight_size**2 * ((f.left_size * norms[1]) ** 2 + (norms[0] * f.right_size) ** 2)))
+    # Few numbers may agree by chance, so the rounding of single operations is added (Higham, 2002, Accuracy and
+    # stability of numerical algorithms, chapter 3).
     quadratic = 2 * (residual + jnp.max(jnp.abs(values)) * skew) + eps * (summands + rows)
 
     biases = [jnp.abs(bias)[:, None] for bias in (f.left_bias, f.right_bias)]

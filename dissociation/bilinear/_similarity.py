@@ -34,16 +34,16 @@ def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a com
 
 @validated
 def rank_similarity(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components"]:
-    """|cosine| of equally ranked components, for as many as both have.
+    """Return |cosine| of equally ranked components, as many as both have.
 
-    A swap of two neighbours in rank counts as no similarity at all; see `matched_similarity`.
+    Two components that swap ranks have no similarity; see `matched_similarity`.
 
     Args:
         a: One spectrum.
         b: Another, in the same order.
 
     Returns:
-        Numbers from 0 to 1. By chance, between random directions of d dimensions, sqrt(2 / (pi d)) on average.
+        Numbers from 0 to 1; sqrt(2 / (pi d)) on average for random directions in d dimensions.
 
     References:
         Pearce et al. (2024), section 4.2.
@@ -53,15 +53,15 @@ def rank_similarity(a: Spectrum, b: Spectrum) -> Float[Array, "outputs component
 
 @validated
 def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
-    """|cosine| under the one-to-one matching of the leading components that maximises its sum.
+    """Return |cosine| under the one-to-one matching of leading components that maximises its sum.
 
     Args:
         a: One spectrum.
         b: Another.
-        num_components: k leading components of either.
+        num_components: Number of leading components of each.
 
     Returns:
-        In the order of `a`.
+        Numbers from 0 to 1, in the order of `a`.
 
     Raises:
         ValueError: If there are fewer components.
@@ -84,7 +84,7 @@ def _matched(similarity: Array) -> Array:
 
 @validated
 def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
-    """Cosine of the whole quadratic forms in the Frobenius product, signs and all.
+    """Return the cosine of whole quadratic forms in the Frobenius product, with signs.
 
     <Q_a, Q_b> = sum_ij lambda_i mu_j (v_i . w_j)^2, without either matrix.
 
@@ -111,7 +111,7 @@ def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.nda
 
 
 class Interval(NamedTuple):
-    """A mean and the ends of its confidence interval; arrays of one shape."""
+    """A mean and the ends of its confidence interval."""
 
     mean: Array
     low: Array
@@ -122,7 +122,7 @@ class Interval(NamedTuple):
 
 @validated
 def student_interval(samples: Float[Array | np.ndarray, "n *rest"]) -> Interval:
-    """Return Student's 90 % interval for the mean over the first axis, which holds if samples are independent."""
+    """Return Student's 90 % interval for the mean of independent samples along the first axis."""
     count, values = check_count("samples", samples.shape[0], minimum=2), jnp.asarray(samples)
     mean = jnp.mean(values, 0)
     half = float(stats.t.ppf(0.95, count - 1)) * jnp.std(values, axis=0, ddof=1) / count**0.5
@@ -138,13 +138,7 @@ def bootstrap_interval(
     level: float = 0.9,
     num_resamples: int = 1000,
 ) -> Interval:
-    """Return a percentile bootstrap over members, for statistics of pairs, which share members.
-
-    `statistic`: From members' weights [num_members] (how often each was drawn, summing to their number) to an array; a
-    mean over pairs weighs each pair by the product of its members' weights, see `pair_mean`.
-
-    Source: Efron and Tibshirani (1993), An introduction to the bootstrap, section 13.3.
-    """
+    """Return a percentile bootstrap over members for a statistic of their weights, [members]."""
     groups = (num_members,) if isinstance(num_members, int) else num_members
     for count in groups:
         check_count("num_members", count, minimum=2)
@@ -156,11 +150,13 @@ def bootstrap_interval(
         return jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn).astype(float)
 
     weights = [resample(jax.random.fold_in(key, index), count) for index, count in enumerate(groups)]
+    # Pairs share members, so members are drawn (Efron and Tibshirani, 1993, An introduction to the bootstrap, section
+    # 13.3). A weight is how often a member was drawn, and a pair weighs the product of its two.
     weights = jnp.concatenate(weights, 1)
     values = jax.vmap(statistic)(weights)
     low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
     mean = statistic(jnp.ones(weights.shape[1]))
-    # Resamples without the member whose values are undefined must not bound a mean that is.
+    # Resamples without the member whose values are undefined must not bound an undefined mean.
     return Interval(mean, *(jnp.where(jnp.isnan(mean), jnp.nan, end) for end in (low, high)))
 
 
@@ -170,19 +166,19 @@ def pair_mean(
     first: Int[Array | np.ndarray, " pairs"],
     second: Int[Array | np.ndarray, " pairs"],
 ) -> Callable[[Array], Array]:
-    """The mean over pairs as a function of members' weights, for `bootstrap_interval`.
+    """Return the mean over pairs as a function of members' weights, for `bootstrap_interval`.
 
     Args:
-        values: Something of every pair.
-        first: One member of each, as from `member_pairs`.
+        values: A value per pair.
+        first: One member of each pair, as from `member_pairs`.
         second: The other.
 
     Returns:
-        A function of weights; a resample of one member alone holds no pair and gives NaN. It raises a `ValueError` if
-        there are fewer weights than members named.
+        A function of weights. It returns NaN if weights leave no pair, and raises `ValueError` if there are fewer
+        weights than members.
 
     Raises:
-        ValueError: If lengths disagree, or an index is negative.
+        ValueError: If lengths differ, or an index is negative.
     """
     table, pairs = jnp.asarray(values), {"first": first, "second": second}
     known = {name: np.asarray(members) for name, members in pairs.items() if not is_traced(members)}

@@ -1,4 +1,4 @@
-"""Load images with labels, by name or from arrays, and the tasks made of them."""
+"""Load labelled images by name or from arrays, and make tasks of them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""One door to the data sets: `load(name)` gives a `Dataset` that carries its name."""
+"""Datasets of labelled images, loaded by name."""
 
 import os
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from dissociation.data._mnist import mnist_data
 
 
 class Dataset(eqx.Module):
-    """Labelled images for training and testing; checked when it is made, by `load` or by hand.
+    """Labelled images for training and testing, checked when the dataset is made.
 
-    Images are flat, [n, d]. Labels are given as integers [n] or one-hot rows [n, classes] and kept one-hot. Integers go
-    up to the largest among training and test labels: give one-hot rows if there are classes that neither shows.
+    Images are flat, [n, d]. Labels are integers [n] or one-hot rows [n, classes], and are stored one-hot. Integers
+    define classes up to the largest of both splits; pass one-hot rows if there are more.
 
     Attributes:
-        name: Where the images come from; results carry it.
+        name: Source of the images, which results carry.
 
     Raises:
-        TypeError: If images or labels hold something else than numbers.
+        TypeError: If images or labels do not hold numbers.
         ValueError: If the name is empty, lengths or widths disagree, an image is not finite or holds integers above 1,
-            or a row of labels is not one-hot; the message names the array.
+            or a row of labels is not one-hot.
     """
 
     name: str = eqx.field(static=True)
@@ -61,17 +61,17 @@ class Dataset(eqx.Module):
 
     @property
     def num_pixels(self) -> int:
-        """Features of one image."""
+        """Number of features of one image."""
         return self.train_images.shape[1]
 
     @property
     def num_classes(self) -> int:
-        """Columns of the labels."""
+        """Number of columns of the labels."""
         return self.train_labels.shape[1]
 
 
 def _classes_in(name: str, labels: Any) -> int:
-    """Return the least number of classes that the labels allow; 0 for traced integers."""
+    """Return the smallest number of classes that the labels allow, 0 for traced integers."""
     labels = as_array(name, labels, "integers [n] or one-hot rows [n, classes]", bare=True)
     if labels.ndim > 1:
         return labels.shape[1]
@@ -98,14 +98,13 @@ SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
     "glyphs": ("digits drawn by code", _glyphs),
     "mnist": ("MNIST", _mnist),
 }
-"""The data sets that `load`, figures and command lines know, by name; a new one is an entry here.
+"""Description and loader of each dataset that `load`, figures and command lines accept.
 
-What it is, in the middle of a sentence; and a function from numbers of training and test images (None: its own), folder
-and key to training images and labels, test images and labels.
+A loader takes the numbers of training and test images (None: defaults), folder and key, and returns both splits.
 """
 
 NAMES = tuple(SOURCES)
-"""What `load` knows."""
+"""Names that `load` accepts."""
 
 
 @validated
@@ -117,21 +116,21 @@ def load(
     folder: str | os.PathLike[str] | None = None,
     key: PRNGKey | None = None,
 ) -> Dataset:
-    """Loads a data set by name; never gives another one than it was asked for.
+    """Load a dataset by name.
 
     Args:
         name: One of `NAMES`: "glyphs" (digits drawn by code), "mnist".
-        num_train: Training images, at least 1: any number of glyphs, the leading ones of MNIST. None stands for
-            10 000 glyphs, and for MNIST's 60 000.
-        num_test: Test images, at least 1; None stands for 2 000 glyphs, and for MNIST's 10 000.
-        folder: Where files are, for MNIST passed on to `mnist_data`; glyphs have none.
-        key: Draws the glyphs; None is `named_key("glyphs")`, which no seed makes; MNIST has no randomness.
+        num_train: Training images, at least 1; default 10 000 glyphs or MNIST's 60 000. MNIST's leading
+            images are taken.
+        num_test: Test images, at least 1; default 2 000 glyphs or MNIST's 10 000.
+        folder: Folder of MNIST's files, see `mnist_data`; ignored for glyphs.
+        key: Random key of the glyphs, by default `named_key("glyphs")`; ignored for MNIST.
 
     Returns:
-        The data set, float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
+        The dataset of float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
 
     Raises:
-        ValueError: If more of MNIST is asked for than there is.
+        ValueError: If MNIST has fewer images than requested.
     """
     check_choice("name", name, NAMES)
     for argument, number in (("num_train", num_train), ("num_test", num_test)):

@@ -1,9 +1,4 @@
-"""Digits drawn by code: a built-in stand-in for MNIST that needs no file and no download.
-
-The digits of matplotlib's bundled fonts become signed distance fields once, on the host. An image is one such field,
-read through a random smooth map of the plane and turned into ink, see `draw_glyph`: stroke weight is an offset of the
-field, and blur the width of its edge.
-"""
+"""Digits drawn by code, a stand-in for MNIST without files and downloads."""
 
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,19 +20,20 @@ SIDE = 28
 """Pixels along a side of an image, as in MNIST."""
 
 NUM_CLASSES = 10
-"""The digits 0 to 9."""
+"""Number of digits."""
 
 BORDER = 2
-"""Rows and columns on each side that are dark in every image."""
+"""Number of dark rows and columns on each side of an image."""
 
+# Fonts of the system would differ between machines. The sans obliques are slanted upright fonts, and slant varies
+# anyway.
 FONTS = (
     "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold",
     "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic",
     "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta",
     "cmr10", "cmb10", "cmti10", "cmss10", "cmtt10",
 )  # fmt: skip
-"""Fonts in matplotlib's own folder, by file name; none is looked up on the system. The sans obliques are left out:
-they are the upright ones slanted, and slant varies anyway."""
+"""File names of fonts in matplotlib's own folder."""
 
 _SAMPLES = 57  # Grid points along a side of a distance field: two per pixel, ends included.
 _SPACING = SIDE / (_SAMPLES - 1)
@@ -47,18 +43,18 @@ _BATCH = 1000  # Images drawn at once: 60 000 would need gigabytes of temporarie
 
 
 class Variation(NamedTuple):
-    """Variation of the images of one digit; all numbers may be traced, and zeros give the shape of the font.
+    """Variation of the images of one digit. All values may be traced, and zeros give the font's shape.
 
     Attributes:
         rotation: Largest angle, in radians, to either side.
         shear: Largest slant, horizontal shift per height.
-        log_scale: Largest logarithm of the factors that stretch width and height, each drawn alone.
+        log_scale: Largest logarithm of the independent factors that stretch width and height.
         shift: Largest displacement along each axis, in pixels.
-        elastic: Root mean square displacement of the smooth elastic map along each axis, in pixels.
-        weight: Largest thickening of a stroke's edge in pixels; a quarter of it is the largest thinning.
-        blur: Width of a stroke's edge in pixels goes from 1 to 1 plus this.
-        fade: Ink is between 1 minus this and 1.
-        noise: Standard deviation of the noise on every pixel off the border, before clipping to [0, 1].
+        elastic: Root mean square displacement of the elastic map along each axis, in pixels.
+        weight: Largest thickening of a stroke's edge, in pixels; the largest thinning is a quarter of it.
+        blur: Range of the width of a stroke's edge above its minimum of 1, in pixels.
+        fade: Largest reduction of the ink from 1.
+        noise: Standard deviation of noise on pixels off the border, before clipping to [0, 1].
     """
 
     rotation: float | int | Real[Array, ""] = 0.12
@@ -73,7 +69,7 @@ class Variation(NamedTuple):
 
 
 def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Distance of the points (right, up) [p, 1] to the outline, positive where it winds around the point."""
+    """Return the distances of points (right, up) [p, 1] to the outline, positive inside."""
     start = np.concatenate([p[:-1] for p in polygons]).T[:, None, :]
     edge = np.concatenate([np.diff(p, axis=0) for p in polygons]).T[:, None, :]
     length = np.sum(edge**2, axis=0)
@@ -91,11 +87,8 @@ def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarr
 
 @lru_cache(maxsize=1)
 def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
-    """The undistorted digits of all fonts, as signed distance fields (host, NumPy, computed once).
-
-    Every digit is 20 pixels high, keeps its aspect ratio, and is centred by its bounding box. The field is sampled
-    twice per pixel, from one edge of the image to the other.
-    """
+    """Return signed distance fields of the digits of all fonts, 20 pixels high and centred by their bounding boxes."""
+    # With a distance field, stroke weight is an offset of the field, and blur the width of its edge.
     line = np.arange(_SAMPLES) * _SPACING - SIDE / 2
     # Rows run down the image, and the fonts' second coordinate up.
     right, up = (axis.reshape(-1, 1) for axis in np.meshgrid(line, -line, indexing="xy"))
@@ -115,7 +108,7 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
 
 
 def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2"]:
-    """A rotation after a slant after a stretch of each axis, by numbers drawn from [-1, 1]."""
+    """Return a rotation after a slant after a stretch of each axis, from draws in [-1, 1]."""
     angle, slant = draws[0] * variation.rotation, draws[1] * variation.shear
     wide, high = jnp.exp(draws[2] * variation.log_scale), jnp.exp(draws[3] * variation.log_scale)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -124,14 +117,12 @@ def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2
 
 
 def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]) -> Float[Array, "pixels 2"]:
-    """A smooth displacement: cosine modes with normal amplitudes that fall as the squared wave number.
-
-    The constant mode is left out, and the mean square over draws and pixels is one along each axis.
-    """
+    """Return a smooth displacement: cosine modes with normal amplitudes that fall as the squared wave number."""
     order = jnp.arange(_MODES, dtype=centres.dtype)
     waves = jnp.cos(jnp.pi * (centres[:, :, None] / SIDE + 0.5) * order[None, None, :])
     modes = (waves[:, 0, :, None] * waves[:, 1, None, :]).reshape(-1, _MODES**2)
     squares = (order[:, None] ** 2 + order[None, :] ** 2).reshape(-1)
+    # The constant mode is a shift, drawn elsewhere. The mean square over draws and pixels is one along each axis.
     decay = jnp.where(squares > 0, 1 / jnp.maximum(squares, 1), 0)
     decay = decay / jnp.sqrt(jnp.sum(decay**2 * jnp.mean(modes**2, axis=0)))
     return modes @ (draws * decay[:, None])
@@ -146,10 +137,10 @@ def draw_glyph(
     variation: Variation | None = None,
     border: int = BORDER,
 ) -> Float[Array, " pixels"]:
-    """Draws one digit in a random font; a pure function for `jit` and `vmap`.
+    """Draw one digit in a random font.
 
-    Pixel `x` reads the distance field `f` of the digit at `u(x) = A (x + e(x) - t)`, with a random matrix `A`, smooth
-    displacement `e` and shift `t`, and gets `clip(ink * clip((f(u(x)) + weight) / blur + 1/2, 0, 1) + noise, 0, 1)`.
+    Pixel `x` reads the distance field `f` at `u(x) = A (x + e(x) - t)`, with a random matrix `A`, smooth displacement
+    `e` and shift `t`. Its value is `clip(ink * clip((f(u(x)) + weight) / blur + 1/2, 0, 1) + noise, 0, 1)`.
     """
     templates = jnp.asarray(templates)
     check_count("border", border)
@@ -192,18 +183,18 @@ def draw_glyphs(
     border: int = BORDER,
     batch_size: int = _BATCH,
 ) -> Float[Array, "n pixels"]:
-    """Return images [n, 784] in [0, 1] of a digit for every label, `draw_glyph` with key `fold_in(key, i)` for image i.
+    """Return images [n, 784] in [0, 1] of a digit for every label.
 
-    Image i depends on the key, i and its label alone, so a shorter list of labels gives the leading images of a
-    longer one, and `batch_size` changes memory only.
+    Image i depends only on `fold_in(key, i)` and its label, so a shorter list of labels gives the leading images of a
+    longer one.
 
     Args:
-        templates: Signed distance fields in pixels, as `glyph_templates` makes them.
+        templates: Signed distance fields in pixels, from `glyph_templates`.
         labels: Digits, 0 to 9.
-        key: Picks fonts and variations.
-        variation: How much images vary; None is `Variation()`.
-        border: Rows and columns on each side that are exactly zero.
-        batch_size: Images drawn at once, at least 1.
+        key: Random key of fonts and variations.
+        variation: Variation of the images, by default `Variation()`.
+        border: Number of zero rows and columns on each side.
+        batch_size: Number of images drawn at once, at least 1. It affects memory only.
     """
     check_count("batch_size", batch_size, minimum=1)
     check_classes("labels", labels, NUM_CLASSES)
@@ -213,7 +204,7 @@ def draw_glyphs(
 
 
 def _fold_in_all(key: PRNGKey, num: int) -> PRNGKeys:
-    """One key per number from 0 to `num` - 1, the same for any larger `num`."""
+    """Return keys for the numbers from 0 to `num` - 1, the same for any larger `num`."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num))
 
 
@@ -225,7 +216,7 @@ def _draw_each(
     border: int,
     batch_size: int,
 ) -> Float[Array, "n pixels"]:
-    """One image per label and key, at most `batch_size` at once."""
+    """Draw one image per label and key, at most `batch_size` at once."""
 
     def draw(item):
         label, key = item
@@ -253,13 +244,14 @@ def _draw_splits(
     key: PRNGKey,
     variation: Variation,
 ) -> tuple[Float[Array, "n pixels"], Float[Array, "n 10"]]:
-    """Images and one-hot labels of both splits, training first: one map, so that it compiles once."""
+    """Return images and one-hot labels of both splits, training first."""
     tens, order_keys, keys = [], [], []
     for split, num in enumerate((num_train, num_test)):
         label_key, image_key = jax.random.split(jax.random.fold_in(key, split))
         tens.append(-(-num // NUM_CLASSES))
         order_keys.append(_fold_in_all(label_key, tens[-1]))
         keys.append(_fold_in_all(image_key, num))
+    # Both splits are drawn by one map, so that the map compiles once.
     train, test = jnp.split(_orders(jnp.concatenate(order_keys)), tens[:1])
     labels = jnp.concatenate([train.reshape(-1)[:num_train], test.reshape(-1)[:num_test]])
     keys = jnp.concatenate(keys)
@@ -280,26 +272,21 @@ def glyph_data(
     Float[np.ndarray, "test 784"],
     Float[np.ndarray, "test 10"],
 ]:
-    """Draws a training and a test set of digits, in the form of `mnist_data`.
+    """Draw a training and a test set of digits, in the form of `mnist_data`.
 
-    Both sets use the same fonts and the same variation, with independent draws; labels are balanced and in random
-    order. The same key gives the same images, and a smaller set is the beginning of a larger one. The outer two
-    rows and columns are zero in every image, and noise reaches all others: with at least 576 images the null
-    space of the data is exactly the 208 border pixels.
-
-    At the default sizes and variation (key 0), scikit-learn's softmax regression gets 90.7 % of the test images at
-    C = 0.02 and 93.0 % at C = 1 (150 steps). Bias-free ReLU layers 784-1024-1024-10 under SGD (rate 0.1 falling to 0,
-    batches of 128) get 88.5 % after 5 epochs, where a linear layer alone gets 83.1 %, and 95.2 % after 10.
+    Both sets have the same fonts and variation, with independent draws. Labels are balanced and in random order. A
+    smaller set is the beginning of a larger one with the same key. The outer two rows and columns are zero, and noise
+    reaches all other pixels. With at least 576 images the null space of the data is exactly the 208 border pixels.
 
     Args:
         num_train: Training images, at least 1.
         num_test: Test images, at least 1.
-        key: Picks everything.
-        variation: How much images vary; None is `Variation()`.
+        key: Random key of labels and images.
+        variation: Variation of the images, by default `Variation()`.
 
     Returns:
-        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1]
-        and one-hot labels [n, 10].
+        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1] and
+        one-hot labels [n, 10].
     """
     check_count("num_train", num_train, minimum=1)
     check_count("num_test", num_test, minimum=1)

@@ -1,4 +1,4 @@
-"""MNIST from its four original IDX files: found, verified by SHA-256 of their contents, parsed, or downloaded.
+"""MNIST from its four original IDX files, which are found or downloaded, and verified by SHA-256.
 
 References:
     LeCun, Cortes and Burges (1998), The MNIST database of handwritten digits.
@@ -36,9 +36,9 @@ CHECKSUMS = {
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 DOWNLOAD_SECONDS = 300.0
-"""The longest that a mirror may take for one file, the largest of which has 10 MB."""
+"""Time limit of a mirror for one file, in seconds. The largest file has 10 MB."""
 MAX_BYTES = 64 * 2**20
-"""The most bytes that a file may have, compressed or not, the largest of which has 47 MB."""
+"""Largest size of a file, compressed or not, in bytes. The largest contents have 47 MB."""
 _SCRATCH = ".download-"
 NUM_CLASSES = 10
 PERMUTATION_SEED = 37
@@ -53,22 +53,22 @@ MnistArrays = tuple[
 
 @validated
 def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | None = None) -> MnistArrays:
-    """Loads MNIST as flat images in [0, 1] and one-hot labels.
+    """Load MNIST as flat images in [0, 1] and one-hot labels.
 
-    The files (gzipped or not) are looked for in `folder` and its subfolder `mnist`; without it, in those that the
-    environment variable `DISSOCIATION_DATA` names; only without either in the platform's cache folder, to which they
-    are downloaded if need be. Their contents are verified wherever they come from.
+    Files (gzipped or not) are read from `folder` or its subfolder `mnist`. Without `folder`, the environment variable
+    `DISSOCIATION_DATA` names the folder. Without either, files are downloaded to the platform's cache folder if they
+    are missing. The contents of files are always verified.
 
     Args:
-        permute_train: Whether to permute training images and labels together, by a fixed seed.
-        folder: Where the four files are; nothing else is searched if it, or the variable, is given.
+        permute_train: If True, training images and labels are permuted together by a fixed seed.
+        folder: Folder of the four files. Nothing else is searched if `folder` or the variable is given.
 
     Returns:
         `(train_images [60000, 784], train_labels [60000, 10], test_images [10000, 784], test_labels [10000, 10])`,
         float32 NumPy arrays.
 
     Raises:
-        FileNotFoundError: If `folder`, or what the variable names, lacks a file.
+        FileNotFoundError: If `folder`, or the folder that the variable names, lacks a file.
         ValueError: If a file is corrupt, truncated, or not the original.
         ConnectionError: If no file is found and no mirror answers in time.
     """
@@ -86,20 +86,18 @@ def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | 
 
 @validated
 def cache_folder() -> Path:
-    """The folder of the platform's cache that downloads go to."""
+    """Return the platform's cache folder for downloads."""
     return Path(platformdirs.user_cache_dir("dissociation")) / "mnist"
 
 
 @validated
 def parse_idx(contents: bytes, *, source: str = "the file") -> UInt8[np.ndarray, "..."]:
-    """Parses an IDX file of unsigned bytes.
-
-    The header is two zero bytes, a type code (8: unsigned byte), the number of axes, and each axis' length as a
-    big-endian 32-bit integer.
-    """
+    """Parse an IDX file of unsigned bytes."""
     if len(contents) < 4 or contents[:3] != b"\x00\x00\x08":
         wanted = "the magic number 00 00 08 (IDX, unsigned bytes)"
         raise ValueError(f"{source} must begin with {wanted}, got {contents[:4].hex(' ') or 'nothing'}.")
+    # The header is two zero bytes, a type code (8: unsigned byte), the number of axes, and the length of each axis as
+    # a big-endian 32-bit integer.
     num_axes = contents[3]
     offset = 4 + 4 * num_axes
     if len(contents) < offset:
@@ -183,7 +181,7 @@ def _download(name: str) -> Path:
 
 
 def _fetch(address: str, target: Path) -> Path:
-    """Downloads a file."""
+    """Download a file."""
     import pooch  # Loaded only here: most runs never download.
 
     pooch.get_logger().setLevel("WARNING")
@@ -214,7 +212,7 @@ def _fetch(address: str, target: Path) -> Path:
 
 
 class _Limited(io.FileIO):
-    """A file that refuses to become longer than `MAX_BYTES`."""
+    """File that raises before it becomes longer than `MAX_BYTES`."""
 
     def write(self, data: Any, /) -> int:
         if self.tell() + len(data) > MAX_BYTES:
@@ -223,8 +221,9 @@ class _Limited(io.FileIO):
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what downloads left whose process was killed: none under way is as old."""
+    """Remove what killed downloads left."""
     for path in folder.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
+            # Running downloads are younger.
             if time.time() - path.stat().st_mtime > 2 * DOWNLOAD_SECONDS:
                 shutil.rmtree(path)

@@ -1,7 +1,4 @@
-"""Tasks made from labelled images: which way up they are, and coarser classes.
-
-Everything here is a pure function of arrays and a key, for `jit` and `vmap`.
-"""
+"""Tasks made from labelled images: rotation and coarser classes."""
 
 import math
 from typing import Annotated
@@ -18,22 +15,22 @@ from dissociation._core.validation import validated
 Digits = Annotated[Float[Array | np.ndarray, "n 10"], Labels(one_hot=True, soft=True)]
 
 NUM_QUARTERS = 4
-"""Turns by 0, 90, 180 and 270 degrees."""
+"""Number of rotations: 0, 90, 180 and 270 degrees."""
 
 
 @validated
 def least_prime_factor(number: int) -> int:
-    """The smallest prime that divides `number`; 0 and 1, which have none, stay themselves."""
+    """Return the smallest prime that divides `number`, or `number` itself for 0 and 1."""
     number = check_count("number", number)
     return next((p for p in range(2, math.isqrt(number) + 1) if number % p == 0), number)
 
 
 COARSE_CLASSES = tuple(sorted({least_prime_factor(digit) for digit in range(10)}))
-"""What the columns of coarse-grained labels stand for: 0, 1, 2, 3, 5, 7."""
+"""Digits of the columns of coarse-grained labels: 0, 1, 2, 3, 5, 7."""
 
 
 def _side(images: Real[Array, "n ..."]) -> int:
-    """The side of square images, flat or not."""
+    """Return the side of square images, flat or not."""
     shape = images.shape
     if len(shape) == 3 and shape[1] == shape[2]:
         return shape[1]
@@ -46,20 +43,18 @@ def _side(images: Real[Array, "n ..."]) -> int:
 def rotated_quarters(
     images: Real[Array | np.ndarray, "n *image"], *, key: PRNGKey
 ) -> tuple[Real[Array, "n *image"], Float[Array, "n 4"]]:
-    """Turns a random quarter of the images by 0, 90, 180 and 270 degrees each: the task is to tell the turn.
+    """Rotate a random quarter of the images by 0, 90, 180 and 270 degrees each, for the task of naming the rotation.
 
-    The images are permuted, cut into four quarters, turned counter-clockwise (row 0 is the top), and permuted
-    again. The cut comes after a permutation because the order of a data set may carry information: the later half
-    of MNIST's test set is easier than the first.
+    Rotation is counter-clockwise, with row 0 at the top. The images are permuted before and after.
 
     Args:
-        images: Square images, flat [n, side * side] or [n, side, side], n at least 4. None is dropped: if four does
-            not divide n, the first n mod 4 quarters hold one image more.
-        key: Picks both permutations.
+        images: Square images, flat [n, side * side] or [n, side, side], n at least 4. If four does not divide n, the
+            first n mod 4 quarters hold one image more.
+        key: Random key of both permutations.
 
     Returns:
-        `(images, labels)`: the turned images in the shape and dtype that they came in, and one-hot labels [n, 4],
-        column k for k quarter turns; the labels' dtype is the images', float32 for integer images.
+        `(images, labels)`: the rotated images in their shape and dtype, and one-hot labels [n, 4], column k for k
+        quarter turns. The labels' dtype is the images', float32 for integer images.
     """
     images = jnp.asarray(images)
     side, num = _side(images), images.shape[0]
@@ -67,6 +62,7 @@ def rotated_quarters(
         fail("images", "hold at least 4 images", num)
     dtype = images.dtype if jnp.issubdtype(images.dtype, jnp.floating) else jnp.float32
     first_key, last_key = jax.random.split(key)
+    # The order of a dataset may carry information: the later half of MNIST's test set is easier than the first.
     order = jax.random.permutation(first_key, num)
     quarters = jnp.array_split(images[order].reshape(num, side, side), NUM_QUARTERS)
     turned = jnp.concatenate([jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)])
@@ -77,10 +73,7 @@ def rotated_quarters(
 
 @validated
 def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
-    """Adds up the label columns of digits with one least prime factor: 4, 6, 8 join 2, and 9 joins 3.
-
-    `labels`: Digits as integers [n] or one-hot rows [n, 10], or rows of their probabilities.
-    """
+    """Add the label columns [n, 10] of digits with one least prime factor: 4, 6, 8 to 2, and 9 to 3."""
     labels = jnp.asarray(labels)
     digits = [[d for d in range(10) if least_prime_factor(d) == coarse] for coarse in COARSE_CLASSES]
     return jnp.stack([sum(labels[:, d] for d in group) for group in digits], axis=1)
@@ -93,15 +86,15 @@ def coarse_grained(
     *,
     key: PRNGKey | None = None,
 ) -> tuple[Real[Array, "n *image"], Float[Array, "n 6"]]:
-    """The digits under coarser labels: the least prime factor of the digit, 0 and 1 kept.
+    """Replace digits by their least prime factors as labels, where 0 and 1 are kept.
 
     Args:
-        images: Images, one per row, of any shape; returned as they are but for their order.
-        labels: As in `coarse_labels`.
-        key: Permutes images and labels together; None keeps the order.
+        images: Images of any shape, one per row, which are only reordered.
+        labels: Digits as integers [n] or one-hot rows [n, 10], or rows of their probabilities.
+        key: Random key that permutes images and labels together; None keeps their order.
 
     Returns:
-        `(images, labels)`, the labels [n, 6] with columns for 0, 1, 2, 3, 5, 7 (`COARSE_CLASSES`).
+        `(images, labels)`, the labels [n, 6] with columns for 0, 1, 2, 3, 5, 7.
 
     Raises:
         ValueError: If the numbers of images and labels differ, or there are not ten label columns.

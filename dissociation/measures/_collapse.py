@@ -1,9 +1,4 @@
-"""Neural collapse: how far the features of a class have shrunk to a point, and how the points of classes stand.
-
-All measures follow from the moments of features by class, of all samples at once (two passes: means, then squared
-distances from them) or of batches, merged by Chan's update. The mean of squares less the square of the mean cancels
-when classes collapse. Class means are kept with what their rounding took, so that an offset costs no digits.
-"""
+"""Neural collapse, measured from moments of features by class."""
 
 from functools import partial
 
@@ -22,25 +17,26 @@ from dissociation._core.validation import validated
 Features = Float[Array | np.ndarray, "n d"]
 
 
-# A common offset of the features beyond this many times their spread is all that uncentred measures see.
+# Uncentred measures show only the offset if it exceeds this multiple of the features' spread.
 _LARGE_OFFSET = 100.0
 
 
 class ClassMoments(Result):
-    """Moments of features by class. A class without samples has count, mean and spread 0, and no part in any measure.
+    """Moments of features by class. A class without samples has count, mean and spread 0, and affects no measure.
 
     Attributes:
-        counts: Samples of every class, n_c: [classes].
-        means: mu_c to rounding, [classes, d].
-        rest: mu_c - means, which an offset that features share makes as large as their differences: [classes, d].
-        spread: sum_i |z_i - mu_c|^2 over the samples of every class, [classes], divided by unit^2.
+        counts: Number of samples n_c, [classes].
+        means: Rounded means mu_c, [classes, d].
+        rest: Rounding errors mu_c - means, [classes, d].
+        spread: sum_i |z_i - mu_c|^2 / unit^2 over the samples of a class, [classes].
         norms: sum_i |z_i| over all samples.
-        scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T over all samples, [d, d], divided by unit^2, or None.
+        scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T / unit^2 over all samples, [d, d], or None.
         unit: 1, or a power of two near the largest feature if squares of features leave the dtype.
     """
 
     counts: Float[Array, " classes"]
     means: Float[Array, "classes d"]
+    # With an offset that features share, this is as large as the differences between classes.
     rest: Float[Array, "classes d"]
     spread: Float[Array, " classes"]
     norms: Float[Array, ""]
@@ -49,16 +45,16 @@ class ClassMoments(Result):
 
 
 class Collapse(Result):
-    """The measures followed through training.
+    """Measures of neural collapse.
 
     Attributes:
-        within: Mean squared distance of features from their class's mean, sum_i |z_i - mu_c|^2 / n.
-        between: Mean squared distance of class means from the mean of all, sum_c (n_c / n) |mu_c - mu|^2.
+        within: Within-class variance, sum_i |z_i - mu_c|^2 / n.
+        between: Between-class variance, sum_c (n_c / n) |mu_c - mu|^2.
         scale: Mean norm of features, sum_i |z_i| / n.
         nc1: within / (between + 1e-8).
-        rnc1: within / (scale^2 + 1e-10): also small where classes have not come apart.
-        nc2: Condition number of the matrix of uncentred class means, from 1 (an orthogonal frame) to infinity (more
-            classes than dimensions, or linearly dependent means).
+        rnc1: within / (scale^2 + 1e-10), which is also small if classes are not separated.
+        nc2: Condition number of the matrix of uncentred class means, from 1 (orthogonal) to infinity (more classes
+            than dimensions, or linearly dependent means).
     """
 
     within: Float[Array, ""]
@@ -70,12 +66,12 @@ class Collapse(Result):
 
 
 class Frame(Result):
-    """Distances of centred class means from a simplex equiangular tight frame; 0 at the frame.
+    """Distances of centred class means from a simplex equiangular tight frame, 0 at the frame.
 
     Attributes:
-        equinorm: Standard deviation of their norms over the mean norm.
+        equinorm: Standard deviation of the means' norms over their mean norm.
         equiangularity: Standard deviation of the cosines of all pairs.
-        maximal_angle: Mean distance of the cosines from that of the frame, |cos + 1 / (C - 1)|.
+        maximal_angle: Mean of |cos + 1 / (C - 1)| over all pairs.
     """
 
     equinorm: Float[Array, ""]
@@ -85,16 +81,16 @@ class Frame(Result):
 
 @validated(finite=("features",), empty=("features", "labels"))
 def class_moments(features: Features, labels: Classes, num_classes: int, *, scatter: bool = False) -> ClassMoments:
-    """Moments of features by class, in two passes.
+    """Return moments of features by class, in two passes.
 
     Args:
-        features: Z, finite, [samples, d].
+        features: Finite features Z, [samples, d].
         labels: Classes from 0, [samples].
-        num_classes: C; some may have no samples.
-        scatter: Whether the [d, d] matrix for `trace_ratio` is made, at a cost of n d^2.
+        num_classes: Classes C, some of which may have no samples.
+        scatter: If True, the [d, d] matrix for `trace_ratio` is computed, at a cost of n d^2.
 
     Returns:
-        The moments; NaN if a traced feature is NaN or infinite, or a traced label is no class.
+        The moments; NaN if a traced feature is not finite, or a traced label is not a class.
 
     Raises:
         ValueError: If shapes disagree, a feature is not finite, or a label is not below `num_classes`.
@@ -139,14 +135,14 @@ def _class_moments(features: Array, labels: Array, count: int, scatter: bool) ->
 @validated
 @jax.jit
 def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
-    """Moments of two sets of samples together, from those of each.
+    """Return the moments of two sets of samples together.
 
     Args:
         a: Moments.
         b: Moments of other samples of the same classes.
 
     Returns:
-        Their moments; `scatter` only if both have one.
+        Their moments; `scatter` only if both have it.
 
     Raises:
         ValueError: If the numbers of classes or dimensions differ.
@@ -156,6 +152,7 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     """
     if a.means.shape != b.means.shape:
         fail("b", f"have class means of the shape of `a`'s, {a.means.shape}", b.means.shape)
+    # Chan's update: the mean of squares less the square of the mean would cancel when classes collapse.
     counts = a.counts + b.counts
     share = b.counts / jnp.maximum(counts, 1.0)
     # A class that `a` has not is where `b` has it: its zeros would cost the digits in `rest`.
@@ -185,19 +182,18 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
 
 @validated
 def neural_collapse(moments: ClassMoments) -> Collapse:
-    """Within-class and between-class variance, scale, and the condition number of class means.
+    """Return within-class and between-class variance, scale, and the condition number of class means.
 
-    `scale`, `rnc1` and `nc2` are of uncentred features, as they were published. Where all features share an offset far
-    beyond their spread these three say how large it is; that is warned of where the numbers are known.
+    `scale`, `rnc1` and `nc2` are of uncentred features, as published, and measure their offset if it is large.
 
     Args:
-        moments: Of the features.
+        moments: Moments of the features.
 
     Returns:
         The measures.
 
     Warns:
-        UserWarning: If the features' mean is more than 100 times as far from zero as they are from it.
+        UserWarning: If the norm of the mean exceeds 100 times the features' spread.
         RuntimeWarning: If features vary by less than 1e-3, so that the published constants of `nc1` and `rnc1` count.
 
     References:
@@ -234,7 +230,7 @@ def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
 
 
 def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
-    """Return class means minus their weighted mean, zero for classes without samples; and which have some."""
+    """Return class means minus their weighted mean, zero for absent classes, and flags of present classes."""
     present = moments.counts > 0
     share = jnp.where(present, weights, 0.0)[:, None] / jnp.sum(jnp.where(present, weights, 0.0))
     centred = moments.means - jnp.sum(share * moments.means, 0)[None] + moments.rest
@@ -267,11 +263,10 @@ def _condition_number(moments: ClassMoments) -> Array:
 @validated
 @jax.jit
 def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
-    """Return tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one.
+    """Return tr(S_W pinv(S_B)) / C, the within-class covariance in units of the between-class covariance.
 
-    S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with mu_G the mean of
-    the class means; classes without samples do not count in C. Directions in which class means do not differ, all but
-    C - 1 at least, do not contribute.
+    S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with the mean mu_G of
+    class means, over classes with samples.
 
     Source: Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1. Golub and Pereyra (1973), The
     differentiation of pseudo-inverses, for the derivative.
@@ -309,7 +304,7 @@ def _pinv_near(matrix: Array, inverse: Array) -> Array:
 
 
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
-    """Return class means about their mean, in `unit`, zero for absent classes; present classes; rounding of zero."""
+    """Return class means about their mean in `unit`, zero if absent, flags of present ones, and rounding."""
     means, present = _centred(moments, jnp.ones_like(moments.counts))
     means = means / moments.unit
     # A mean's rounding goes by what was summed: the distances of samples from one another.
@@ -321,7 +316,7 @@ def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " class
 @validated
 @jax.jit
 def simplex_frame(moments: ClassMoments) -> Frame:
-    """Return equinorm and equiangularity of class means about their mean.
+    """Return equinorm and equiangularity of centred class means.
 
     Source: Papyan, Han and Donoho (2020), NC2.
     """
@@ -350,7 +345,7 @@ def simplex_frame(moments: ClassMoments) -> Frame:
 @validated
 @jax.jit
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
-    """Return |W / |W| - M / |M||^2 with Frobenius norms: of the last layer's rows and the centred class means.
+    """Return |W / |W| - M / |M||^2 of the last layer's weights and the centred class means, with Frobenius norms.
 
     Source: Papyan, Han and Donoho (2020), NC3.
     """
@@ -367,7 +362,7 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
 def nearest_centre_agreement(
     features: Features, logits: Float[Array | np.ndarray, "n classes"], moments: ClassMoments
 ) -> Float[Array, ""]:
-    """Return the share of samples that the network puts into the class whose mean is nearest; `features`: [samples, d].
+    """Return the fraction of samples [samples, d] that the network assigns to the class with the nearest mean.
 
     Source: Papyan, Han and Donoho (2020), NC4.
     """

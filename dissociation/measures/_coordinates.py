@@ -1,4 +1,4 @@
-"""Coordinates for estimates of information from neighbours: tails drawn in, normal scores, and white ones."""
+"""Coordinates for nearest-neighbour estimates of information: asinh, normal scores and whitening."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from dissociation._core.validation import validated
 
 Points = Float[Array | np.ndarray, "n d"]
 
-# Robust standard deviations beyond which asinh draws tails in.
+# asinh is nearly linear within this many robust standard deviations.
 _TAIL = 3.0
 
 
 def drawn_in(points: Array) -> Array:
-    """Return the asinh of every coordinate; three robust deviations about the median stay nearly as they are."""
+    """Return the asinh of every coordinate, which shortens tails."""
     low, middle, high = jnp.quantile(points, jnp.asarray([0.25, 0.5, 0.75], points.dtype), axis=0)
     points = points - middle[None]
     deviation = (high - low) / 1.349  # of a Gaussian
@@ -26,11 +26,9 @@ def drawn_in(points: Array) -> Array:
 
 
 def normal_scores(points: Array) -> Array:
-    """Return every coordinate replaced, rank by rank, by a sample of a Gaussian. Equal values stay equal.
-
-    Ranks of a sample are independent of its ordered values, so these are samples of a distribution with Gaussian
-    margins and the same information. Quantiles of a Gaussian are spaced evenly, which biases neighbours.
-    """
+    """Return coordinates replaced, rank by rank, by samples of a Gaussian. Equal values stay equal."""
+    # Such margins are Gaussian samples and keep the information. Quantiles would be evenly spaced, which biases
+    # neighbours.
     scores = jax.random.normal(named_key("normal scores"), points.shape[::-1], jnp.float32).astype(points.dtype)
 
     def replaced(column: Array, sample: Array) -> Array:
@@ -40,11 +38,7 @@ def normal_scores(points: Array) -> Array:
 
 
 def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Array]:
-    """Return points in coordinates in which the reference is white, and the log volume that they were divided by.
-
-    By Gram and Schmidt, twice each: a covariance would have half the digits. A coordinate that is constant or a linear
-    function of those before it becomes zero (of another reference, keeps its own scale), and the logarithm infinite.
-    """
+    """Return points in coordinates in which the reference is white, and the log volume."""
     points = centre(points)
     reference = points if reference is None else centre(reference)
     number = points.shape[0]
@@ -53,6 +47,7 @@ def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Arra
         white, done, logs = state
         column, target = points[:, index][:, None], reference[:, index][:, None]
         before = jnp.sqrt(jnp.mean(target**2))
+        # Gram and Schmidt's method twice: a covariance would lose half of the digits.
         for _ in range(2):
             shares = product(done.T, target) / number
             column, target = column - product(white, shares), target - product(done, shares)
@@ -60,6 +55,7 @@ def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Arra
         full = left > 32 * jnp.finfo(points.dtype).eps * jnp.maximum(before, jnp.sqrt(jnp.mean(column**2)))
         scale = jnp.where(full, 1.0 / jnp.where(full, left, 1.0), 0.0)
         log = jnp.where(full, jnp.log(jnp.where(full, left, 1.0)), -jnp.inf)
+        # A constant or linearly dependent coordinate becomes zero, or with another reference keeps its scale.
         rest = column / jnp.maximum(jnp.sqrt(jnp.mean(column**2)), jnp.finfo(points.dtype).tiny)
         column = column * scale if reference is points else jnp.where(full, column * scale, rest)
         return white.at[:, index].set(column[:, 0]), done.at[:, index].set(target[:, 0] * scale), logs + log
@@ -74,13 +70,13 @@ def whiten(points: Points, num_components: int | None = None, *, rtol: float | N
     """Return leading principal components, each divided by its standard deviation.
 
     Args:
-        points: [n, d].
-        num_components: How many; default d.
-        rtol: Components below this share of the largest deviation are zero; default sqrt(d times rounding), below
-            which a covariance shows none (0.005 for 200 dimensions in float32).
+        points: Samples, [n, d].
+        num_components: Components, by default d.
+        rtol: Fraction of the largest deviation below which components are zero; default sqrt(d times rounding), the
+            resolution of a covariance (0.005 for 200 dimensions in float32).
 
     Returns:
-        [n, num_components], uncorrelated, of variance 1 or 0.
+        Uncorrelated components of variance 1 or 0, [n, num_components].
 
     Raises:
         ValueError: If `num_components` is above the dimension.

@@ -1,4 +1,4 @@
-"""Times at which curves cross a threshold, as survival times: those that never do within a run are not left out."""
+"""Times at which curves cross a threshold, treated as censored survival times."""
 
 import warnings
 from fractions import Fraction
@@ -22,17 +22,17 @@ from dissociation._core.validation import validated
 
 DIRECTIONS = ("above", "below")
 
-# Logarithms of times closer than this to a line lie on it: times in float32.
+# Tolerance of log times, for times in float32.
 _ON_THE_LINE = 1e-6
 
 
 class Median(NamedTuple):
-    """A median time of events that not all samples have had.
+    """Median time of events that not all samples have had.
 
     Attributes:
-        value: Infinite if fewer than half of the samples had the event.
+        value: Median; infinite if fewer than half of the samples had the event.
         low: Lower end of the interval; minus infinity if the data do not bound it.
-        high: Upper end; infinite if the data do not bound it.
+        high: Upper end of the interval; infinite if the data do not bound it.
     """
 
     value: float
@@ -41,16 +41,16 @@ class Median(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """Log time against the logarithm of another quantity.
+    """Line of log time against the logarithm of another quantity.
 
     Attributes:
-        slope: Of the line.
-        intercept: At log 1.
-        spread: Standard deviation of log times about the line; 0 where all crossings lie on it.
-        error: Standard error of the slope: from the curvature of the likelihood, times sqrt(k / (k - 2)) with k
-            crossings, as of a line by least squares; NaN where the spread is 0.
-        low: Lower end of the slope's interval, Student's with k - 2 degrees of freedom; NaN with the error.
-        high: Its upper end.
+        slope: Slope of the line.
+        intercept: Log time at log 1.
+        spread: Standard deviation of log times about the line, 0 if all crossings lie on it.
+        error: Standard error of the slope, from the curvature of the likelihood times sqrt(k / (k - 2)) with k
+            crossings; NaN if the spread is 0.
+        low: Lower end of Student's interval of the slope with k - 2 degrees of freedom.
+        high: Upper end of the interval.
     """
 
     slope: float
@@ -68,19 +68,19 @@ def first_cross(
     threshold: float | Float[Array, ""],
     direction: str = "above",
 ) -> Float[Array, "*b"]:
-    """The first x at which y is beyond the threshold; NaN if it never is.
+    """Return the first x at which y is strictly beyond the threshold, or NaN.
 
     Args:
-        x: Rising, [times]; a traced one is not checked.
-        y: Curves, [..., times]; NaN is not beyond anything.
-        threshold: In the units of y; reaching it is not enough.
+        x: Increasing positions, [times]; not checked if traced.
+        y: Curves, [..., times]. NaN is never beyond the threshold.
+        threshold: Threshold, in the units of y.
         direction: "above" or "below".
 
     Returns:
         One x per curve.
 
     Raises:
-        ValueError: If lengths differ, x does not rise, or the direction is unknown.
+        ValueError: If lengths differ, x does not increase, or the direction is unknown.
 
     Example:
         >>> first_cross(jnp.array([0.0, 1.0, 2.0]), jnp.array([[0.1, 0.6, 0.9], [0.1, 0.2, 0.3]]), 0.5)
@@ -99,20 +99,18 @@ def first_cross(
 def median_crossing(
     times: Float[np.ndarray, " n"], end: float | int | Float[np.ndarray, " n"], *, level: float = 0.9
 ) -> Median:
-    """Kaplan and Meier's median of crossing times, on the host.
+    """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval, on the host.
 
-    The interval is Brookmeyer and Crowley's, from log-log limits of the survival function. Those do not exist before
-    the first crossing nor after the last sample's; there the interval goes by the chance 2^-n that all samples lie on
-    one side of their median. At level 0.9 fewer than four samples do not bound it from below, fewer than five not from
-    above, and five do if all of them have crossed.
+    At level 0.9 fewer than four samples do not bound the interval from below, and fewer than five not from above. Five
+    do if all have crossed.
 
     Args:
-        times: NaN for samples that had not crossed when their run ended.
-        end: When runs ended, all of them or each.
-        level: Of the interval, between 0 and 1. It is approximate in small samples.
+        times: Crossing times; NaN for samples that had not crossed when their run ended.
+        end: End of all runs or of each.
+        level: Coverage of the interval, between 0 and 1; approximate in small samples.
 
     Returns:
-        Median and interval; an end that the data do not bound is infinite.
+        Median and interval. An end that the data do not bound is infinite.
 
     Raises:
         ValueError: If there are no times, one is infinite, an end is not finite or before its crossing, or `level` is
@@ -130,6 +128,8 @@ def median_crossing(
     check_finite("end", end)
     ends = np.broadcast_to(np.asarray(end, float), times.shape)
     _check_ends(times, ends)
+    # Log-log limits do not exist before the first and after the last crossing. There the probability counts that all
+    # samples lie on one side of their median.
     one_side = 0.5**times.size
     bounded = one_side <= 1 - level
     if not crossed.any():
@@ -158,7 +158,8 @@ def _check_ends(times: np.ndarray, ends: np.ndarray) -> None:
 
 
 def _product_limit_median(crossed: np.ndarray, censored: np.ndarray) -> float:
-    """Return where the product-limit estimate is no longer above 1/2, in exact fractions: it often is exactly 1/2."""
+    """Return the time at which the product-limit estimate falls to 1/2."""
+    # The estimate is often exactly 1/2, so fractions are exact.
     survival = Fraction(1)
     for time, events in zip(*np.unique(crossed, return_counts=True), strict=True):
         at_risk = int((crossed >= time).sum() + (censored >= time).sum())
@@ -176,18 +177,15 @@ def log_slope(
     *,
     level: float = 0.95,
 ) -> Slope:
-    """Fit a line through log time against log `at`, by maximum likelihood with a normal spread, on the host.
+    """Fit a line to log time against log `at`, by maximum likelihood with a normal spread, on the host.
 
-    Samples that never crossed count as "later than `end`" (Tobin's model of censored data): leaving them out would
-    flatten the line. With the line and the spread s written as (slope, intercept, 1) / s the likelihood is concave.
-
-    If all crossings lie on one line, as tied ones do, and no other sample should by that line have crossed before
-    `end`, the result is that line, with spread 0. Such times differ by less than the steps at which they were observed.
+    Samples that did not cross count as "later than `end`" (Tobin's model of censored data). If all crossings lie on
+    one line that contradicts no other sample, the spread is 0.
 
     Args:
-        times: Positive; NaN for samples that had not crossed.
-        at: What the times depend on, positive.
-        end: When runs ended, all of them or each, positive.
+        times: Positive crossing times; NaN for samples that had not crossed.
+        at: Positive quantity on which the times depend.
+        end: Positive end of all runs or of each.
         level: Coverage of the slope's interval, between 0 and 1. Without censored samples it is exact to first order;
             with up to half of them censored intervals at 0.95 held 94 to 97 % of slopes for 8 and 15 samples.
 
@@ -218,6 +216,7 @@ def log_slope(
     design = np.stack([(places - middle) / width, np.ones_like(places)], 1)
     line = np.linalg.lstsq(design[crossed], logs[crossed], rcond=None)[0]
     beyond = logs - design @ line
+    # Tied times differ by less than the steps at which they were observed.
     if np.abs(beyond[crossed]).max() <= _ON_THE_LINE and np.all(beyond[~crossed] <= _ON_THE_LINE):
         slope = line[0] / width
         return Slope(float(slope), float(line[1] - slope * middle), 0.0, np.nan, np.nan, np.nan)
@@ -233,8 +232,8 @@ def log_slope(
 
 
 def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the maximum of the likelihood in (slope, height, 1) / spread, and its inverse negative curvature."""
-    # Residuals in units of the spread are linear in the parameters.
+    """Return the likelihood's maximum in (slope, height, 1) / spread, and its inverse negative curvature."""
+    # Residuals in units of the spread are linear in these parameters, in which the likelihood is concave.
     rows = np.concatenate([-design, logs[:, None]], 1)
 
     def cost(scaled: np.ndarray) -> float:

@@ -1,9 +1,4 @@
-"""Normalised HSIC: the dependence of two sets of features, from kernel matrices of mini-batches.
-
-With centred kernel matrices K and L of n samples,
-
-    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}).
-"""
+"""Normalised HSIC, the dependence of two sets of features from kernel matrices of mini-batches."""
 
 from functools import partial
 
@@ -23,9 +18,12 @@ from dissociation._core.validation import validated
 Features = Float[Array | np.ndarray, "n d"]
 
 BANDWIDTHS = ("dimension", "median")
-"""2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch (the mean if that is zero, 1 if
-the mean is, too). For uncorrelated features of variance 1 that distance is 2 d: there 5 / sqrt(2) is the published 5.
-At sigma = 1 samples stand alone, and the measure is near its largest whatever the features."""
+"""Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch.
+
+A median of zero is replaced by the mean, and a mean of zero by 1. For uncorrelated features of variance 1 the median
+is 2 d, so 5 / sqrt(2) equals the published sigma 5. At sigma = 1 the measure is near its largest value for any
+features.
+"""
 
 
 class InformationPlane(Result):
@@ -34,8 +32,8 @@ class InformationPlane(Result):
     Attributes:
         zx: nHSIC(Z; X), from 0 to batch_size - 1.
         zy: nHSIC(Z; Y), from 0 to C - 1.
-        zx_null: What shuffled pairs have on average. Most of `zx` is this where kernel matrices have many directions.
-        zy_null: The same of labels.
+        zx_null: Mean of `zx` over shuffled pairs, which is most of `zx` if kernel matrices have many directions.
+        zy_null: Mean of `zy` over shuffled pairs.
     """
 
     zx: Float[Array, ""]
@@ -46,7 +44,7 @@ class InformationPlane(Result):
 
 @partial(jax.jit, static_argnames="bandwidth")
 def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Array:
-    """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n], s the dimension or the median squared distance.
+    """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n], with s the dimension or the median squared distance.
 
     Source: Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without back-propagation.
     """
@@ -58,7 +56,7 @@ def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -
 @jax.jit
 def centred_gram(gram: Array) -> Array:
     """Return H K H with H = I - 1 1^T / n, the kernel matrices of centred features, [..., n, n]."""
-    gram = gram - gram[..., :1, :1]  # H takes any constant away: its rounding, with fused products, would stay
+    gram = gram - gram[..., :1, :1]  # H removes any constant, but with fused products its rounding would stay
     rows = gram - jnp.mean(gram, -1, keepdims=True)
     return rows - jnp.mean(rows, -2, keepdims=True)
 
@@ -99,24 +97,23 @@ def information_plane(
 ) -> InformationPlane:
     """Return nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
 
-    Rows of all three belong together and are shuffled together. nHSIC counts the directions of sample space that two
-    kernels both span. Kernels that each span most directions share most of them by chance: the result holds the mean
-    over shuffled pairs, too. To the published kernel, of a fixed bandwidth, features that shrink become alike although
-    nothing was lost; `bandwidth="median"` does not depend on the scale of the features.
+    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}) with centred kernel matrices K and L of n samples. It counts
+    directions of sample space that both kernels span, some by chance. With the published bandwidth, features that
+    shrink lower it although no information is lost; with "median" it does not depend on scale.
 
     Args:
-        features: Z, [samples, d].
-        inputs: X, [samples, p].
-        labels: Y, one-hot: [samples, classes], with the linear kernel, not centred.
-        key: Shuffles.
-        batch_size: n of a kernel matrix; what is left over of a pass is dropped.
-        num_passes: Passes.
-        sigma: Of the Gaussian kernels of Z and X.
+        features: Features Z, [samples, d].
+        inputs: Inputs X, [samples, p].
+        labels: One-hot labels Y, [samples, classes], with the linear kernel, not centred.
+        key: Random key that shuffles the rows of all three together.
+        batch_size: Samples n of a kernel matrix. The remainder of a pass is dropped.
+        num_passes: Passes over the samples.
+        sigma: Width of the Gaussian kernels of Z and X.
         bandwidth: One of `BANDWIDTHS`.
         epsilon: Regularisation.
 
     Returns:
-        Two numbers, and what they are by chance.
+        Both values, and their means by chance.
 
     Raises:
         ValueError: If lengths differ, `batch_size` is above the number of samples, or an option is out of range.

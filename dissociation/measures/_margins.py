@@ -1,4 +1,4 @@
-"""Features between two classes of a linear last layer: signed distances, and the plane of two weights."""
+"""Distances of features to class boundaries of a linear last layer, and the plane of two classes."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ Biases = Float[Array | np.ndarray, " classes"]
 
 
 class Plane(Result):
-    """The plane spanned by the last layer's weights of two classes.
+    """Plane spanned by the last layer's weights of two classes.
 
     Attributes:
-        basis: Orthonormal: e1 along w_a - w_b, e2 along the rest of w_b: [2, d].
-        boundary: Where the two classes' logits are equal, as a coordinate along e1: a line parallel to e2. It holds for
-            every point of feature space, in the plane or not.
+        basis: Orthonormal vectors, [2, d]: e1 along w_a - w_b, e2 along the rest of w_b.
+        boundary: Coordinate along e1 of the line where the two logits are equal. It holds for every point of feature
+            space.
     """
 
     basis: Float[Array, "2 d"]
@@ -42,16 +42,16 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     """Return the weights [classes, d] and biases [classes] of a model's last layer.
 
     Args:
-        model: With a layer `head`, or a sequence `layers`, whose last is affine: of `dissociation.models`, or
-            `eqx.nn.MLP`; or a pair of such a model and its state. Missing biases are zero.
+        model: Model with a layer `head`, or a sequence `layers` with an affine last one, as in `dissociation.models`
+            or `eqx.nn.MLP`; or a pair of such a model and its state. Missing biases are zero.
 
     Raises:
-        TypeError: If the last layer is not linear, or cannot be told.
+        TypeError: If the last layer is not linear, or is not found.
     """
     model = model[0] if isinstance(model, tuple) and len(model) == 2 else model
     if isinstance(model, eqx.nn.MLP):
         with jax.ensure_compile_time_eval():
-            # Of all sizes: a clipped output is the identity on small numbers.
+            # Small and large numbers: a clipped output is the identity on small ones.
             probe = jnp.asarray(np.outer([-1.5, 0.5], 10.0 ** np.arange(-15, 16)).ravel(), float)
             if not np.allclose(jax.vmap(model.final_activation)(probe), probe, atol=0):
                 fail_kind("model", "have a linear last layer", f"{type(model).__name__} with an activation")
@@ -68,17 +68,14 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
 def signed_distance(
     features: Features, weights: Weights, biases: Biases, first: int, second: int
 ) -> Float[Array, " n"]:
-    """Return distances to the boundary between two classes, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|.
-
-    `features`: The last layer's inputs z, [samples, d].
-    """
+    """Return distances of inputs [samples, d] to the boundary, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|."""
     normal, length, offset = _between(weights, biases, first, second)
     return (product(jnp.asarray(features), normal[:, None])[:, 0] + offset) / length
 
 
 @validated
 def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rtol: float = 1e-5) -> Plane:
-    """Return the plane of two classes' weights, for drawing samples and the boundary between them."""
+    """Return the plane of two classes' weights, for drawing samples and the boundary."""
     normal, length, offset = _between(weights, biases, first, second)
     along, other = normal / length, jnp.asarray(weights)[second]
     rest = other - jnp.sum(other * along) * along

@@ -1,10 +1,4 @@
-"""Entropy and mutual information of samples from the distances to their nearest neighbours.
-
-Information does not depend on coordinates. Each coordinate is replaced by normal scores, or by asinh, which draws
-tails in, if a strong linear relation is straighter so; then each side is whitened, and both together, whose log
-determinant is the information of the linear relation: neighbours estimate what is left over. Ranks have no
-derivatives: those of an information are zero (`smoothed_information` has some).
-"""
+"""Entropy and mutual information from the distances to nearest neighbours."""
 
 import math
 from functools import partial
@@ -25,39 +19,43 @@ from dissociation._core.validation import validated
 from dissociation.measures._coordinates import Points, drawn_in, normal_scores, whitened
 from dissociation.measures._neighbours import check_neighbours, closer, num_parts, part_sizes, smallest, squared
 
-# Share of samples that may coincide with a neighbour in rounding before an estimate is called unreliable.
+# Fraction of samples that may coincide with a neighbour in rounding in a reliable estimate.
 _TIES = 0.01
-# Nats of linear information from which on it counts that it is larger between coordinates that are not normal scores.
+# Excess in nats of the linear information of asinh coordinates over normal scores, above which asinh is used.
 _BENT = 0.25
-# Share of samples whose class may be too small for halves.
+# Fraction of samples whose class may be too small for halves.
 _SMALL = 0.1
 
 ESTIMATORS = ("entropies", "kraskov")
-"""Differences of entropies, each the weighted Kozachenko-Leonenko one, or Kraskov's estimator."""
+"""Differences of weighted Kozachenko-Leonenko entropies, or Kraskov's estimator."""
 
 
 class Estimate(Result):
-    """A number of nats.
+    """Estimate in nats.
 
-    What `error` leaves out is bias. An information by "entropies" resolves a strong relation only as far as it is
-    linear between normal scores, or after asinh; one by "kraskov" falls short by more the stronger the relation and the
-    more the dimensions. A bias that halving the samples does not change cannot be detected.
+    `error` does not include bias. With "entropies", a strong relation is resolved only as far as it is linear between
+    normal scores or asinh coordinates. With "kraskov", strong relations and many dimensions are underestimated.
+    Halving the samples does not detect every bias.
+
+    `reliable` is False in these cases:
+
+    - More than 1 % of the samples coincide with neighbours, or coordinates are linear functions of others.
+    - There are fewer than 2^d samples in d dimensions (of both sides), 8^d for Kraskov's estimator, or 8 k for halves.
+    - The halves differ from the whole by more than three errors, or fall short by two of an information above
+      log(n) / 2.
+    - An information is more than three errors below zero.
+    - Its nonlinear part is above two thirds of what n samples can show, log n, or log n - psi(k) for Kraskov's
+      estimator.
+    - An information about labels exceeds what labels can hold by more than its error.
+    - A tenth of the samples are of classes of fewer than 2 (k + 1).
+    - Kraskov's estimate is more than three errors from the other, the other is not reliable, or a class, on average
+      over the samples, has fewer than 2^d.
 
     Attributes:
         value: The estimate; NaN if it is not `reliable`.
-        error: Standard error from the spread of the samples' own terms, or that of the estimates from up to 16
-            parts of the samples if larger, since the terms of neighbours depend on each other. Parts and halves are
-            drawn by a fixed permutation. Both take samples for independent. An information about labels has the first
-            alone, and at least the share of one sample in all that labels can hold.
-        reliable: False if a bias shows: if more than 1 % of the samples coincide with neighbours, or coordinates are
-            linear functions of others; if an information is more than three errors below zero, its part that is not
-            linear above two thirds of the most that n samples can show (log n, and psi(k) less for Kraskov's
-            estimator), or one about labels above what labels can hold by more than its error; if the halves of the
-            samples differ from the whole by more than three errors, or fall short by two of an information above
-            log(n) / 2; if there are fewer than 2^d samples in d dimensions (those of both sides together), 8^d for
-            Kraskov's, or fewer than 8 k for halves; if Kraskov's estimate is more than three errors from the other, or
-            that is not reliable; if a tenth of the samples are of classes of fewer than 2 (k + 1), and for Kraskov's
-            if a class, on average over the samples, has fewer than 2^d.
+        error: Standard error for independent samples, from the samples' terms or, if larger, from up to 16 parts. For
+            labels it is from terms, and at least one sample's share of what labels can hold.
+        reliable: True if no bias shows.
     """
 
     value: Float[Array, ""]
@@ -71,15 +69,15 @@ class Estimate(Result):
 def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " k"]:
     """Return the shortest weights over neighbours that sum to 1 and cancel leading terms of the bias.
 
-    The terms are n^(-2 l / d), l = 1 ... floor(d / 4), and the condition of every one is
-    sum_j w_j Gamma(j + 2 l / d) / Gamma(j) = 0. Below 4 dimensions weights are equal.
+    The terms are n^(-2 l / d), l = 1 ... floor(d / 4), with conditions sum_j w_j Gamma(j + 2 l / d) / Gamma(j) = 0.
+    Below 4 dimensions weights are equal.
 
     Args:
-        num_neighbours: k.
-        dimension: d.
+        num_neighbours: Neighbours k.
+        dimension: Dimension d.
 
     Returns:
-        The weights of neighbours 1 to k.
+        Weights of neighbours 1 to k.
 
     Raises:
         ValueError: If k is too small for the dimension.
@@ -101,15 +99,13 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
 def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Estimate:
     """Return the differential entropy by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
 
-    With r_ij the distance from sample i to its j-th neighbour among n in d dimensions, V_d the volume of the unit ball,
-    and `entropy_weights` w_j,
-
-        H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))).
+    H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))), with the distance r_ij of sample i to its j-th
+    neighbour among n in d dimensions, the volume V_d of the unit ball, and `entropy_weights` w_j.
 
     Args:
         points: Samples, [n, d].
-        num_neighbours: k.
-        block: Points compared at once.
+        num_neighbours: Neighbours k.
+        block: Samples compared at once.
 
     Returns:
         The entropy in nats.
@@ -142,23 +138,23 @@ def information(
     num_neighbours: int = 5,
     block: int = 250,
 ) -> Estimate:
-    """Mutual information I(X; Z) of samples whose rows belong together.
+    """Return the mutual information I(X; Z) of paired samples.
 
-    Units, and rising maps of any coordinate, matter at most to a strong relation. An invertible one has infinite
-    information; add a little noise to one side, and look at shuffled pairs beside it. Of coordinates with few values
-    nothing is said: see `label_information`.
+    Units, and increasing maps of a coordinate, affect at most a strong relation. An invertible relation has infinite
+    information: add a little noise to one side, and compare with shuffled pairs. Coordinates with few values need
+    `label_information`. Derivatives are zero, see `smoothed_information`.
 
     Args:
-        x: [n, p].
-        z: [n, d]; taken to the dtype of x.
-        estimator: "entropies": H(X) + H(Z) - H(X, Z). "kraskov": his first estimator, with the larger of the two
-            Euclidean distances: a smaller error in few dimensions, and a bias in more. It computes the other as well.
-        num_neighbours: k. With 10 or 20 in place of 5, an information of 4 + 4 dimensions has an error smaller by a
-            third or a half.
+        x: Samples, [n, p].
+        z: Samples, [n, d], converted to the dtype of x.
+        estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator with the larger
+            Euclidean distance, which has a smaller error in few dimensions and a bias in more. It computes both.
+        num_neighbours: Neighbours k. With 10 or 20 in place of 5, an information of 4 + 4 dimensions has an error
+            smaller by a third or a half.
         block: Samples compared at once.
 
     Returns:
-        In nats.
+        The information in nats.
 
     Raises:
         ValueError: If lengths differ, or an option is out of range.
@@ -180,6 +176,7 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
     # Normal scores bend a strong linear relation of several coordinates a little.
     straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
     x, z, joint, linear = (way[straighter] for way in ways)
+    # The log determinant is the information of the linear relation. Neighbours estimate the rest.
     parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
     # The determinants of each side by itself are in both entropies, and cancel.
     terms = parts[0] + parts[1] - parts[2] - linear
@@ -187,7 +184,7 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
     beyond = _estimate(terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width)
     if estimator == "entropies":
         return beyond
-    # Its most is where the k neighbours alone are within reach of both margins.
+    # The estimate is largest if only the k neighbours are within reach of both margins.
     most = most - 2 / 3 * digamma(jnp.asarray(count, x.dtype))
     terms = _kraskov_terms(x, z, count, block)
     direct = _estimate(terms, groups, least=0.0, most=most, enough=number >= 8**width)
@@ -196,7 +193,7 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
 
 
 def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
-    """Return each side white, both together white, and its log determinant: minus the linear information."""
+    """Return each side whitened, both whitened together, and the latter's log determinant."""
     x, z = (whitened(part)[0] for part in jnp.split(both, [split], 1))
     return x, z, *whitened(jnp.concatenate([x, z], 1))
 
@@ -225,26 +222,26 @@ def label_information(
     num_neighbours: int = 5,
     block: int = 250,
 ) -> Estimate:
-    """Mutual information I(Z; Y) of samples and their classes.
+    """Return the mutual information I(Z; Y) of samples and their classes.
+
+    Neighbours are found in coordinates in which classes, on average, are white, so units have no effect.
 
     Args:
-        z: [n, d].
-        labels: Classes from 0, [n]; every class that occurs needs more than `num_neighbours` samples. Traced labels
-            that are out of range, or of a class with too few, give NaN and `reliable` False.
-        num_classes: C.
-        estimator: "entropies": H(Z) - sum_c (n_c / n) H(Z | c). "kraskov": the variant for one discrete variable.
-        num_neighbours: k.
+        z: Samples, [n, d].
+        labels: Classes from 0, [n]. Every class that occurs needs more than `num_neighbours` samples. Traced labels
+            that are out of range, or of too small a class, give NaN and `reliable` False.
+        num_classes: Classes C.
+        estimator: "entropies" for H(Z) - sum_c (n_c / n) H(Z | c), or "kraskov" for the variant for one discrete
+            variable.
+        num_neighbours: Neighbours k.
         block: Samples compared at once.
 
     Returns:
-        In nats, at most H(Y), the entropy of the labels among these samples. Classes that stand apart do reach it:
-        there it is the truth, and reliable. An estimate above it is H(Y) as long as finite classes and the error
-        explain it, and NaN beyond.
+        The information in nats, at most the entropy H(Y) of the labels, which separated classes reach. An estimate
+        above H(Y) is H(Y) as long as finite classes and the error explain it, and NaN beyond.
 
     Raises:
         ValueError: If lengths differ, an option or a label is out of range, or a class has too few samples.
-
-    Neighbours are those in coordinates in which the classes, on average, are white: units do not matter.
 
     References:
         Ross (2014), Mutual information between discrete and continuous data sets.
@@ -274,7 +271,7 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
     own = jnp.stack([jnp.sum(halves, 0)[labels], jnp.sum(half * halves[:, labels].T, 1)])
     total = part_sizes(number, 2, z.dtype)
     squares = smallest(z, labels, count, block, squared, 2)
-    # Neighbours of the class that are the neighbours of all: the most that a term can be with equal weights.
+    # A term with equal weights is largest if the neighbours in the class are the neighbours in all samples.
     if estimator == "entropies":
         everything = smallest(z, None, count, block, squared, 2)
         terms = _level_terms(everything, z.shape[1], total) - _level_terms(squares, z.shape[1], own)
@@ -290,7 +287,7 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
     enough = 2 ** z.shape[1] <= (number if estimator == "entropies" else jnp.mean(own[0]))
     whole = _estimate(terms[:1], least=0.0, enough=enough)
     held = jnp.log(total / own)
-    # What no sample showed may lie in one that was not drawn.
+    # Unseen information may lie in a sample that was not drawn.
     error = jnp.maximum(whole.error, jnp.mean(held[0]) / number)
     known = own[1] > count  # a half of the class has neighbours enough
     values = jnp.minimum(*(jnp.mean(level, 1, where=known) for level in (terms, held)))
@@ -306,7 +303,7 @@ def _where(reliable: Array, value: Array, error: Array) -> Estimate:
 
 
 def _entropy_terms(points: Array, count: int, block: int) -> Array:
-    """Return every sample's term of the entropy of all samples, of the two halves, and of the parts: [levels, n]."""
+    """Return the samples' terms of the entropy of all samples, halves and parts: [levels, n]."""
     number = points.shape[0]
     groups = num_parts(number, count)
     squares = smallest(points, None, count, block, squared, groups)
@@ -318,12 +315,12 @@ def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
 
 
 def _terms_of_distances(squares: Array, width: int, sizes: Array) -> Array:
-    """Return every sample's term of the entropy; infinite if samples coincide."""
+    """Return the samples' terms of the entropy, infinite if samples coincide."""
     count = squares.shape[1]
     weights = jnp.asarray(entropy_weights(count, width), squares.dtype)
     volume = 0.5 * width * math.log(math.pi) - math.lgamma(0.5 * width + 1)
     ranks = jnp.arange(1, count + 1, dtype=squares.dtype)
-    # Few coincident samples are rounding: they are at the smallest distance that occurs.
+    # A few coincident samples are due to rounding and get the smallest distance that occurs.
     apart = squares != 0  # and not a number stays that
     least = jnp.min(jnp.where(apart, squares, jnp.inf))
     tied = jnp.mean(~apart[:, 0]) > _TIES
@@ -340,16 +337,17 @@ def _estimate(
     most: float | Array = math.inf,
     enough: bool | Array,
 ) -> Estimate:
-    """Return mean and error from terms of all samples, halves and parts, [levels, n]; see `Estimate`."""
+    """Return mean and error from terms of all samples, halves and parts, [levels, n]."""
     number = terms.shape[1]
     value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
     reliable = jnp.isfinite(value) & (value < most) & enough
     if groups > 1:
+        # Terms of neighbours depend on each other, so parts may vary more than the terms suggest.
         group = np.arange(number) % groups
         parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[-1]) / np.bincount(group)
         error = jnp.maximum(error, jnp.std(parts, ddof=1) / groups**0.5)
         growth = value - jnp.mean(terms[1])
-        # A relation without noise has infinite information: what is found grows by log 2, not far above three errors.
+        # A relation without noise has infinite information: twice the samples add log 2, not far above three errors.
         large = (growth > 0) & (value > 0.5 * math.log(number)) & math.isfinite(least)
         reliable = reliable & (jnp.abs(growth) <= jnp.where(large, 2, 3) * error)
     return _where(reliable & (value >= least - 3 * error), value, error)

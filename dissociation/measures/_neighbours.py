@@ -1,7 +1,4 @@
-"""Distances to the nearest neighbours, of all samples and within interleaved parts of them, in one search.
-
-Differences are taken coordinate by coordinate: products of coordinates would cancel at the distances that matter here.
-"""
+"""Distances to the nearest neighbours, of all samples and within interleaved parts."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +13,7 @@ from dissociation._core.checks import check_count, fail
 
 # Distances per group in the search for the smallest: a power of two, at most this one.
 _MULTIPLE = 32
-# Interleaved parts of the samples whose own estimates give the error, at most.
+# Largest number of interleaved parts, whose estimates give the error.
 _PARTS = 16
 
 
@@ -29,7 +26,8 @@ def check_neighbours(num_neighbours: int, number: int) -> int:
 
 
 def squared(a: Array, b: Array) -> Array:
-    """Return |a_i - b_j|^2, coordinate by coordinate: no array [i, j, d], and no cancellation."""
+    """Return |a_i - b_j|^2, summed coordinate by coordinate."""
+    # Products would cancel at small distances, and differences at once would take an array [i, j, d].
     total = jnp.zeros((a.shape[0], b.shape[0]), a.dtype)
     for index in range(a.shape[1]):
         total = total + (a[:, index, None] - b[None, :, index]) ** 2
@@ -42,12 +40,12 @@ def num_parts(number: int, count: int) -> int:
 
 
 def strides(groups: int) -> tuple[int, ...]:
-    """Return strides of all samples, halves, and parts if these are others: sample i belongs to number i % stride."""
+    """Return the strides of all samples, halves, and parts. Sample i belongs to part i % stride."""
     return (1, 2, groups) if groups > 2 else (1, 2)[:groups]
 
 
 def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
-    """Return how many samples there are in that of every sample: [levels, n]."""
+    """Return the sizes of the parts of every sample, [levels, n]."""
     index = np.arange(number)
     return jnp.asarray([(number - 1 - index % stride) // stride + 1 for stride in strides(groups)], dtype)
 
@@ -60,20 +58,17 @@ def smallest(
     distance: Callable[[Array, Array], Array],
     groups: int = 1,
 ) -> Array:
-    """Return every point's smallest distances to others, of its label if there are some, rising: [levels, n, count].
-
-    They are infinite where there are fewer. Levels are all points and, with several groups, its own half and group.
-    Points are taken group by group, those of the first half before the others, so that halves and groups are slices.
-    """
+    """Return the points' `count` smallest distances to others of their label, or infinity: [levels, n, count]."""
     number = points.shape[0]
     longest = -(-number // groups)
     blocks = -(-longest // check_count("block", block, minimum=1))
+    # Points are ordered by group, with groups of the first half first, so that halves and groups are slices.
     rows = _by_group(number, groups, -(-longest // blocks) * blocks).reshape(groups * blocks, -1)
     columns = _by_group(number, groups, -(-max(longest, count) // _MULTIPLE) * _MULTIPLE)
     # Filled up with points at distances that overflow, and whose differences do not: 0 times them is no slope.
     far = 2 * float(jnp.finfo(points.dtype).max) ** 0.5
     others = jnp.where(columns[:, None] < number, points[columns % number], far)
-    # Which of the halves, and of the groups, a block of rows belongs to.
+    # Index of the half, and of the group, of each block of rows.
     places = [np.repeat(np.arange(stride), rows.shape[0] // stride) for stride in strides(groups)[1:]]
 
     def some(part: tuple[Array, Array, list[Array]]) -> Array:
@@ -94,27 +89,25 @@ def smallest(
 
 
 def _by_group(number: int, groups: int, width: int) -> np.ndarray:
-    """Return the samples of group 0 (i % groups), 2, 4 ... 1, 3 ..., each filled up to `width` with `number`."""
+    """Return samples by groups i % groups, even ones first, filled up to `width` with `number`."""
     first = np.concatenate([np.arange(groups)[half::2] for half in range(2)])
     return np.minimum(first[:, None] + groups * np.arange(width)[None], number).reshape(-1)
 
 
 def _least(values: Array, count: int) -> Array:
-    """Return the `count` smallest of every row, rising; rows are as long as a multiple of `_MULTIPLE`.
-
-    They lie in the groups with the `count` smallest minima, so the sort has few candidates.
-    """
+    """Return the `count` smallest of rows, whose length is a multiple of `_MULTIPLE`, rising."""
     rows, columns = values.shape
     length = min(1 << int(math.log2(max(columns / count, 1)) / 2), _MULTIPLE)
     if columns // length > count:
         grouped = values.reshape(rows, -1, length)
+        # The smallest lie in the groups with the smallest minima, so the sort has few candidates.
         chosen = jax.lax.top_k(-jnp.min(grouped, 2), count)[1]
         values = jnp.take_along_axis(grouped, chosen[:, :, None], 1).reshape(rows, -1)
     return -jax.lax.top_k(-values, count)[0]
 
 
 def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: int) -> Any:
-    """Return arrays of rows, which `function` makes of blocks of rows of `arrays`; the last block is filled up."""
+    """Return `function` of blocks of rows of `arrays`, with the last block filled up."""
     number = arrays[0].shape[0]
     size = min(check_count("block", block, minimum=1), number)
     padded = (jnp.pad(part, ((0, -number % size), *((0, 0),) * (part.ndim - 1))) for part in arrays)
@@ -123,13 +116,10 @@ def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: in
 
 
 def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
-    """Return how many others lie strictly within a squared radius of every point, level by level: [levels, n].
-
-    One is usually at that radius. A compiler may round its distance otherwise here than where the radius was found, so
-    the radius is shortened by what coordinates can be off.
-    """
+    """Return the numbers of others strictly within a squared radius, [levels, n]."""
     index = jnp.arange(points.shape[0])
     rounding = 8 * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))
+    # One point usually lies at the radius, where its distance may be rounded otherwise than here.
     radius = jnp.maximum(jnp.sqrt(radius) - rounding, 0.0) ** 2
 
     def some(part: tuple[Array, ...]) -> Array:

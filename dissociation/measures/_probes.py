@@ -1,9 +1,4 @@
-"""Cross-validated softmax probes: what a linear classifier reads from a representation.
-
-A *converged* probe minimises a convex loss, so that it belongs to the representation. A probe of a fixed number of
-stable gradient steps belongs to the representation and the optimiser together. Under `jax.vmap` over members, these
-are solved sequentially, each with its own number of iterations.
-"""
+"""Cross-validated softmax probes, converged or after a fixed number of gradient steps."""
 
 from functools import partial
 
@@ -26,8 +21,7 @@ from dissociation.measures._softmax_solver import (
 )
 
 FOLDS = ("stratified", "contiguous")
-"""Every class evenly among the folds, whatever the order of the rows; or blocks of rows, as in scikit-learn's `KFold`.
-With contiguous folds, rows sorted by class leave no training part with the classes that it is tested on."""
+"""Folds with classes evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`."""
 
 
 @validated
@@ -45,38 +39,34 @@ def crossval_softmax_predict(
 ) -> Float[Array, "n classes"]:
     """Return held-out class probabilities of a converged softmax probe.
 
-    For every fold f, with features x~ standardised by the mean and deviation of its training part T_f,
+    For every fold f, with features x~ standardised by mean and deviation of its training part T_f,
 
         minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
 
-    `ridge` is the precision of a Gaussian prior on weights of standardised features, in units of one sample: `1 / C` of
-    `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r on the *mean* loss of m
-    training samples. Larger values suit fewer samples than features and noisy labels; much smaller ones make separable
-    data slow, because the minimum moves towards infinity.
+    `ridge` is `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes), and r m for a penalty r
+    on the *mean* loss of m training samples. Larger values suit noisy labels and fewer samples than features.
 
     Args:
-        x: Features. May be traced, and mapped over members by `jax.vmap` or `eqx.filter_vmap`.
+        x: Features, which `jax.vmap` or `eqx.filter_vmap` may map over members.
         y: One-hot labels.
         num_splits: Folds, from 2 to n.
-        ridge: Penalty on the weights, above zero; traced. The intercept is not penalised.
-        folds: How samples are shared out: "stratified", every class evenly among the folds, or "contiguous", blocks of
-            rows.
-        key: Shuffles the samples before they are shared out. The result keeps the given order all the same.
-        num_samples: Uses the first `num_samples` samples only, at the cost of all n; later rows of the result are zero.
-            It is traced: all values share one compilation.
-        tol: Where to stop: the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum. Default 1e-5 in
-            float32 and 1e-9 in float64. Probabilities move with the square root of it.
-        max_steps: Limit of the solver's loop.
+        ridge: Positive penalty on the weights; traced. The intercept is not penalised.
+        folds: "stratified" for every class evenly distributed, or "contiguous" for blocks of rows.
+        key: Random key that shuffles samples before they are distributed. Results keep the given order.
+        num_samples: Leading samples in use, at the cost of all n; traced, so all values share one compilation. Later
+            rows of the result are zero.
+        tol: Bound of the `gap` of `SoftmaxFit`; default 1e-5 in float32 and 1e-9 in float64. Errors of probabilities
+            are proportional to its square root.
+        max_steps: Largest number of solver steps.
 
     Returns:
-        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not contain the sample. Rows of
-        a fold that did not converge are NaN, with a `RuntimeWarning` unless the call is traced. The `argmax` of such a
-        row is 0: test for NaN before an accuracy, or use `converged` of `crossval_softmax_fit`.
+        Probabilities in [0, 1] that sum to one in each row, from the fold without the sample. Rows of a fold that did
+        not converge are NaN (with `argmax` 0), with a `RuntimeWarning` unless the call is traced.
 
     Raises:
         ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or there are too few
             samples for the folds.
-        TypeError: If `num_splits` is no Python integer.
+        TypeError: If `num_splits` is not a Python integer.
 
     References:
         Bishop (2006), Pattern Recognition and Machine Learning, eqs. 4.108-4.110.
@@ -112,11 +102,8 @@ def crossval_softmax_fit(
 ) -> SoftmaxFit:
     """Return the probe of `crossval_softmax_predict` with its coefficients and the solver's record.
 
-    L-BFGS, all folds in one loop, in the metric of one curvature matrix that all folds and classes share and that is
-    computed anew after 8, 24, 72 ... steps. The penalty makes the loss f strongly convex in the weights,
-    f - f* <= ||g||^2 / (2 ridge), which the stopping rule and `gap` use. The unpenalised intercept is counted in g as
-    if it were penalised, so `gap` is no strict bound: in float64, on 1000 MNIST samples x 1024 features, the distance
-    was at most 1.13 times it.
+    L-BFGS stops by `gap`, from the bound f - f* <= ||g||^2 / (2 ridge). The gradient g counts the intercept as if it
+    were penalised, so `gap` is not a strict bound.
 
     Args:
         x: Features.
@@ -124,10 +111,10 @@ def crossval_softmax_fit(
         num_splits: Folds.
         ridge: Penalty on the weights, see `crossval_softmax_predict`.
         folds: "stratified" or "contiguous".
-        key: Shuffles the samples before they are shared out.
-        num_samples: Uses the first `num_samples` samples only.
+        key: Random key that shuffles samples before they are distributed.
+        num_samples: Leading samples in use.
         tol: The `gap` at which a fold stops.
-        max_steps: Limit of the loop.
+        max_steps: Largest number of solver steps.
 
     Returns:
         The fit. `probabilities` of a fold that is not `converged` are those of its last step.
@@ -144,6 +131,7 @@ def crossval_softmax_fit(
 def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
+    # Without a penalty the minimum of separable data is at infinity, and the solver is slow near it.
     check_positive("ridge", ridge)
     if tol is None:
         tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
@@ -165,31 +153,29 @@ def crossval_gradient_predict(
     key: PRNGKey | None = None,
     num_samples: Count | None = None,
 ) -> Float[Array, "n classes"]:
-    """Return held-out class probabilities of a softmax probe after a fixed budget of gradient steps.
+    """Return held-out class probabilities of a softmax probe after a fixed number of gradient steps.
 
-    W and b start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. A step
-    is stable below 2 / L, where L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], bounds the curvature
-    (Boehning 1992) of a fold with m_f training samples. The default 1 / L follows the scale of the features. One
-    `step_size` for several representations, for instance the smallest of their 1 / L, compares them for a learner with
-    one learning rate.
+    Weights start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. Steps
+    below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], with m_f training samples. To
+    compare representations at one learning rate, pass their smallest 1 / L.
 
     Args:
-        x: Features, used as they are.
+        x: Features, which are not standardised.
         y: One-hot labels.
-        num_splits: Folds, as in `crossval_softmax_predict`.
+        num_splits: Folds, from 2 to n.
         num_steps: Steps; traced.
-        step_size: Step in units of the mean loss, shared by the folds; traced. Default 1 / L of each fold. Above 2 / L
-            of all samples it warns, unless the call is traced.
+        step_size: Step of all folds, in units of the mean loss; traced; default 1 / L of each fold. Above 2 / L of all
+            samples it warns, unless the call is traced.
         folds: "stratified" or "contiguous".
-        key: Shuffles the samples before they are shared out.
-        num_samples: Uses the first `num_samples` samples only; later rows of the result are zero.
+        key: Random key that shuffles samples before they are distributed.
+        num_samples: Leading samples in use; later rows of the result are zero.
 
     Returns:
-        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not contain the sample.
+        Probabilities in [0, 1] that sum to one in each row, from the fold without the sample.
 
     Raises:
-        ValueError: If shapes disagree, `y` is not one-hot, or there are too few samples for the folds.
-        TypeError: If `num_splits` is no Python integer.
+        ValueError: As `crossval_softmax_predict`.
+        TypeError: As `crossval_softmax_predict`.
 
     References:
         Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
@@ -209,12 +195,12 @@ def crossval_gradient_predict(
 @validated
 @jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
-    """Return the step 1 / L of `crossval_gradient_predict` for all of `x`; steps below twice it are stable."""
+    """Return the step 1 / L of `crossval_gradient_predict` for all of `x`. Steps below twice this are stable."""
     return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
 
 
 def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
-    """Warn if steps of this size on the first `count` samples are above what is known to be stable."""
+    """Warn if steps of this size on the first `count` samples exceed the stable size."""
     if is_traced(x) or is_traced(count) or is_traced(step_size):
         return
     limit = 2 * float(stable_step_size(x[: int(count)]))
@@ -226,13 +212,14 @@ def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
 def _prepare(
     x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, num_samples: Count | None, folds: str
 ) -> tuple[Array, Array, Array]:
-    """Check the arguments that the probes share and return the arrays and the number of samples in use."""
+    """Return the checked arrays and the number of samples in use."""
     x = jnp.asarray(x)
     size = x.shape[0]
     if y.shape[1] < 2:
         fail("y", "have at least 2 classes", f"shape {y.shape}", "Pass one-hot labels")
     check_choice("folds", folds, FOLDS)
     check_count("num_splits", num_splits, minimum=2)
+    # With contiguous folds of sorted rows, training parts lack the classes of their test parts.
     if num_splits > size:
         fail("num_splits", f"be at most the number of samples ({size})", num_splits)
     if num_samples is None:
@@ -243,10 +230,11 @@ def _prepare(
     return features, jnp.asarray(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
 
 
-# Jitted here, unlike other primitives: op by op, a call at a new length would compile dozens of programs, not one.
+# Jitted here because single operations at a new length would compile dozens of programs.
 @partial(jax.jit, static_argnames=("num_splits", "folds", "limit"))
 def _solve_in_turn(x, y, count, key, ridge, tol, *, num_splits: int, folds: str, limit: int):
     ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
+    # Mapped members are solved sequentially, each with its number of iterations.
     return sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol), ids
 
 

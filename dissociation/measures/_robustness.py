@@ -1,4 +1,4 @@
-"""Error rates under noise on the inputs and on the parameters, for many noise scales at once."""
+"""Error rates under noise on inputs or parameters, for many noise scales at once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,15 +22,14 @@ Scales = Float[Array | np.ndarray, " scales"]
 
 @validated
 def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -> Float[Array, ""]:
-    """Return the share of samples whose largest logit is not at the label.
+    """Return the fraction of samples whose largest logit is not at the label.
 
     Args:
-        logits: [samples, classes].
+        logits: Logits, [samples, classes].
         labels: Classes [samples], or one-hot [samples, classes].
 
     Returns:
-        Between 0 and 1; NaN if there are no samples, or the largest logit of any is NaN or infinite: a network that has
-        diverged names no class.
+        Error rate between 0 and 1; NaN without samples, or if the largest logit of a sample is not finite.
 
     Raises:
         ValueError: If the shapes differ.
@@ -43,6 +42,7 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
         checks.fail("labels", f"have the shape of `logits` {logits.shape}", labels.shape)
     logits = jnp.asarray(logits)
     wrong = (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
+    # `argmax` of NaN is class 0, but a network that has diverged predicts no class.
     return jnp.where(jnp.all(jnp.isfinite(logits.max(axis=1))), wrong, jnp.nan)
 
 
@@ -58,16 +58,15 @@ def input_noise_error(
 ) -> Float[Array, " scales"]:
     """Return the error rate on `images + scale * noise`, for every scale.
 
-    One draw of the noise serves all scales, so curves of several models differ by the models alone. The first layer of
-    an `eqx.nn.MLP` is linear in the scale, W (x + s n) = W x + s W n, and is applied twice in all.
+    All scales share one draw of the noise, so curves of several models differ by the models alone.
 
     Args:
-        model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
-        images: [samples, ...].
+        model: Function from one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
+        images: Images, [samples, ...].
         labels: Classes [samples], or one-hot [samples, classes].
-        scales: Noise scales in units of `images`, non-negative, [scales].
-        noise: As `images`, as a rule standard normal.
-        scales_per_batch: Number of scales evaluated at once; 1 takes the least memory and is the fastest on a CPU,
+        scales: Non-negative noise scales in units of `images`, [scales].
+        noise: Noise in the shape of `images`, usually standard normal.
+        scales_per_batch: Number of scales evaluated at once. 1 takes the least memory and is the fastest on a CPU;
             None takes all.
 
     Returns:
@@ -103,21 +102,18 @@ def parameter_noise_error(
     noise: PyTree,
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
-    """Return the error rate of the model whose every parameter p became `p + scale * noise`, for every scale.
-
-    The first layer of an `eqx.nn.MLP` is linear in the scale and is applied twice in all.
+    """Return the error rate of the model with parameters p replaced by `p + scale * noise`, for every scale.
 
     Args:
-        model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
-        images: [samples, ...].
+        model: Function from one image to logits [classes], as in `input_noise_error`.
+        images: Images, [samples, ...].
         labels: Classes [samples], or one-hot [samples, classes].
-        scales: Noise scales in units of the parameters, non-negative, [scales].
-        noise: A PyTree like `model` with a draw for every parameter, or for some and None for others, as
-            `rewrites.parameter_noise` makes it.
-        scales_per_batch: Number of scales evaluated at once; None takes all.
+        scales: Non-negative noise scales in units of the parameters, [scales].
+        noise: A PyTree like `model` with a draw, or None, per parameter, from `rewrites.parameter_noise`.
+        scales_per_batch: Scales evaluated at once; None for all.
 
     Returns:
-        As `input_noise_error`.
+        Error rates as in `input_noise_error`.
 
     Raises:
         ValueError: If a scale is negative, or `noise` is not shaped like the parameters.
@@ -139,7 +135,7 @@ def parameter_noise_error(
 
 
 def _over_scales(at: Callable[..., Array], scales: Any, *fixed: Any, scales_per_batch: int | None) -> Array:
-    """Return the errors at every scale, and warn of those that are undefined."""
+    """Return the errors at every scale, and warn of undefined ones."""
     mapped = bmap(at, in_axes=(0, *(None for _ in fixed)), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
         errors = mapped(jnp.asarray(scales), *fixed)
@@ -155,8 +151,9 @@ def _check_outputs(model: Any, images: Any, labels: Any) -> None:
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
-    """Return preactivations of the first layer and the rest; images and model if it has no such layer."""
+    """Return preactivations of the first layer and the remaining model; images and model without such a layer."""
     layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
+    # W (x + s n) = W x + s W n, so the first layer is applied twice for all scales.
     return jax.vmap(layers[0])(images), eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())

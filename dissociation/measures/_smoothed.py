@@ -1,4 +1,4 @@
-"""Mutual information of features with a little Gaussian noise on them, from all pairs of samples."""
+"""Mutual information of features with Gaussian noise, from all pairs of samples."""
 
 from functools import partial
 
@@ -17,8 +17,10 @@ from dissociation.measures._neighbours import in_blocks
 Features = Float[Array | np.ndarray, "n d"]
 
 METHODS = ("monte_carlo", "upper", "lower")
-"""Draws from the mixture, or bounds on h(T), and so on I(T; X), from distances of pairs of components: from above by
-Kullback-Leibler divergences, from below by Bhattacharyya distances. I(T; Y) is an estimate with either."""
+"""Draws from the mixture, or bounds of I(T; X).
+
+The upper bound is from Kullback-Leibler divergences of pairs, the lower one from Bhattacharyya distances.
+"""
 
 
 class SmoothedInformation(Result):
@@ -26,11 +28,10 @@ class SmoothedInformation(Result):
 
     Attributes:
         zx: I(T; X), from 0 to log n; a bound with the methods "upper" and "lower".
-        zy: I(T; Y), from 0 to H(Y); with no method a bound.
-        zx_given_y: I(T; X | Y) = zx - zy: an average over classes, and a bound of the same kind as zx.
-        saturated: True if all three are NaN: zx is within 1 % of log n (every sample is a cluster of its own, whatever
-            its label), or the features are so long against the noise that their distances are rounding (in float32
-            from about 1000 times the noise on; use x64, or standardise).
+        zy: I(T; Y), from 0 to H(Y); an estimate with every method.
+        zx_given_y: I(T; X | Y) = zx - zy, a bound if zx is one.
+        saturated: True if the values are NaN, because zx is within 1 % of log n, or rounding of the features exceeds
+            the noise (in float32 for features from about 1000 times the noise; use x64, or standardise).
     """
 
     zx: Float[Array, ""]
@@ -72,20 +73,21 @@ def smoothed_information(
     num_draws: int = 1,
     block: int = 1000,
 ) -> SmoothedInformation:
-    """Return the information of features plus noise about the samples they came from, and about their labels.
+    """Return the information of noisy features about their samples and labels.
 
-    A deterministic network loses nothing: I(X; Z) is infinite for continuous X, and log n for n samples. With noise,
-    T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, whose entropy h is finite:
+    T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, with finite entropy h:
 
         I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X) - I(T; Y).
 
+    Without noise, I(X; Z) of a deterministic network is infinite, or log n for n samples.
+
     Args:
-        features: Z, one row per sample, all samples distinct: [samples, d].
+        features: Features Z of distinct samples, [samples, d].
         labels: Classes from 0, [samples].
         noise: Standard deviation s of the noise, in the units of the features.
-        method: "monte_carlo" draws from the mixture; "upper" and "lower" bound h(T) by distances of pairs.
-        key: Draws the noise of "monte_carlo".
-        num_draws: Draws of the noise, per sample.
+        method: "monte_carlo" for draws from the mixture, "upper" or "lower" for bounds from distances of pairs.
+        key: Random key of the noise of "monte_carlo".
+        num_draws: Draws of the noise per sample.
         block: Samples compared at once with all others.
 
     Returns:

@@ -1,8 +1,4 @@
-"""The solvers behind the softmax probes: all folds' regressions over shared data, by L-BFGS or by gradient steps.
-
-A fold is a mask over samples, so the logits of every fold are one product [n, d] x [d, folds * classes], and the
-standardisation of a fold is folded into its weights instead of being applied to the data.
-"""
+"""Solvers of the softmax probes of all folds, by L-BFGS or gradient steps."""
 
 from typing import NamedTuple
 
@@ -15,23 +11,23 @@ from dissociation._core.results import printed
 
 # The softmax of a class that a fold's training part does not hold is exactly zero.
 _NEVER = -1e30
-# Pairs of changes that the quasi-Newton steps remember, and the steps before which their metric is computed anew.
+# Pairs of changes that quasi-Newton steps store, and the steps before which their metric is computed again.
 _MEMORY = 8
 _REFRESH = (0, 8, 24, 72, 216, 648)
 
 
 class SoftmaxFit(NamedTuple):
-    """A converged probe for every fold.
+    """Converged softmax probes of all folds.
 
     Attributes:
         probabilities: Held-out class probabilities in the order of the samples, zero past `num_samples`.
-        coefficients: One matrix per fold, for raw features: the logits are `x @ coefficients[f] + intercepts[f]`.
-        intercepts: One vector per fold; minus infinity for a class that the fold's training part does not hold.
-        losses: Minimised objective per fold, the penalty included.
+        coefficients: Matrices per fold for raw features: logits are `x @ coefficients[f] + intercepts[f]`.
+        intercepts: Intercepts per fold, minus infinity for classes that the training part lacks.
+        losses: Minimised objective per fold, with the penalty.
         gradient_norm: Norm of the objective's gradient per fold, in standardised coordinates.
         gap: Estimate of (loss - minimum) / loss per fold, usually from above: `gradient_norm**2 / (2 * ridge * loss)`.
-        converged: Whether `gap` came below `tol`, per fold.
-        iterations: Quasi-Newton steps, the slowest fold's; each is one product with the data and one back.
+        converged: True if `gap` is at most `tol`, per fold.
+        iterations: Quasi-Newton steps of the slowest fold, each with two products with the data.
     """
 
     probabilities: Float[Array, "n classes"]
@@ -47,13 +43,13 @@ class SoftmaxFit(NamedTuple):
 
 
 def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | None, folds: str) -> Array:
-    """Return the fold of each sample in the given or a shuffled order; `num_splits` for samples past `count`."""
+    """Return the fold of each sample in the given or a shuffled order, `num_splits` past `count`."""
     index = jnp.arange(labels.shape[0], dtype=jnp.int32)
     used, place = index < count, index
     if key is not None:
         place = _ranks(jnp.where(used, jax.random.uniform(key, labels.shape), 2.0))
     if folds == "stratified":
-        # Dealt out class by class, so that folds differ by one sample at most, in each class and in all.
+        # Distributed class by class, so that folds differ by one sample at most, in each class and in all.
         fold = _ranks(place, jnp.where(used, labels, jnp.iinfo(labels.dtype).max)) % num_splits
     else:
         short, longer = count // num_splits, count % num_splits
@@ -63,7 +59,7 @@ def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | N
 
 
 def _ranks(*keys: Array) -> Array:
-    """Return where every entry comes when sorted; the last key counts most."""
+    """Return the rank of every entry, sorted by the last key first."""
     return jnp.argsort(jnp.lexsort(keys)).astype(jnp.int32)
 
 
@@ -77,12 +73,10 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 class _Problem(NamedTuple):
-    """All folds' softmax regressions over shared data.
+    """Softmax regressions of all folds: weights [folds, classes, d + 1], intercept last; logits [folds, classes, n]."""
 
-    Weights are [folds, classes, d + 1] with the intercept last, logits [folds, classes, n]: with the long axes
-    innermost, the exponentials and sums over classes between two products are vector instructions.
-    """
-
+    # A fold is a mask, and standardisation is folded into weights, so one product gives all folds' logits. With the
+    # long axes innermost, exponentials and sums over classes are vector instructions.
     data: Array  # [n, d + 1], centred and scaled over all samples; a column of ones
     labels: Array  # [classes, n]
     mask: Array  # [folds, 1, n], 1 on the training part
@@ -129,16 +123,13 @@ def _fold_masks(ids: Array, num_splits: int, dtype: jnp.dtype) -> Array:
 
 
 def _held_out(probabilities: Array, ids: Array) -> Array:
-    """Return the row of each sample from its own fold; zero for samples in none."""
+    """Return the row of each sample from its own fold, zero for samples in none."""
     mine = ids[None, :] == jnp.arange(probabilities.shape[0], dtype=ids.dtype)[:, None]
     return jnp.sum(probabilities, 0, where=mine[:, None]).T
 
 
 def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array, Array]:
-    """Return data centred and scaled over the samples in use, with a column of ones; mean, deviation and rounding.
-
-    Columns whose values differ by their rounding alone are zero: scaled up, they would be a second column of ones.
-    """
+    """Return data standardised over the samples in use, with a column of ones, and mean, deviation and rounding."""
     used = (ids < num_splits)[:, None]
     count = jnp.sum(used).astype(x.dtype)
     x = jnp.where(used, x, 0.0)
@@ -146,11 +137,12 @@ def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, A
     units = jnp.frexp(jnp.max(jnp.abs(x), 0))[1]
     x = jnp.ldexp(x, -units[None])
     mean = jnp.sum(x, 0) / count
-    # A mean far from zero is off by its rounding: what it leaves over is taken away, too.
+    # The rounding of a mean far from zero is subtracted too.
     rest = jnp.sum(jnp.where(used, x - mean[None], 0.0), 0) / count
     centred = jnp.where(used, (x - mean[None]) - rest[None], 0.0)
     rounding = 4 * jnp.finfo(x.dtype).eps * jnp.max(jnp.abs(x), 0)
     deviation = jnp.sqrt(jnp.sum(centred**2, 0) / count)
+    # A column that varies by rounding alone would, scaled up, be a second column of ones.
     deviation = jnp.where(_range(centred, used) <= rounding, 0.0, deviation)
     scale = jnp.where(deviation > 0, 1.0 / deviation, 0.0)
     data = jnp.concatenate([centred * scale[None], jnp.ones((x.shape[0], 1), x.dtype)], 1)
@@ -162,7 +154,7 @@ def _range(data: Array, chosen: Array) -> Array:
 
 
 def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tuple[_Problem, Array, Array]:
-    """Return the regressions of all folds, and the mean and deviation that take coefficients back to raw features."""
+    """Return the regressions of all folds, and the mean and deviation that convert coefficients to raw features."""
     data, mean, deviation, rounding = _standardise(x, ids, num_splits)
     mask = _fold_masks(ids, num_splits, x.dtype)
 
@@ -182,10 +174,8 @@ def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tupl
 
 
 def inverse(matrix: Array, block: int = 64) -> Array:
-    """Return the inverse of a positive definite matrix by Gauss-Jordan elimination in blocks, with products alone.
-
-    The threads of LAPACK's Cholesky wait for each other for seconds on a busy machine.
-    """
+    """Return the inverse of a positive definite matrix by Gauss-Jordan elimination in blocks."""
+    # Products alone: the threads of LAPACK's Cholesky wait for each other for seconds on a busy machine.
     size = matrix.shape[0]
     block = min(block, size)
     padding = -size % block
@@ -209,7 +199,7 @@ def inverse(matrix: Array, block: int = 64) -> Array:
 
 
 def _metric(problem: _Problem, chances: Array) -> Array:
-    """Return the inverse of one curvature for all folds and classes: every sample weighs its mean p (1 - p)."""
+    """Return the inverse of one curvature for all folds and classes, with samples weighted by their mean p (1 - p)."""
     weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
     gram = _product((problem.data * weight[:, None]).T, problem.data)
     # A ridge below the rounding of the Gram matrix would leave an inverse that is not positive definite; and one far
@@ -219,11 +209,11 @@ def _metric(problem: _Problem, chances: Array) -> Array:
 
 
 class _Pairs(NamedTuple):
-    """The last changes of weights and gradient, a ring of [_MEMORY, folds, classes, d + 1]."""
+    """Latest changes of weights and gradient, [_MEMORY, folds, classes, d + 1]."""
 
     weights: Array
     gradient: Array
-    inverse: Array  # [_MEMORY, folds], one over their inner product; 0 for a pair that does not count
+    inverse: Array  # [_MEMORY, folds], inverse of their inner product; 0 for an unused pair
 
     def add(self, visit: Array, weights: Array, gradient: Array) -> "_Pairs":
         inner = _dot(weights, gradient)
@@ -233,11 +223,11 @@ class _Pairs(NamedTuple):
         return _Pairs(*(old.at[slot].set(new) for old, new in zip(self, (weights, gradient, inverse), strict=True)))
 
     def forget(self, folds: Array) -> "_Pairs":
-        """Empty the memory of some folds."""
+        """Clear the memory of some folds."""
         return self._replace(inverse=jnp.where(folds[None], 0.0, self.inverse))
 
     def descend(self, visit: Array, gradient: Array, metric: Array) -> Array:
-        """Return the quasi-Newton step from `gradient`, the two loops of L-BFGS around `metric`."""
+        """Return the quasi-Newton step from `gradient`, by the two loops of L-BFGS around `metric`."""
 
         def shape(vector):
             return _product(vector.reshape(-1, vector.shape[-1]), metric).reshape(vector.shape)
@@ -261,11 +251,9 @@ class _Pairs(NamedTuple):
 
 
 def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array, step: Array, value, slope, active):
-    """Return the length of each fold's step, by secants of the slope from 1 downwards; zero if none is found.
-
-    Logits are linear in the length, so no trial touches the data. The slope is compared because close to the minimum
-    the values differ by less than their rounding.
-    """
+    """Return the step length of each fold, by secants of the slope from 1 downwards, zero if none is found."""
+    # Near the minimum, values differ by less than their rounding, so the slope is compared. Logits are linear in the
+    # length, so trials do not need the data.
     slack = 8 * jnp.finfo(logits.dtype).eps * jnp.abs(value)
 
     def body(state):
@@ -289,17 +277,17 @@ class _State(NamedTuple):
     logits: Array  # [folds, classes, n], without the offset
     past_weights: Array  # those of the round before, and the gradient there
     past_gradient: Array
-    value: Array  # [folds], the loss where the gradient was last taken
+    value: Array  # [folds], the loss at the last gradient
     square: Array  # [folds], the squared norm of that gradient
     pairs: _Pairs
     metric: Array  # [d + 1, d + 1]
     active: Array  # [folds]
-    restart: Array  # whether a fold begins anew, with an empty memory and a new metric
+    restart: Array  # True if a fold restarts with an empty memory and a new metric
     visits: Array  # rounds so far, one more than steps
 
 
 def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
-    """Return every fold's minimum, by L-BFGS in a metric that the folds share; see `crossval_softmax_fit`."""
+    """Return the minimum of every fold, by L-BFGS in a metric that the folds share."""
     problem, mean, deviation = build(x, y, ids, ridge, num_splits)
 
     def body(state):
@@ -316,7 +304,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         change, slope = problem.logits(step), _dot(gradient, step)
         length = _line_search(problem, logits, change, weights, step, value, slope, active & (slope < 0))
         moved, logits = weights + length[:, None, None] * step, logits + length[:, None, None] * change
-        # Where no length serves, memory or an old metric are at fault, or else the rounding of the gradient.
+        # If no length is found, the cause is the memory, an old metric, or the rounding of the gradient.
         stuck = active & (length == 0)
         again = stuck & (jnp.any(pairs.inverse > 0, 0) | ~due)
         pairs, active = pairs.forget(again), active & (again | ~stuck)
@@ -370,7 +358,7 @@ def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
 
 
 def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int) -> Array:
-    """Return held-out probabilities after gradient steps; with a `step_size` of zero, each fold's stable one."""
+    """Return held-out probabilities after gradient steps; a `step_size` of zero means the stable step of each fold."""
     data = jnp.where((ids < num_splits)[:, None], jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
     mask = _fold_masks(ids, num_splits, x.dtype)
     # On the sum of losses the bound holds for every fold, whose training part is a subset; a mean divides it by m_f.

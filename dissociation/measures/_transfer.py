@@ -1,4 +1,4 @@
-"""Transfer: how well a representation serves a new task, for growing budgets of labelled samples."""
+"""Transfer errors: probe errors of a representation on a new task, for increasing numbers of labelled samples."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -35,31 +35,30 @@ def transfer_errors(
 ) -> Float[Array, " budgets"]:
     """Return the cross-validated error of a probe on int(p n) samples, for every fraction p.
 
-    Each budget holds all smaller ones. Under `jax.jit` all budgets are one compilation: they are sorted into
-    `num_buckets` groups by size, each of which runs through one solver whose arrays are as long as its largest budget.
-    More buckets compile longer and cost less.
+    Each budget contains all smaller ones. Budgets are grouped by size into `num_buckets` solvers, which `jax.jit`
+    compiles together.
 
     Args:
         features: Representation of the samples.
         labels: Classes [n], or one-hot [n, classes].
-        key: Draws the order in which budgets take samples: one key for several representations compares them on the
-            same ones. None takes rows as they come, which is wrong if they are sorted.
+        key: Random key of the order of samples, the same for representations to be compared. None keeps the order of
+            rows, which is wrong if they are sorted.
         fractions: Budgets as fractions of n in (0, 1], in any order.
         num_splits: Folds of the cross-validation.
-        folds: How a budget's samples are shared out, "stratified" or "contiguous".
+        folds: Distribution of samples over folds, "stratified" or "contiguous".
         probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.
-        step_size: Step of the gradient probe; default one that follows the features' curvature.
-        num_buckets: Solvers of different length.
+        step_size: Step of the gradient probe; default follows the features' curvature.
+        num_buckets: Solvers of different lengths. More compile longer and cost less.
 
     Returns:
-        1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold whose probe did not converge, with a
+        1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold that did not converge, with a
         `RuntimeWarning` unless the call is traced.
 
     Raises:
         ValueError: If a fraction is outside (0, 1] or leaves fewer samples than folds, if `probe` or `folds` is
-            unknown, or if rows are taken as they come and the smallest budget lacks a class.
+            unknown, or if `key` is None and the smallest budget lacks a class.
     """
     check_choice("probe", probe, ("converged", "gradient"))
     check_count("num_splits", num_splits, minimum=2)
@@ -99,9 +98,10 @@ def transfer_errors(
 
 
 def _budget(fraction: float, size: int, num_splits: int) -> int:
-    """Return int(fraction * size) of real numbers: rounding of the product must not cost a sample."""
+    """Return int(fraction * size) of real numbers."""
     if not 0 < fraction <= 1:
         fail("fractions", "lie in (0, 1]", fraction)
+    # Rounding of the product must not cost a sample.
     count = int(round(fraction * size, 6))
     if count < num_splits:
         fail("fractions", f"leave at least `num_splits` ({num_splits}) of {size} samples", fraction)
@@ -111,7 +111,7 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
 def _probe(
     probe: str, ridge: Scalar, num_steps: Count, step_size: Scalar | None
 ) -> tuple[Callable[..., Array], dict[str, Any]]:
-    """Return the probe and its options, checked while they are known."""
+    """Return the probe and its options, checked if they are known."""
     if probe == "converged":
         check_positive("ridge", ridge)
         return crossval_softmax_predict, {"ridge": ridge}
@@ -124,7 +124,7 @@ def _probe(
 
 @eqx.filter_jit
 def _errors(predict: Callable[..., Array], options: dict[str, Any], x: Array, y: Array, counts: Array) -> Array:
-    """Return the error of a probe on the first `counts` samples, one number after the other."""
+    """Return the errors of a probe on the first `counts` samples, computed sequentially."""
 
     def error(count: Array) -> Array:
         chances = predict(x, y, num_samples=count, **options)

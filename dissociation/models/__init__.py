@@ -1,4 +1,4 @@
-"""Define networks of one example, and name the hidden representations of any model."""
+"""Networks of one example, and named hidden representations of any model."""
 
 from typing import TYPE_CHECKING
 

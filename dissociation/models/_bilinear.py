@@ -1,4 +1,4 @@
-"""Bilinear networks: layers g(x) = (W x) * (V x), whose every output is a quadratic form of the input."""
+"""Bilinear networks, with layers g(x) = (W x) * (V x)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +23,11 @@ GATES: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
 }
-"""What is applied to W x before the product. With any but "none" the layer is no longer bilinear."""
+"""Functions of W x; with any but "none" the layer is not bilinear."""
 
 
 class BilinearLayer(eqx.Module):
-    """gate(W x + b) * (V x + c), with W `left`, V `right`, [outputs, inputs] both, and biases b, c or None."""
+    """The layer gate(W x + b) * (V x + c), W and V [outputs, inputs], b and c None without biases."""
 
     left: Float[Array, "o i"]
     right: Float[Array, "o i"]
@@ -55,7 +55,7 @@ class BilinearLayer(eqx.Module):
         self.gate = gate
 
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
-        """The layer's output."""
+        """Return the output."""
         x = as_example("x", x, self.left.shape[-1])
         left, right = self.left @ x, self.right @ x
         if self.left_bias is not None and self.right_bias is not None:
@@ -71,16 +71,16 @@ def wrap_bilinear(
     *,
     residual: bool = False,
 ) -> "BilinearNetwork":
-    """A `BilinearNetwork` of given weights: the way into `dissociation.bilinear` for any other bilinear model.
+    """Return a `BilinearNetwork` with given weights, for `dissociation.bilinear`.
 
     Args:
         embed: [hidden, inputs]; the identity for a model without embedding.
         layers: (W, V) or (W, V, b, c) of every layer, matrices [outputs, inputs of the layer].
         head: [classes, outputs of the last layer].
-        residual: Whether every layer's input is added to its output.
+        residual: If True, every layer adds its input to its output.
 
     Raises:
-        ValueError: If there are no layers, or their shapes do not follow one another.
+        ValueError: If there are no layers, or shapes of consecutive layers do not fit.
 
     Example:
         >>> eye = jnp.eye(2)
@@ -104,6 +104,7 @@ def wrap_bilinear(
         blocks.append(eqx.tree_at(lambda m, n=names: [getattr(m, name) for name in n], layer, [left, right, *biases]))
     if head.shape[1] != width:
         fail("head", f"have {width} columns, the last layer's outputs", tuple(head.shape))
+    # The constructor draws weights: the smallest ones, to be replaced.
     empty = BilinearNetwork(1, 1, 1, num_layers=len(blocks), residual=residual, key=jax.random.PRNGKey(0))
     parts = [jnp.asarray(embed), tuple(blocks), jnp.asarray(head)]
     return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], empty, parts)
@@ -139,18 +140,18 @@ class BilinearNetwork(Network):
         init: str | Initialiser = "pytorch",
         key: PRNGKey,
     ):
-        """A fresh network.
+        """Draw a network.
 
         Args:
             inputs: Width of the input.
             hidden: Width of embedding and layers.
             classes: Width of the output.
             num_layers: Bilinear layers, at least 1.
-            bias: Whether the layers have biases.
+            bias: If True, layers have biases.
             gate: One of `GATES`.
-            residual: Whether layers add to their input.
-            init: One of `dissociation.models._initial.INITS`, or a function `(key, shape, fan_in) -> array`.
-            key: Draws the weights.
+            residual: If True, layers add their input.
+            init: One of `_initial.INITS`, or a function `(key, shape, fan_in) -> array`.
+            key: Key of the weights.
         """
         check_sizes(inputs=inputs, hidden=hidden, classes=classes, num_layers=num_layers)
         first, last, *keys = jax.random.split(key, num_layers + 2)
@@ -161,7 +162,7 @@ class BilinearNetwork(Network):
         self.residual = residual
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
-        """The embedding, every layer and the logits, see `dissociation.models`."""
+        """Return embedding, layers and logits."""
         x = as_example("x", x, self.embed.shape[-1])
         hidden = [self.embed @ x]
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""Convolutional networks on images of 28 x 28 pixels: an encoder, its mirror, and a classifier."""
+"""Convolutional networks on images of 28 x 28 pixels."""
 
 import equinox as eqx
 import jax
@@ -13,9 +13,9 @@ from dissociation.models._representations import Network, named
 
 
 class Encoder(eqx.Module):
-    """Image to features: two of (5 x 5 convolution, ReLU, 2 x 2 max-pool), to 16 and 32 channels, and a linear layer.
+    """Encoder of images: two convolutions with ReLU and pooling, and a linear layer.
 
-    Weights of the linear layer, `head`, are [features, 1568].
+    Convolutions are 5 x 5, to 16 and 32 channels, max-pooling 2 x 2. Weights of `head` are [features, 1568].
     """
 
     convolutions: tuple[Convolution, Convolution]
@@ -29,24 +29,24 @@ class Encoder(eqx.Module):
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
 
     def layers(self, image: Float[Array | np.ndarray, "28 28"]) -> tuple[Array, Array, Array]:
-        """Return the outputs of both convolutions for one image, [14, 14, 16] and [7, 7, 32], and its features."""
+        """Return the outputs of both convolutions, [14, 14, 16] and [7, 7, 32], and the features of one image."""
         hidden = [as_example("image", image, 28, 28)[:, :, None]]
         for convolution in self.convolutions:
-            # The same as ReLU first, on a quarter of the values.
+            # ReLU commutes with the maximum, so it runs after pooling, on a quarter of the values.
             hidden.append(jax.nn.relu(max_pool(convolution(hidden[-1]))))
         return hidden[1], hidden[2], self.head(hidden[2].reshape(-1))
 
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
-        """Features of one image."""
+        """Return the features of one image."""
         return self.layers(image)[-1]
 
 
 class Decoder(eqx.Module):
-    """Features to image, the encoder's mirror; no activation at the end.
+    """Mirror of the encoder, from features to an image, without a last activation.
 
     Attributes:
-        head: The linear layer, weights [1568, features].
-        convolutions: Two transposed convolutions (of stride 1: plain ones with turned kernels), to 16 and 1 channels.
+        head: Linear layer, weights [1568, features].
+        convolutions: Two transposed convolutions to 16 and 1 channels.
         upsampling: "nearest" or "bilinear".
     """
 
@@ -60,15 +60,17 @@ class Decoder(eqx.Module):
         check_sizes(features=features)
         keys = jax.random.split(key, 3)
         self.head = Affine(features, 32 * 49, init=init, key=keys[0])
+        # A transposed convolution of stride 1 is a plain one with turned kernels: only initial weights differ.
         turned = {"transposed": True, "init": init}
         self.convolutions = (Convolution(32, 16, **turned, key=keys[1]), Convolution(16, 1, **turned, key=keys[2]))
         self.upsampling = upsampling
 
     def __call__(self, features: Float[Array | np.ndarray, " features"]) -> Float[Array, "28 28"]:
-        """The image."""
+        """Return the image."""
         hidden = self.head(as_example("features", features, self.head.weight.shape[-1])).reshape(7, 7, 32)
         for convolution in self.convolutions:
             if self.upsampling == "nearest":
+                # Nearest upsampling and the convolution after it run together at the lower resolution.
                 hidden = convolution.upsampled(jax.nn.relu(hidden))
             else:
                 shape = (2 * hidden.shape[0], 2 * hidden.shape[1], hidden.shape[2])
@@ -77,7 +79,7 @@ class Decoder(eqx.Module):
 
 
 class CNN(Network):
-    """Encoder, ReLU, head: a small classifier of images given flat."""
+    """Classifier of flat images."""
 
     encoder: Encoder
     head: Affine
@@ -93,14 +95,14 @@ class CNN(Network):
         init: str = "pytorch",
         key: PRNGKey,
     ):
-        """A fresh network.
+        """Draw a network.
 
         Args:
-            width: Features.
+            width: Number of features.
             classes: Width of the output.
-            last_activation: Whether the features pass a ReLU.
+            last_activation: If True, features pass a ReLU.
             init: One of `_initial.INITS`.
-            key: Draws the weights.
+            key: Key of the weights.
         """
         check_sizes(width=width, classes=classes)
         first, second = jax.random.split(key)
@@ -109,7 +111,7 @@ class CNN(Network):
         self.last_activation = last_activation
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
-        """Both convolutions, [14, 14, 16] and [7, 7, 32], features and logits, see `models.representations`."""
+        """Return both convolutions, [14, 14, 16] and [7, 7, 32], features and logits."""
         *convolved, features = self.encoder.layers(as_example("x", x, 784).reshape(28, 28))
         features = jax.nn.relu(features) if self.last_activation else features
         return named([*convolved, features], self.head(features))

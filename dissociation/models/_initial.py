@@ -1,4 +1,4 @@
-"""How weights begin: the defaults of the common libraries, by name."""
+"""Initial weights by the defaults of common libraries."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ INITS = ("pytorch", "lecun")
 def draw_weights(
     init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
 ) -> Float[Array, "*shape"]:
-    """Weights of a layer."""
+    """Draw the weights of a layer."""
     fan_in = check_count("fan_in", fan_in, minimum=1)
     if not isinstance(init, str):
         weights = init(key, shape, fan_in)
@@ -29,6 +29,7 @@ def draw_weights(
     check_choice("init", init, INITS)
     bound = fan_in**-0.5
     if init == "pytorch":
+        # PyTorch's `kaiming_uniform_` with a = sqrt(5) has this bound.
         return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-    # A normal cut at two deviations has 0.8796 of its deviation left.
+    # A normal distribution cut at two deviations has 0.8796 of its deviation.
     return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (bound / 0.87962566)

@@ -1,9 +1,4 @@
-"""Layers with named initialisation: affine, convolution, pooling.
-
-Modules take one example. Images run channels last, the layout in which XLA's CPU convolutions are fastest, and
-pooling is three elementwise maxima, whose gradient is several times faster than that of `reduce_window`. A convolution
-after nearest upsampling is done at the lower resolution.
-"""
+"""Layers of one example with named initialisation: affine, convolution, pooling."""
 
 from typing import Any
 
@@ -22,7 +17,7 @@ from dissociation.models._initial import INITS, draw_weights
 
 
 def as_example(name: str, x: Any, *shape: int | str) -> Array:
-    """What a network of one example was called with, as an array; a word in its shape stands for any length."""
+    """Convert one example of a network to an array; text in its shape fits any length."""
     wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
     array = as_numbers(name, as_array(name, x, f"real numbers, one example {wanted}"), frozenset({"float"}))
     sizes = tuple(n if isinstance(m, int) else m for m, n in zip(shape, array.shape, strict=False))
@@ -33,17 +28,17 @@ def as_example(name: str, x: Any, *shape: int | str) -> Array:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises unless all are counts of at least 1."""
+    """Raise unless all sizes are counts of at least 1."""
     for name, size in sizes.items():
         check_count(name, size, minimum=1)
 
 
 class Affine(eqx.Module):
-    """W x + b, or without b.
+    """The layer W x + b, or W x.
 
     Attributes:
-        weight: [out, in].
-        bias: [out] or None.
+        weight: W, [out, in].
+        bias: b, [out], or None.
     """
 
     weight: Float[Array, "o i"]
@@ -61,17 +56,17 @@ class Affine(eqx.Module):
         )
 
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
-        """The layer's output."""
+        """Return the output."""
         y = self.weight @ as_example("x", x, self.weight.shape[-1])
         return y if self.bias is None else y + self.bias
 
 
 class Convolution(eqx.Module):
-    """5 x 5 convolution of stride 1 that keeps the image's size.
+    """5 x 5 convolution of stride 1 that keeps the size of the image.
 
     Attributes:
-        weight: [5, 5, in, out].
-        bias: [out].
+        weight: Kernel, [5, 5, in, out].
+        bias: Bias, [out].
     """
 
     weight: Float[Array, "5 5 i o"]
@@ -88,19 +83,18 @@ class Convolution(eqx.Module):
         self.bias = jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key=second)
 
     def __call__(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "h w o"]:
-        """The layer's output."""
+        """Return the output."""
         x = as_example("x", x, "height", "width", self.weight.shape[-2])
         return _convolve(x, self.weight, padding=2) + self.bias[None, None]
 
     def upsampled(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "2*h 2*w o"]:
-        """The output for an input whose every entry was repeated in a 2 x 2 square first (nearest upsampling).
-
-        Of the 5 x 5 entries under the kernel at most 3 x 3 differ, so weights of equal entries are added before the
-        convolution and not after: 9 products instead of 25.
-        """
+        """Return the output after nearest upsampling of the input by 2."""
         x = as_example("x", x, "height", "width", self.weight.shape[-2])
         height, width, _ = x.shape
+        # Of the 5 x 5 entries under the kernel at most 3 x 3 differ. Weights of equal entries are added before the
+        # convolution: 9 products instead of 25.
         add = jnp.asarray(_EQUAL_ENTRIES, x.dtype)
+        # Default precision would change the weights on an accelerator.
         merged = jnp.einsum("apk,bql,klio->pqiabo", add, add, self.weight, precision="highest")
         four = _convolve(x, merged.reshape(3, 3, x.shape[2], -1), padding=1).reshape(height, width, 2, 2, -1)
         return four.transpose(0, 2, 1, 3, 4).reshape(2 * height, 2 * width, -1) + self.bias[None, None]
@@ -110,18 +104,20 @@ _EQUAL_ENTRIES = (
     ((1, 1, 0, 0, 0), (0, 0, 1, 1, 0), (0, 0, 0, 0, 1)),
     ((1, 0, 0, 0, 0), (0, 1, 1, 0, 0), (0, 0, 0, 1, 1)),
 )
-"""For even and odd outputs: which of the 5 weights in a row meet the entry before, at and after the output's own."""
+"""Weights that meet the entry before, at and after the output's, for even and odd outputs."""
 
 
 def _convolve(x: Float[Array, "h w i"], weight: Float[Array, "k l i o"], *, padding: int) -> Float[Array, "h w o"]:
+    # Channels last: XLA's CPU convolutions are fastest in this layout.
     kinds, around = ("NHWC", "HWIO", "NHWC"), [(padding, padding)] * 2
     return lax.conv_general_dilated(x[None], weight, (1, 1), around, dimension_numbers=kinds)[0]
 
 
 @validated
 def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
-    """The largest of every 2 x 2 square of one image."""
+    """Return the maximum of every 2 x 2 square of one image."""
     if x.shape[0] % 2 or x.shape[1] % 2:
         fail("x", "have sides of even length", f"shape {x.shape}")
+    # The gradient of three elementwise maxima is several times faster than that of `reduce_window`.
     upper, lower = x[::2], x[1::2]
     return jnp.maximum(jnp.maximum(upper[:, ::2], upper[:, 1::2]), jnp.maximum(lower[:, ::2], lower[:, 1::2]))

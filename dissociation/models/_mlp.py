@@ -1,4 +1,4 @@
-"""Multilayer perceptrons whose hidden representations are offered by name."""
+"""Multilayer perceptrons with named hidden representations."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": jax.nn.gelu,
     "none": lambda x: x,
 }
-"""What follows the hidden layers."""
+"""Activations of hidden layers."""
 
 
 class MLP(Network):
-    """Affine layers with an activation between them: `layers`, hidden ones and the head, have weights [out, in]."""
+    """Affine layers with activations; `layers` holds hidden layers and head, weights [out, in]."""
 
     layers: tuple[Affine, ...]
     activation: str = eqx.field(static=True)
@@ -43,17 +43,17 @@ class MLP(Network):
         init: str = "pytorch",
         key: PRNGKey,
     ):
-        """A fresh network.
+        """Draw a network.
 
         Args:
             inputs: Width of the input.
-            width: Width of the hidden layers.
+            width: Width of hidden layers.
             depth: Hidden layers, at least 1.
             classes: Width of the output.
             activation: One of `ACTIVATIONS`.
-            last_activation: Whether the last hidden layer has an activation: the features are what comes after it.
+            last_activation: If True, the features are taken after an activation.
             init: One of `_initial.INITS`.
-            key: Draws weights and biases.
+            key: Key of weights and biases.
         """
         check_sizes(inputs=inputs, width=width, depth=depth, classes=classes)
         check_choice("activation", activation, ACTIVATIONS)
@@ -66,7 +66,7 @@ class MLP(Network):
         self.activation, self.last_activation = activation, last_activation
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
-        """Everything computed on the way, see `dissociation.models`."""
+        """Return hidden layers and logits."""
         x = as_example("x", x, self.layers[0].weight.shape[-1])
         hidden = []
         *inner, head = self.layers

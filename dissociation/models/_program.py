@@ -1,4 +1,4 @@
-"""A model of any kind as a program: a function of its arrays, and what happens in it as it runs."""
+"""Models as functions of their arrays, and walks through their operations."""
 
 import functools
 import itertools
@@ -17,14 +17,11 @@ from dissociation._core.checks import fail, fail_kind
 from dissociation._core.conversion import describe
 
 MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
-"""Operations after which weights still are the weights."""
+"""Operations whose results are still the weights."""
 
 
 class _Single(eqx.nn.Linear):
-    """Linear layer that raises if it is called with the stacked weights of several networks.
-
-    A scan over stacked layers is allowed, because it calls the layer with the weights of one.
-    """
+    """Linear layer that raises for stacked weights of several networks."""
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
         if self.weight.ndim != 2:
@@ -33,35 +30,36 @@ class _Single(eqx.nn.Linear):
 
 
 def _single(layer: eqx.nn.Linear) -> _Single:
-    """Return a copy of `layer` that raises if it is called with stacked weights."""
+    """Return a copy of `layer` that raises for stacked weights."""
+    # Modules are frozen and their constructors draw weights: the fields are copied instead.
     single = object.__new__(_Single)
     vars(single).update(vars(layer))
     return single
 
 
 def called(model: Any, example: Any) -> Any:
-    """Return the outputs of a model, in inference mode, or of a pair of model and state."""
+    """Return the outputs of a model, or of a pair (model, state), in inference mode."""
     module, *states = model if isinstance(model, tuple) and len(model) == 2 else (model,)
+    # Equinox's layer multiplies stacked weights without an error.
     is_linear = lambda part: type(part) is eqx.nn.Linear and np.ndim(part.weight) > 2  # noqa: E731
     module = jax.tree.map(lambda part: _single(part) if is_linear(part) else part, module, is_leaf=is_linear)
     function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
     if not states:
         return function(example)
-    return function(example, jax.tree.map(lambda leaf: leaf, states[0]))[0]  # a copy: one that is set is of no more use
+    # A copy, as a state that was set cannot be used again.
+    return function(example, jax.tree.map(lambda leaf: leaf, states[0]))[0]
 
 
 def function_of(name: str, model: Any) -> Callable[[Any], Any]:
-    """Return the function of one example that `called` evaluates; anything else raises a `TypeError`."""
+    """Return `called` as a function of one example; raise `TypeError` for anything else."""
     if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
         fail_kind(name, "be a function", describe(model), "A model with state is a pair (model, state)")
     return functools.partial(called, model)
 
 
 def parameters_in(model: Any, where: Any = None) -> Any:
-    """Return a model with its parameters alone, and None elsewhere; `where` chooses some, as in `eqx.tree_at`.
-
-    Floating-point arrays are parameters, but for those of `eqx.nn.State` and its initial values.
-    """
+    """Return the parameters of a model, None elsewhere; `where` selects some, as in `eqx.tree_at`."""
+    # A `StateIndex` holds the initial values of the state, which are no parameters either.
     is_state = lambda part: isinstance(part, eqx.nn.State | eqx.nn.StateIndex)  # noqa: E731
     kept = jax.tree.map(lambda part: not is_state(part) and eqx.is_inexact_array(part), model, is_leaf=is_state)
     if where is not None:
@@ -70,7 +68,7 @@ def parameters_in(model: Any, where: Any = None) -> Any:
 
 
 def with_draws(model: Any, noise: Any) -> Any:
-    """Return noise with zeros for parameters without a draw; raise unless it has their shapes, or None."""
+    """Return noise with zeros for parameters without a draw; raise unless shapes fit."""
     is_none = lambda leaf: leaf is None  # noqa: E731
     parameters = parameters_in(model)
     places = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0] for tree in (parameters, noise)]
@@ -87,9 +85,9 @@ class Program(NamedTuple):
     """A model as a function of its arrays.
 
     Attributes:
-        paths: Of its arrays of floating-point numbers, as `jax.tree_util.keystr` writes them.
-        leaves: The arrays.
-        run: From such arrays and an example to the output's arrays.
+        paths: Paths of its floating-point arrays.
+        leaves: These arrays.
+        run: Function from such arrays and an example to output arrays.
     """
 
     paths: list[str]
@@ -98,7 +96,7 @@ class Program(NamedTuple):
 
 
 def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
-    """A model as a function of its arrays; see `rewrites.neuron_groups`."""
+    """Return a model as a function of its arrays; see `rewrites.neuron_groups`."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     named, tree = jax.tree_util.tree_flatten_with_path(arrays)
     apply = called if call is None else call
@@ -111,7 +109,7 @@ def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
 
 
 def inner_program(params: dict[str, Any]) -> Any:
-    """The program that an operation calls, if it is one of its parameters."""
+    """Return the program that an operation calls, if any."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = params.get(name)
         if isinstance(inner, jex.ClosedJaxpr):
@@ -122,17 +120,14 @@ def inner_program(params: dict[str, Any]) -> Any:
 
 
 class Walk:
-    """Runs a program operation by operation, and carries a mark along with every value.
-
-    Called programs are entered, loops and branches are not.
-    """
+    """Walk through a program and the programs it calls, with a mark for every value."""
 
     @abstractmethod
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """The results of an operation, by `bound` or otherwise, and their mark."""
+        """Return the results of an operation and their mark."""
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]) -> list[Any]:
-        """The results' values and marks, pair by pair; constants have the mark None."""
+        """Return pairs (value, mark) of results; constants have mark None."""
         env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
         env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
 
@@ -144,6 +139,7 @@ class Walk:
             values, own = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             inner = inner_program(equation.params)
             loops = equation.primitive.name in ("scan", "while", "cond")
+            # A loop runs its program many times: there is no one mark of a value in it.
             if not loops and inner is not None and len(inner.jaxpr.invars) == len(values):
                 found = self.run(inner.jaxpr, inner.consts, values, own)
             else:
@@ -154,6 +150,6 @@ class Walk:
 
 
 def bound(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an operation."""
+    """Return the results of an operation."""
     results = equation.primitive.bind(*values, **equation.params)
     return list(results) if equation.primitive.multiple_results else [results]

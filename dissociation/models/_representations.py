@@ -1,8 +1,4 @@
-"""Read a network's hidden layers and logits, under one naming for all models.
-
-Hidden layers in forward order are "hidden0", "hidden1", ...; the last of them, which the output layer reads, is
-"features"; the output is "logits".
-"""
+"""Hidden layers and logits of any network, by common names."""
 
 import functools
 from abc import abstractmethod
@@ -23,18 +19,18 @@ from dissociation.training._members import count
 
 @jax.tree_util.register_pytree_with_keys_class
 class Layers(dict[str, Array]):
-    """A dictionary of representations by layer, which states what their axes are. Features (channels) are the last one.
+    """Dictionary of representations by layer, with features (channels) on the last axis.
 
-    Samples and members of an ensemble come before the axes of one example, as `vmap` adds them. By name, `ranks` are
-    the numbers of axes of one example; a layer whose axis of features is unknown is not among them.
+    `ranks` are numbers of axes of one example by name, without layers whose axis of features is unknown.
     """
 
     def __init__(self, arrays: Any, ranks: Mapping[str, int]):
         super().__init__(arrays)
+        # `vmap` adds axes of samples and members in front: their number does not follow from an array.
         self.ranks = dict(ranks)
 
     def tree_flatten_with_keys(self) -> Any:
-        """Return arrays with their names, in the order of the layers, and what is static."""
+        """Return arrays with their names, in the order of layers, and static data."""
         keyed = [(jax.tree_util.DictKey(name), array) for name, array in self.items()]
         return keyed, (tuple(self), tuple(self.ranks.items()))
 
@@ -46,38 +42,37 @@ class Layers(dict[str, Array]):
 
 
 def named(hidden: Sequence[Array], logits: Array) -> Layers:
-    """Hidden layers of one example in forward order and the output, under the names that all models share."""
+    """Return hidden layers, in forward order, and logits of one example by the names of `representations`."""
     names = [*(f"hidden{index}" for index in range(len(hidden) - 1)), *["features"] * bool(hidden), "logits"]
     arrays = dict(zip(names, [*hidden, logits], strict=True))
     return Layers(arrays, {name: jnp.ndim(array) for name, array in arrays.items()})
 
 
 class Network(eqx.Module):
-    """A network of one example, whose output is the last of its representations."""
+    """Network of one example with named representations."""
 
     @abstractmethod
     def representations(self, x: Any) -> dict[str, Array]:
-        """Everything that is computed on the way, by name, see `named`."""
+        """Return hidden layers and logits by name, see `named`."""
 
     def __call__(self, x: Float[Array | np.ndarray, "..."]) -> Float[Array, " classes"]:
-        """Logits of one example."""
+        """Return the logits of one example."""
         return self.representations(x)["logits"]
 
 
 @functools.singledispatch
 def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
-    """What a model makes of one example; what a type of models makes may be stated by `.register(type)` of this.
+    """Return the representations of one example; `.register(type)` adds types of models.
 
     Args:
-        model: With a method `representations(x)`, as those of `dissociation.models`, or of a registered type: both
-            return arrays whose last axis are features (channels). Or any other as `rewrites.neuron_groups` takes
-            it: then hidden layers are what each of its weights is multiplied by (in a matrix product or a convolution,
-            outside of loops), in forward order and each once, with the axis that the weights sum over moved to the end;
-            the inputs themselves are none. The output's channels are moved to the end as well.
+        model: A model with a method `representations(x)`, or of a registered type: both return arrays with features
+            (channels) last. For any other model, see `rewrites.neuron_groups`, hidden layers are the inputs of its
+            weights in matrix products and convolutions outside of loops, each once, without the model's input, with the
+            contracted axes last.
         x: One example.
 
     Raises:
-        TypeError: If the model cannot be called, or returns anything but one array.
+        TypeError: If the model cannot be called, or does not return one array.
     """
     if callable(getattr(model, "representations", None)):
         return model.representations(x)
@@ -87,7 +82,7 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
 
 
 def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
-    """What the weights of any model are multiplied by for one example; see `representations_of_example`."""
+    """Return the inputs of the weights of any model for one example; see `representations_of_example`."""
     _, leaves, program = program_of(model, None)
     traced = jax.make_jaxpr(program)(leaves, x)
     if len(traced.out_avals) != 1:
@@ -97,34 +92,34 @@ def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
     ((logits, mark),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
     axis = None if mark is None else mark.axis
     found = named(look.found, logits if axis is None else jnp.moveaxis(logits, axis, -1))
+    # Measures must not guess an axis of features.
     if axis is None and logits.ndim > 1:
         del found.ranks["logits"]
     return found
 
 
 class _Mark(NamedTuple):
-    """Where a value comes from ("weights", "input" or "both"), whether it has been noted, and its axis of features.
+    """Origin of a value ("weights", "input" or "both") and its axis of features."""
 
-    Values that differ by the order or shape of their axes alone share the list `noted`, which is filled once.
-    """
-
+    # Values that differ only by order or shape of axes share the list `noted`, so that each is noted once.
     kind: str
     noted: list[bool]
     axis: int | None = None
 
 
 class _Look(Walk):
-    """Notes what weights are multiplied by."""
+    """Walk that records inputs of weights."""
 
     def __init__(self) -> None:
         self.found: list[Array] = []
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """The results of an operation, and where they come from."""
+        """Return the results of an operation and their origin."""
         name = equation.primitive.name
         side = None
         if name in ("dot_general", "conv_general_dilated"):
             kinds = ["" if mark is None else mark.kind for mark in marks[:2]]
+            # The input itself is no hidden layer; products of two activations have no weights.
             if sorted(kinds) == ["both", "weights"]:
                 side = kinds.index("both")
                 if not marks[side].noted:
@@ -139,7 +134,7 @@ class _Look(Walk):
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:
-    """One side of a product, with the axes that are summed over as one, the last."""
+    """Return one side of a product with its contracted axes as one, the last."""
     numbers = equation.params["dimension_numbers"]
     if equation.primitive.name == "dot_general":
         summed = numbers[0][side]
@@ -147,11 +142,12 @@ def _features_last(equation: Any, value: Array, side: int) -> Array:
         return value.transpose(*rest, *summed).reshape(*(value.shape[axis] for axis in rest), -1)
     batch, channels, *space = numbers.rhs_spec if side else numbers.lhs_spec
     value = value.transpose(batch, *space, channels)
+    # The batch axis of a convolution is of one example.
     return value[0] if value.shape[0] == 1 else value
 
 
 def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) -> int | None:
-    """The axis of what is returned along which weights made features, if it is known."""
+    """Return the axis of a result along which weights made features, if known."""
     name, params, out = equation.primitive.name, equation.params, equation.outvars[0].aval
     if name == "conv_general_dilated":
         return params["dimension_numbers"].out_spec[1]
@@ -163,6 +159,7 @@ def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) 
         return None if free != 1 else out.ndim - 1 if weights else len(batch)
     known = [(mark.axis, atom.aval) for mark, atom in zip(marks, equation.invars, strict=True) if mark is not None]
     known = [(axis, one) for axis, one in known if axis is not None]
+    # A wrong axis fails silently in measures: an uncertain one is left out.
     if len({axis for axis, _ in known}) != 1 or name in ("gather", "scan", "while", "cond"):
         return None
     axis, one = known[0]
@@ -179,12 +176,13 @@ def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) 
 
 @representations_of_example.register
 def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
-    def activated(activation: Any, x: Array) -> Array:  # a function, or a module whose arrays have one row per neuron
+    def activated(activation: Any, x: Array) -> Array:  # a module may have a row per neuron
         return eqx.filter_vmap(lambda one, value: one(value))(activation, x)
 
     layers = list(model.layers)
     if layers[0].weight.ndim != 2:
         fail("model", "be one network", f"weights of shape {layers[0].weight.shape}", "`member` picks one")
+    # With `scan`, Equinox stacks hidden layers in one module.
     if getattr(model, "scan", False) and model.depth > 0:
         first, stacked, last = layers
         layers = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(model.depth - 1)), last]
@@ -194,26 +192,27 @@ def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
         x = activated(activation, layer(x))
         hidden.append(x)
     x = layers[-1](x)
-    if hidden:  # without hidden layers Equinox applies no activation at all
+    # Without hidden layers Equinox applies no activation.
+    if hidden:
         x = model.final_activation(x) if model.out_size == "scalar" else activated(model.final_activation, x)
     return named(hidden, x)
 
 
 @validated
 def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
-    """Everything that one network computes on the way, for many examples.
+    """Return hidden layers and logits of one network for many examples.
 
     Args:
         model: One network: of `dissociation.models`, an `eqx.nn.MLP`, or any other, see `representations_of_example`.
         inputs: Examples, [n, ...].
 
     Returns:
-        By name, hidden layers in forward order: "hidden0", "hidden1", ..., "features" (the last hidden layer) and
-        "logits": [n, ...] each, channels last, also of models that have them first.
+        Arrays [n, ...] by name, channels last for every model. Hidden layers come in forward order: "hidden0",
+        "hidden1", ..., "features" (the last hidden layer), then "logits".
 
     Raises:
-        TypeError: If the model offers no representations, or does not take such examples.
-        ValueError: If it is several stacked ones.
+        TypeError: If the model has no representations, or does not accept such examples.
+        ValueError: If it holds several stacked networks.
 
     Example:
         >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
@@ -227,6 +226,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
         return found if isinstance(found, Layers) else Layers(found, ranks)
 
     inputs = jnp.asarray(inputs)
+    # A wrong example fails here with a clear message, and not within `vmap`.
     check_takes("model", layers, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
     return jax.vmap(layers)(inputs)
 
@@ -236,7 +236,7 @@ def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]
     """Return the `representations` [members, n, ...] of stacked members, all on the same inputs [n, ...].
 
     Raises:
-        TypeError: If the models offer no representations, or do not take such examples.
+        TypeError: If the models have no representations, or do not accept such examples.
         ValueError: If the models are one network.
     """
     count(models)

@@ -1,4 +1,4 @@
-"""A small residual convolutional network on images of 28 x 28 pixels."""
+"""Residual convolutional network on images of 28 x 28 pixels."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from dissociation.models._representations import Network, named
 
 
 class ResidualBlock(eqx.Module):
-    """x + conv(ReLU(conv(ReLU(x)))), with activations before the convolutions.
+    """Residual block x + conv(ReLU(conv(ReLU(x)))).
 
     References:
         He, Zhang, Ren and Sun (2016), Identity mappings in deep residual networks, figure 1b.
@@ -26,15 +26,14 @@ class ResidualBlock(eqx.Module):
         self.first, self.second = (Convolution(channels, channels, init=init, key=k) for k in jax.random.split(key))
 
     def __call__(self, x: Float[Array, "h w c"]) -> Float[Array, "h w c"]:
-        """The block's output."""
+        """Return the output of the block."""
         return x + self.second(jax.nn.relu(self.first(jax.nn.relu(x))))
 
 
 class ResNet(Network):
-    """Convolution, pooling, residual blocks, pooling, and two linear layers with a ReLU between them.
+    """Convolution `stem`, pooling, residual blocks, pooling, and two linear layers with a ReLU between them.
 
-    Without normalisation, so that every hidden layer may be permuted and scaled. The first convolution, `stem`, works
-    at 28 x 28, the residual `blocks` at 14 x 14.
+    Without normalisation, every hidden layer can be permuted and scaled.
     """
 
     stem: Convolution
@@ -53,15 +52,15 @@ class ResNet(Network):
         init: str = "pytorch",
         key: PRNGKey,
     ):
-        """A fresh network.
+        """Draw a network.
 
         Args:
-            width: Features.
+            width: Number of features.
             classes: Width of the output.
-            channels: Of all convolutions.
+            channels: Channels of all convolutions.
             depth: Residual blocks.
             init: One of `_initial.INITS`.
-            key: Draws the weights.
+            key: Key of the weights.
         """
         check_sizes(width=width, classes=classes, channels=channels, depth=depth)
         keys = jax.random.split(key, depth + 3)
@@ -71,7 +70,7 @@ class ResNet(Network):
         self.head = Affine(width, classes, init=init, key=keys[2])
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
-        """The residual stream before and after every block, [14, 14, channels], features and logits."""
+        """Return the residual stream before and after every block, [14, 14, channels], features and logits."""
         stream = [max_pool(self.stem(as_example("x", x, 784).reshape(28, 28, 1)))]
         for block in self.blocks:
             stream.append(block(stream[-1]))

@@ -1,4 +1,4 @@
-"""A small transformer on images of 28 x 28 pixels, cut into patches."""
+"""Transformer on images of 28 x 28 pixels."""
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ from dissociation.models._representations import Network, named
 
 
 class TransformerBlock(eqx.Module):
-    """Attention and a perceptron around a residual stream, each behind a layer normalisation."""
+    """Attention and perceptron on a residual stream, each after a layer normalisation."""
 
     norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
     attention: eqx.nn.MultiheadAttention
@@ -30,19 +30,20 @@ class TransformerBlock(eqx.Module):
         self.second = eqx.nn.Linear(2 * size, size, key=keys[2])
 
     def __call__(self, x: Float[Array, "tokens size"]) -> Float[Array, "tokens size"]:
-        """The stream behind the block."""
+        """Return the residual stream after the block."""
         seen = jax.vmap(self.norms[0])(x)
         x = x + self.attention(seen, seen, seen)
         return x + jax.vmap(lambda token: self.second(jax.nn.relu(self.first(self.norms[1](token)))))(x)
 
 
 class Transformer(Network):
-    """Patches of pixels as tokens, blocks, the mean over tokens, and two linear layers with a ReLU between them.
+    """Blocks on tokens, which are patches of pixels, and a head on their mean.
 
-    `positions` [tokens, size] are added to the embedded patches; a layer normalisation, `norm`, comes before the mean.
+    `positions` [tokens, size] are added to embedded patches. A layer normalisation precedes the mean, two linear layers
+    with a ReLU between them follow it.
 
     References:
-        Dosovitskiy et al. (2021), An image is worth 16 x 16 words, section 3.1: the head is the one of pre-training.
+        Dosovitskiy et al. (2021), An image is worth 16 x 16 words, section 3.1, with the head of pre-training.
     """
 
     embed: Affine
@@ -66,17 +67,17 @@ class Transformer(Network):
         init: str = "pytorch",
         key: PRNGKey,
     ):
-        """A fresh network.
+        """Draw a network.
 
         Args:
-            width: Features.
+            width: Number of features.
             classes: Width of the output.
-            size: Of the residual stream, a multiple of `heads`.
-            heads: Of every attention.
+            size: Width of the residual stream, a multiple of `heads`.
+            heads: Heads of every attention.
             depth: Blocks.
             patch: Side of a patch, a divisor of 28.
-            init: Of the linear layers outside of the blocks, one of `_initial.INITS`.
-            key: Draws the weights.
+            init: One of `_initial.INITS`, for linear layers outside of blocks.
+            key: Key of the weights.
         """
         check_sizes(width=width, classes=classes, size=size, heads=heads, depth=depth, patch=patch)
         if size % heads:
@@ -93,7 +94,7 @@ class Transformer(Network):
         self.patch = patch
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
-        """The residual stream before and after every block, [tokens, size], features and logits."""
+        """Return the residual stream before and after every block, [tokens, size], features and logits."""
         side = 28 // self.patch
         pixels = as_example("x", x, 784).reshape(side, self.patch, side, self.patch)
         patches = pixels.transpose(0, 2, 1, 3).reshape(side**2, self.patch**2)

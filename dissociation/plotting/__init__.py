@@ -1,4 +1,4 @@
-"""Draw figures in the house style, and show arrays, models and tables in notebooks."""
+"""Draw figures in the house style, and show arrays, models and tables."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Style, means and intervals over members, curves, panel letters, maps and files of all figures."""
+"""Style, statistics over members, curves, maps and files of figures."""
 
 import functools
 import io
@@ -23,18 +23,18 @@ from dissociation._core import checks
 from dissociation._core.files import write_bytes
 
 LEVEL = 0.95
-"""Coverage of the intervals that are drawn."""
+"""Coverage of drawn intervals."""
 
 FEW = 6
-"""Fewer members than this are drawn one by one."""
+"""Number of members below which each member is drawn."""
 
 MARKERS = "osD^vPX"
 DASHES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (2, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)))
-"""Beside the style's seven colours, which a print without colour does not tell apart."""
+"""Dashes of curves, which stay distinct in a print without colour."""
 
 
 def style_path() -> Path:
-    """Return the path of `style.mplstyle`, in the installed package or at the top of a checkout."""
+    """Return the path of `style.mplstyle`, in the installed package or a checkout."""
     package = Path(__file__).parents[1]
     candidates = (package / "style.mplstyle", package.parent / "style.mplstyle")
     style = next((path for path in candidates if path.is_file()), None)
@@ -45,34 +45,35 @@ def style_path() -> Path:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Draw what is inside in the style, and leave matplotlib's settings as they were."""
+    """Apply the house style inside the block, and restore matplotlib's settings."""
+    # A style that is set globally would change the user's own figures.
     with mpl.rc_context(), plt.style.context(str(style_path())):
         yield
 
 
 class Summary(NamedTuple):
-    """Mean, standard deviation and number of the members that are finite, see `summarise`."""
+    """Mean, standard deviation and number of finite members."""
 
     mean: Float[np.ndarray, "..."]
     deviation: Float[np.ndarray, "..."]
     finite: Int[np.ndarray, "..."]
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return both ends of Student's interval of the mean at `LEVEL`; NaN for less than two members."""
+        """Return both ends of Student's interval at `LEVEL`, NaN for fewer than two members."""
         quantile = stdtrit(np.maximum(self.finite - 1, 1), 0.5 + 0.5 * LEVEL)
         half = quantile * self.deviation / np.sqrt(np.maximum(self.finite, 1))
         return self.mean - half, self.mean + half
 
 
 def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
-    """Return mean, standard deviation and number of members that are finite.
+    """Return mean, standard deviation and number of finite members.
 
     Args:
         values: Numbers, [members, ...].
 
     Returns:
-        Three arrays without the first axis, in float64: the mean, NaN of no member; the sample's standard deviation
-        (n - 1 below the sum of squares), NaN of less than two; the number.
+        Float64 arrays without the first axis: mean (NaN without finite members), sample standard deviation with
+        divisor n - 1 (NaN for fewer than two), and number.
 
     Example:
         >>> mean, deviation, count = summarise(np.array([1.0, 3.0, np.nan]))
@@ -81,6 +82,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
     """
     values = np.asarray(values, float)
     finite = np.isfinite(values)
+    # A diverged member is left out, and its NaN does not spread to the mean.
     count = finite.sum(0)
     mean = np.where(count > 0, np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1), np.nan)
     squares = (np.where(finite, values - mean, 0.0) ** 2).sum(0)
@@ -88,7 +90,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
-    """Return True if an interval of the mean would mislead, so that every member is drawn."""
+    """Return True if every member is drawn, because an interval would mislead."""
     curves = np.asarray(curves, float).reshape(len(curves), -1)
     curves = curves[np.isfinite(curves).any(1)]
     if len(curves) < FEW:
@@ -96,6 +98,7 @@ def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
     known = np.sort(curves[:, np.isfinite(curves).all(0)], 0)
     if known.size == 0:
         return True
+    # An interval would hide a gap between two groups of members.
     gaps, ranges = np.diff(known, axis=0)[1:-1], known[-1] - known[0]
     return bool(((gaps > ranges * 2 / 3) & (gaps > 0.1 * np.ptp(known))).any())
 
@@ -109,14 +112,14 @@ def band(
     within: tuple[float | int, float | int] = (-np.inf, np.inf),
     **line: Any,
 ) -> None:
-    """Draw the mean over members, with Student's interval as a band, or with few members each as a thin line.
+    """Draw the mean over members with Student's interval as a band, or with thin lines for few members.
 
     Args:
         axes: Axes to draw on.
-        x: Places, [points].
-        curves: One curve per member, [members, points]; members that are not finite at a point are left out there.
-        label: The line's name in the legend.
-        within: Ends of the band: the range of the quantity, or the least height on a logarithmic axis.
+        x: Positions, [points].
+        curves: Curves, [members, points]. Non-finite members are omitted per point.
+        label: Name in the legend.
+        within: Limits of the band: the quantity's range, or the lowest value on a logarithmic axis.
         line: Options of `Axes.plot`, for example `look(i)`.
     """
     checks.check_same_length("x", len(x), "curves", curves.shape[1], "points")
@@ -133,7 +136,7 @@ def band(
 
 
 def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
-    """Return a sentence for captions on how `band` draws these curves.
+    """Return a caption's sentence on how `band` draws these curves.
 
     Example:
         >>> drawn_as(np.zeros((4, 9)))
@@ -160,14 +163,14 @@ def differences(
     names: Mapping[str, str],
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Draw each variant less the first one, member by member, and name those that hardly differ from it.
+    """Draw each variant less the first, paired by members, and name variants that hardly differ from it.
 
     Args:
         axes: Axes to draw on.
-        x: Places, [points].
-        curves: Curves by variant, [members, points], of the same members.
+        x: Positions, [points].
+        curves: Curves [members, points] by variant, with the same members.
         names: Names of variants in the legend.
-        looks: Options of their lines.
+        looks: Options of the variants' lines.
     """
     first, *others = curves
     paired = {name: curves[name] - curves[first] for name in others}
@@ -175,6 +178,7 @@ def differences(
     for name, values in paired.items():
         band(axes, x, values, label=names[name], **looks[name])
     sizes = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in paired.items()}
+    # Curves near zero would coincide with the axis.
     flat = [name for name in others if sizes[name] <= 0.05 * max(sizes.values())]
     if flat:
         most = max(sizes[name] for name in flat)
@@ -182,11 +186,13 @@ def differences(
         said = f"{words}:\n{f'at most {most:.1g}' if most else 'no difference'}"
         axes.text(0.98, 1.0, said, transform=axes.transAxes, ha="right", va="top", fontsize="small")
         low, high = axes.get_ylim()
+        # The text needs room above the curves.
         axes.set_ylim(low, high + 0.25 * (high - low))
 
 
 def look(index: int) -> dict[str, Any]:
-    """Return the colour, dashes and sparse markers of curve number `index`, distinct without colour too."""
+    """Return the colour, dashes and sparse markers of curve `index`."""
+    # Offsets keep markers of neighbouring curves apart.
     kind = index % len(MARKERS)
     marks: dict[str, Any] = {"marker": MARKERS[kind], "markevery": (0.02 + 0.03 * kind, 0.25), "markersize": 2.2}
     return {"color": color(index), "linestyle": DASHES[kind], **marks}
@@ -198,12 +204,13 @@ def _colors() -> list[str]:
 
 
 def color(index: int) -> str:
-    """Return the style's own colour of curve number `index`; "C0" depends on who shows the figure later."""
+    """Return the house style's colour of curve `index`."""
+    # "C0" would depend on the style at the time when the figure is shown.
     return _colors()[index % len(_colors())]
 
 
 def log_height(axes: Axes) -> None:
-    """Make the vertical axis logarithmic, with plain numbers if it spans few decades; call it after drawing."""
+    """Make the vertical axis logarithmic after drawing, with plain numbers over few decades."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high > 200 * low:
@@ -217,8 +224,9 @@ def log_height(axes: Axes) -> None:
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return `look` of several curves, the first one broad: others that lie on it stay visible."""
+    """Return `look` of several curves, with a broad first line."""
     found = {name: look(index) for index, name in enumerate(names)}
+    # Curves that coincide with the first one stay visible on a broad line.
     found[next(iter(found))] |= {"linewidth": 2.0, "alpha": 0.6}
     return found
 
@@ -233,12 +241,12 @@ def letter(*panels: Axes) -> None:
 def heat(
     axes: Axes, values: Real[np.ndarray, "rows columns"], shown: Sequence[Sequence[str]] | None = None
 ) -> AxesImage:
-    """Draw a map of numbers from 0 to 1, dark to bright, and return its image for a colour bar.
+    """Draw a map of numbers from 0 (dark) to 1 (bright), and return its image for a colour bar.
 
     Args:
         axes: Axes to draw on.
         values: Numbers; those below 0 are darkest.
-        shown: A text per number to write on the map.
+        shown: Texts to write on the map.
     """
     image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     for row, texts in enumerate(shown or ()):
@@ -250,7 +258,7 @@ def heat(
 
 
 def save_figure(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
-    """Write `<stem>.pdf` and `<stem>.png` in the figure's own size, whole or not at all, and return both paths."""
+    """Write `<stem>.pdf` and `<stem>.png` atomically, and return both paths."""
     target = Path(stem)
     paths = [target.with_name(target.name + suffix) for suffix in (".pdf", ".png")]
     with house_style():

@@ -1,4 +1,4 @@
-"""Models, arrays and tables in notebooks, also without JavaScript."""
+"""Models, arrays and tables in notebooks."""
 
 import base64
 import html
@@ -19,7 +19,7 @@ _HEIGHT = 112
 
 
 class Shown:
-    """Value of `show`: text without the contents of arrays, and for arrays of two or three axes an image."""
+    """Text without the contents of arrays, and an image of arrays with two or three axes."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -30,11 +30,13 @@ class Shown:
         return self.text
 
     def _repr_html_(self) -> str:
+        # Imported late, because figures do not need it.
         import treescope
 
         if self.png is None:
             still = f"<pre>{html.escape(self.text)}</pre>"
         else:
+            # treescope needs JavaScript, so a still image or text comes first.
             encoded = base64.b64encode(self.png).decode()
             still = (
                 f'<img alt="{html.escape(self.text)}" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
@@ -45,17 +47,17 @@ class Shown:
 
 
 def show(value: Any) -> Shown:
-    """Show a model or an array: an image or text, and treescope's view to open and to point at.
+    """Show a model or an array in a notebook, as text or image with treescope's interactive view.
 
     Args:
-        value: A PyTree, for example a model. An array of two axes is an image, one of three axes is a row of images,
-            in grey from 0 to the largest value, or with negative values in red and blue about 0.
+        value: A PyTree. An array of two axes is an image, one of three axes a row of images, in grey from 0 to the
+            largest value, or with negative values in red and blue about 0.
 
     Returns:
         An object that notebooks show and `print` writes.
 
     Raises:
-        ValueError: If an array has no element.
+        ValueError: If an array is empty.
 
     Example:
         >>> show(np.zeros((2, 28, 28), np.float32))
@@ -75,7 +77,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _image(array: np.ndarray) -> bytes:
-    """Return a PNG of one image or a row of several, each pixel enlarged to whole pixels."""
+    """Return a PNG of one image or a row of images."""
     import matplotlib as mpl
     from matplotlib.image import imsave
 
@@ -87,7 +89,9 @@ def _image(array: np.ndarray) -> bytes:
         colours = mpl.colormaps["RdBu_r"](0.5 + 0.5 * row / largest)
     else:
         colours = mpl.colormaps["gray"](row / largest)
+    # NaN marks the gaps between images.
     colours[np.isnan(row)] = 1.0
+    # An integer factor keeps pixels sharp.
     times = max(1, _HEIGHT // len(row))
     buffer = io.BytesIO()
     imsave(buffer, np.kron(colours, np.ones((times, times, 1))), format="png")
@@ -95,7 +99,7 @@ def _image(array: np.ndarray) -> bytes:
 
 
 class Table:
-    """Value of `table`: rows that notebooks show as HTML and `print` writes in columns."""
+    """Table that notebooks show as HTML and `print` writes in columns."""
 
     def __init__(self, rows: Sequence[Sequence[str]]):
         self.rows = [[str(cell) for cell in row] for row in rows]
@@ -116,16 +120,16 @@ class Table:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table to show in a notebook, for example of a figure's `table(results)`.
+    """Return a table to show in a notebook.
 
     Args:
-        rows: Cells as text, rows of equal length, the names of the columns first.
+        rows: Text cells in rows of equal length, names of columns first.
 
     Returns:
         An object that notebooks show and `print` writes.
 
     Raises:
-        ValueError: If there is no row, or rows differ in length.
+        ValueError: If there are no rows, or rows differ in length.
 
     Example:
         >>> table([["seed", "error"], ["0", "1.89 %"]])

@@ -1,4 +1,4 @@
-"""Training of bilinear networks on images, many seeds at once."""
+"""Train bilinear networks on images."""
 
 from typing import Any, NamedTuple
 
@@ -40,29 +40,29 @@ def train_bilinear(
 ) -> FitResult:
     """Train stacked `BilinearNetwork`s by cross entropy on noisy images.
 
-    AdamW; the learning rate falls along a cosine to zero, one step of it per epoch. Every image gets Gaussian noise
-    anew in every step, of its own in every network. The last, smaller batch of an epoch is dropped.
+    The learning rate falls along a cosine to zero, epoch by epoch. Noise is Gaussian, anew per image, step and network.
+    The last, smaller batch of an epoch is dropped.
 
     Args:
         dataset: Images and one-hot labels.
         hidden: Width of embedding and layer.
-        key: Key of every seed's network and noise, and of the order of batches, which all share.
+        key: Key of networks, noise and the shared order of batches.
         num_seeds: Number of networks.
         num_epochs: Passes over the training images.
-        batch_size: Images in a batch; all of them if there are fewer.
-        learning_rate: Learning rate at the start.
+        batch_size: Images per batch; all if there are fewer.
+        learning_rate: Initial learning rate.
         weight_decay: Weight decay of AdamW.
-        noise: Standard deviation of the noise on images, whose pixels lie in [0, 1].
-        num_observed: Training images on which loss and accuracy are observed, the first ones; test images all.
-        network: More options of `BilinearNetwork`.
-        **options: For `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`.
+        noise: Standard deviation of the noise; pixels lie in [0, 1].
+        num_observed: Number of first training images to observe loss and accuracy on.
+        network: Options of `BilinearNetwork`.
+        **options: `callbacks`, `checkpoint`, `layout` of `training.fit`.
 
     Returns:
-        What `fit` returns; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and
+        Result of `fit`; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and
         "validation_accuracy" without noise, each [seeds, epochs + 1].
 
     References:
-        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 4.
+        Pearce et al. (2024), section 4.
     """
     check_positive("learning_rate", learning_rate)
     check_non_negative("weight_decay", weight_decay)
@@ -74,6 +74,7 @@ def train_bilinear(
     models = eqx.filter_vmap(lambda k: BilinearNetwork(**sizes, **(network or {}), key=k))(
         jax.random.split(build_key, count)
     )
+    # A small dataset may have fewer images than a batch.
     batch_size = min(batch_size, len(dataset.train_images))
     epoch_steps = steps_per_epoch(len(dataset.train_images), batch_size, drop_remainder=True)
     data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
@@ -84,6 +85,7 @@ def train_bilinear(
     return fit(
         models,
         make_step(NoisyCrossEntropy(jnp.asarray(noise, float)), _optimizer),
+        # Batches of one size compile one step.
         Epochs(data, batch_size, drop_remainder=True),
         num_epochs=num_epochs,
         key=fit_key,
@@ -94,8 +96,9 @@ def train_bilinear(
 
 
 class Settings(NamedTuple):
-    """Settings of AdamW, traced, so that other values compile nothing anew: [members] each."""
+    """Settings of AdamW, [members] each."""
 
+    # Traced, so that other values compile nothing anew.
     learning_rate: Any
     weight_decay: Any
     num_epochs: Any
@@ -114,13 +117,13 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
 def loss_and_accuracy(
     model: BilinearNetwork, images: Float[Array, "n d"], labels: Float[Array, "n classes"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return mean cross entropy and accuracy of one network; both are NaN if it has diverged."""
+    """Return mean cross entropy and accuracy; NaN for a diverged network."""
     logits = jax.vmap(model)(images)
     return jnp.mean(optax.softmax_cross_entropy(logits, labels)), 1 - error_rate(logits, labels)
 
 
 class NoisyCrossEntropy(eqx.Module):
-    """Cross entropy of a batch of images with noise of this standard deviation."""
+    """Cross entropy of a batch of noisy images."""
 
     noise: Float[Array, ""]
 
@@ -131,7 +134,7 @@ class NoisyCrossEntropy(eqx.Module):
 
 
 class LossAndAccuracy(eqx.Module):
-    """Observation of loss and accuracy on training and on validation images, without noise."""
+    """Observation of loss and accuracy on training and validation images."""
 
     train_images: Float[Array, "n d"]
     train_labels: Float[Array, "n classes"]

@@ -1,4 +1,4 @@
-"""Compression of images to a few numbers by a convolutional autoencoder, for estimators that need few dimensions."""
+"""Compress images, for estimators that need few dimensions."""
 
 from typing import Any
 
@@ -22,13 +22,13 @@ Images = Float[Array | np.ndarray, "n 784"]
 
 
 class Autoencoder(eqx.Module):
-    """Encoder and decoder of images given flat."""
+    """Encoder and decoder of flat images."""
 
     encoder: Encoder
     decoder: Decoder
 
     def __call__(self, image: Float[Array, " 784"]) -> Float[Array, " 784"]:
-        """Return the image, encoded and decoded."""
+        """Return the reconstructed image."""
         return self.decoder(self.encoder(image.reshape(28, 28))).reshape(-1)
 
 
@@ -39,15 +39,15 @@ def train_compression(
     """Train an autoencoder by squared error, with Adam at 2e-3 falling along a cosine to zero.
 
     Args:
-        images: Images in [0, 1], 28 x 28 pixels: [n, 784].
+        images: Images in [0, 1], 28 x 28 pixels, [n, 784].
         code: Numbers per image.
         key: Key of weights and of the order of batches.
         num_epochs: Passes over the images.
-        batch_size: Images in a batch.
+        batch_size: Images per batch.
         **options: For `training.fit`.
 
     Returns:
-        The trained autoencoder. It is lossy: information about its code is a lower bound of that about the image.
+        The autoencoder. Information about its code is a lower bound of that about the image.
     """
     size = check_count("code", code, minimum=1)
     for name, value in (("num_epochs", num_epochs), ("batch_size", batch_size)):
@@ -55,10 +55,13 @@ def train_compression(
     build, order = jax.random.split(key)
     first, second = jax.random.split(build)
     model = Autoencoder(Encoder(size, key=first), Decoder(size, key=second))
+    # The sampler drops the last, smaller batch of an epoch.
     steps = num_epochs * max(1, len(images) // batch_size)
     trained = fit(
+        # `fit` trains stacked members.
         stack([model]),
         make_step(reconstruction_error, optax.adam(optax.cosine_decay_schedule(2e-3, steps))),
+        # Batches of one size compile one step.
         Epochs(images, min(batch_size, len(images)), drop_remainder=True),
         num_epochs=num_epochs,
         key=order,
@@ -69,7 +72,7 @@ def train_compression(
 
 @validated
 def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float[Array, ""]:
-    """Return the mean over images and pixels of the squared difference."""
+    """Return the squared error, averaged over images and pixels."""
     images = jnp.asarray(batch)
     return jnp.mean((jax.vmap(model)(images) - images) ** 2)
 
@@ -79,6 +82,7 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
     """Return codes of images, in slices of 500."""
     size = min(500, images.shape[0])
+    # Slices bound the memory of the convolutions.
     padded = jnp.pad(jnp.asarray(images), ((0, -images.shape[0] % size), (0, 0))).reshape(-1, size, 28, 28)
     codes = [jax.vmap(model.encoder)(part) for part in padded]  # convolutions outside loops: see `training.fit`
     return jnp.concatenate(codes)[: images.shape[0]]

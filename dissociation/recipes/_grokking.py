@@ -1,4 +1,4 @@
-"""Training until networks grok: large initial weights, few images, many steps, many weight decays at once."""
+"""Train networks until they grok, at many weight decays at once."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,12 +35,12 @@ from dissociation.training._state import make_step
 from dissociation.training._sweeps import Grid
 
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
-"""Of MNIST's training images, in [0, 1]."""
+"""Mean and deviation of MNIST's training pixels in [0, 1]."""
 
 
 @validated(pixels=("images",))
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Return images in units of MNIST's deviation about its mean, from images in [0, 1]."""
+    """Return images in [0, 1] in units of MNIST's deviation about its mean."""
     return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
 
 
@@ -49,7 +49,7 @@ def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
     """Return steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
 
     Args:
-        num_steps: The last step.
+        num_steps: Last step.
 
     Example:
         >>> len(observation_steps(100_000))
@@ -81,29 +81,28 @@ def train_grokking(
 ) -> FitResult:
     """Train one network per weight decay and seed by squared error against one-hot labels.
 
-    A seed sets a network's weights and the order of its batches, whatever its weight decay. Every parameter is
-    multiplied by `init_scale` before training, and decays, biases too.
+    A seed sets weights and order of batches, whatever the weight decay. Biases are scaled and decay too.
 
     Args:
-        dataset: Images and one-hot labels; the first `num_train` training images are seen.
+        dataset: Images and one-hot labels.
         weight_decays: Weight decays of AdamW; traced.
         seeds: Seeds from 0 to 4294967295.
         num_steps: Optimiser steps.
-        num_train: Number of training images.
-        batch_size: Images in a batch, reshuffled every epoch.
-        learning_rate: Step size of the optimiser.
-        init_scale: Factor of all initial parameters, one for all or one per member; traced.
+        num_train: Number of training images, the first ones.
+        batch_size: Images per batch, reshuffled every epoch.
+        learning_rate: Learning rate.
+        init_scale: Factor of all initial parameters, one or per member; traced.
         optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
         network: "mlp" or "cnn".
         options: Options of `models.MLP` or `models.CNN`.
-        measures: Called as `measures(model, key)` at `measure_at`, for what is too slow for all observations.
-        measure_at: Steps out of `observation_steps(num_steps)`.
-        **fit_options: For `training.fit`: `callbacks`, `checkpoint`, `layout`.
+        measures: Slow measures, `measures(model, key)`.
+        measure_at: Steps of `measures`, out of `observation_steps(num_steps)`.
+        **fit_options: `callbacks`, `checkpoint`, `layout` of `training.fit`.
 
     Returns:
-        What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is
-        summed over classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under
-        "expensive" those of `measures`, NaN at the steps that are not in `measure_at`.
+        Result of `fit`, members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. `history.observed` has
+        `CheapMeasures` at `observation_steps`, and under "expensive" `measures`, NaN outside of `measure_at`. The loss
+        is a sum over classes and batch.
     """
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
     check_positive("learning_rate", learning_rate)
@@ -118,7 +117,9 @@ def train_grokking(
         fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
     grid = Grid(weight_decay=weight_decays, seed=seeds)
     keys = jnp.stack([jax.random.PRNGKey(seed) for seed in grid.values["seed"].tolist()])
+    # Keys of a seed alone: members of different weight decay must differ by nothing else.
     init_keys, fit_keys = (jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys) for i in range(2))
+    # Images of a CNN have a fixed size.
     sizes = {"classes": dataset.num_classes, **({"inputs": dataset.num_pixels} if network == "mlp" else {})}
     models = initial_models(init_keys, init_scale, network, {**sizes, **(options or {})})
     images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
@@ -131,6 +132,7 @@ def train_grokking(
     return fit(
         models,
         make_step(squared_error, _adamw if optimizer == "adamw" else _sgd),
+        # Every seed has its own order of batches.
         Epochs((images, labels), batch_size, shared=False),
         num_steps=num_steps,
         key=fit_keys,
@@ -147,11 +149,11 @@ def initial_models(
     network: str = "mlp",
     options: dict[str, Any] | None = None,
 ) -> PyTree:
-    """Return stacked networks before training, every parameter multiplied by `init_scale`.
+    """Return stacked initial networks, every parameter multiplied by `init_scale`.
 
     Args:
         keys: One key per member.
-        init_scale: One positive factor for all, or one per member.
+        init_scale: Positive factor, one or per member.
         network: "mlp" or "cnn".
         options: Options of `models.MLP` or `models.CNN`.
     """
@@ -173,7 +175,7 @@ def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]
 
 
 class Rates(NamedTuple):
-    """Hyperparameters that differ by member: [members] each."""
+    """Hyperparameters that differ by member, [members] each."""
 
     weight_decay: Array
     learning_rate: Array
@@ -184,6 +186,7 @@ def _adamw(rates: Rates) -> optax.GradientTransformation:
 
 
 def _sgd(rates: Rates) -> optax.GradientTransformation:
+    # The decay comes first, so that the learning rate multiplies it as in AdamW.
     return optax.chain(optax.add_decayed_weights(rates.weight_decay), optax.sgd(rates.learning_rate))
 
 
@@ -195,13 +198,13 @@ def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> F
 
 
 class CheapMeasures(eqx.Module):
-    """Accuracy and neural collapse on training and on test images.
+    """Accuracy and neural collapse on training and test images.
 
     Attributes:
         train_images: Training images, [n, d].
-        train_labels: Their labels, [n, classes].
+        train_labels: One-hot labels, [n, classes].
         images: Test images, [m, d].
-        labels: Their labels, [m, classes].
+        labels: One-hot labels, [m, classes].
     """
 
     train_images: Float[Array, "n d"]
@@ -210,13 +213,13 @@ class CheapMeasures(eqx.Module):
     labels: Float[Array, "m classes"]
 
     def __call__(self, model: MLP | CNN) -> dict[str, Array]:
-        """Return the numbers by name: of training images, and with "test_" in front of test images.
+        """Return accuracies, losses per image and measures of collapse by name, with prefix "test_" for test images.
 
-        Accuracies, losses per image, and measures of collapse ("nc1_score"); nearest centres ("nc4_score") are those of
-        training images for both. "weight_norm" is the Frobenius norm of all weights together, "head_norm" of the last
-        layer's; biases apart.
+        "nc4_score" uses centres of training images. "weight_norm" is the Frobenius norm of all weights, "head_norm" of
+        the last layer's, without biases.
         """
         classifier, _ = linear_head(model)
+        # Biases have one axis.
         weights = [leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1]
         norms = [jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in part)) for part in (weights, [classifier])]
         found = dict(zip(("weight_norm", "head_norm"), norms, strict=True))
@@ -228,6 +231,7 @@ class CheapMeasures(eqx.Module):
             seen = representations(model, images)
             features, logits = seen["features"], seen["logits"]
             truth = jnp.argmax(labels, 1)
+            # Decompositions that XLA runs in parallel in one program on a CPU can wait for each other for ever.
             found, features = after(found, features)
             moments = class_moments(features, truth, labels.shape[1], scatter=True)
             centres = moments if centres is None else centres
@@ -255,7 +259,7 @@ class CheapMeasures(eqx.Module):
 
 
 class Observation(eqx.Module):
-    """Cheap measures at every observation, expensive ones, called with model and key, at some `steps`."""
+    """Cheap measures at every observation, expensive ones at some `steps`."""
 
     cheap: CheapMeasures
     expensive: Any
@@ -267,6 +271,7 @@ class Observation(eqx.Module):
         if self.expensive is None:
             return found
         like = jax.eval_shape(self.expensive, model, key)
+        # Both branches of `cond` must return the same shapes.
         empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
         asked = jnp.any(self.steps == step)
         found, model = after(found, model)

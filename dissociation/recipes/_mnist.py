@@ -1,4 +1,4 @@
-"""Training the networks of the robustness and transfer figures: many seeds of a 784-1024-1024-10 ReLU network."""
+"""Train the networks of the robustness and transfer figures."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,12 +44,10 @@ def train_mnist(
     width: int = 1024,
     progress: str | MeterFactory | None = "auto",
 ) -> eqx.nn.MLP:
-    """Train stacked networks; see `fit_mnist`, which returns the history too.
-
-    Arguments are those of `fit_mnist`.
+    """Train stacked networks; see `fit_mnist` for arguments and for the history.
 
     Returns:
-        An `eqx.nn.MLP` without biases whose `layers[i].weight` carries the seeds first.
+        An `eqx.nn.MLP` without biases whose `layers[i].weight` has seeds first.
     """
     return fit_mnist(
         num_epochs=num_epochs, num_seeds=num_seeds, key=key, dataset=dataset, width=width, progress=progress
@@ -72,29 +70,25 @@ def fit_mnist(
 ) -> FitResult:
     """Train stacked networks by stochastic gradient descent on the cross entropy.
 
-    Batches of 128 (the last of an epoch smaller) in one order for all seeds, and a learning rate that falls linearly
-    from 1e-1 to 1e-6 over all steps. The loss, and the test error and loss at the beginning and after every epoch,
-    are in the history.
+    Batches of 128 come in one order for all seeds; the last of an epoch is smaller. The learning rate falls linearly
+    from 1e-1 to 1e-6.
 
     Args:
-        num_epochs: Passes over the training images; 0 returns the fresh networks.
+        num_epochs: Passes over the training images; 0 returns initial networks.
         num_seeds: Number of networks.
-        key: Split once, into one key per network and one for the order of batches; None means
-            `jax.random.PRNGKey(37)`.
+        key: Key, split once into one per network and one for the order of batches; None is `jax.random.PRNGKey(37)`.
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
-        width: Units in each of the two hidden layers.
-        progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
-        network: "mlp", a perceptron with two hidden layers and no biases, or a network of images of 28 x 28 pixels
-            whose last hidden layer has `width` units: "cnn" (`models.CNN`), "resnet" (`models.ResNet`) or
-            "transformer" (`models.Transformer`).
-        mesh: Devices to lay the seeds over, see `training.Layout`.
-        checkpoint: A file to write while training and to resume from, see `training.fit`.
-        observe: Observation at the beginning and after every epoch, see `training.Save`; default:
-            `HeldOutPerformance`.
+        width: Width of hidden layers, in networks of images of the last one.
+        progress: Meter of loss and test error over seeds; None for silence.
+        network: "mlp", ReLU with two hidden layers and no biases, or for 28 x 28 pixels "cnn", "resnet" or
+            "transformer" of `models`.
+        mesh: Devices for the seeds, see `training.Layout`.
+        checkpoint: File to write and to resume from, see `training.fit`.
+        observe: Observation before training and after every epoch, see `training.Save`; default: `HeldOutPerformance`.
 
     Returns:
-        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each, or what
-        `observe` gave.
+        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each, or that of
+        `observe`.
     """
     key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
     data = load(dataset) if isinstance(dataset, str) else dataset
@@ -103,11 +97,13 @@ def fit_mnist(
     check_choice("network", network, NETWORKS)
     keys = jax.random.split(key, count + 1)
     models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width, network)
+    # A small dataset may have fewer images than a batch.
     batch_size = min(BATCH_SIZE, len(data.train_images))
     total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
     images_and_labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     return fit(
         models,
+        # A schedule needs a step, also for no epochs.
         make_step(cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))),
         Epochs((data.train_images, data.train_labels), batch_size),
         num_epochs=num_epochs,
@@ -123,14 +119,14 @@ def fit_mnist(
 def fresh_networks(
     num_seeds: int, *, key: PRNGKey, num_inputs: int = 784, num_classes: int = 10, width: int = 1024
 ) -> eqx.nn.MLP:
-    """Return stacked ReLU networks with two hidden layers, no biases and Equinox's initialisation.
+    """Return stacked ReLU networks with two hidden layers, no biases and Equinox's initial weights.
 
     Args:
         num_seeds: Number of networks, at least 1.
-        key: Split into one key per seed.
-        num_inputs: Inputs of each.
-        num_classes: Outputs of each.
-        width: Units in each hidden layer.
+        key: Key, split into one per seed.
+        num_inputs: Width of the input.
+        num_classes: Width of the output.
+        width: Width of hidden layers.
     """
     count = check_count("num_seeds", num_seeds, minimum=1)
     for name, value in (("num_inputs", num_inputs), ("num_classes", num_classes), ("width", width)):
@@ -154,14 +150,14 @@ def cross_entropy(model: Any, batch: tuple[Array, Array], key: Array | None = No
     Args:
         model: Function from one image [pixels] to logits [classes].
         batch: Images [batch, pixels] and one-hot labels [batch, classes].
-        key: Not used; `training.fit` hands one over.
+        key: Not used; `training.fit` passes one.
     """
     images, labels = batch
     return optax.softmax_cross_entropy(jax.vmap(model)(images), labels).mean()
 
 
 class HeldOutPerformance(eqx.Module):
-    """Observes error rate and cross entropy on held-out images, for `training.Save(observe=...)`."""
+    """Observation of error rate and cross entropy on held-out images, for `training.Save`."""
 
     images: Float[Array, "n pixels"]
     labels: Float[Array, "n classes"]

@@ -1,8 +1,4 @@
-"""Find the neurons of any model, rewrite its weights, and compare networks up to such rewrites.
-
-Groups, rewrites and their certificate come first; then noise and null spaces; then matching across networks, the
-canonical form, and the attainable range of a similarity.
-"""
+"""Find the neurons of any model, rewrite its weights, and compare networks up to such rewrites."""
 
 from typing import TYPE_CHECKING
 

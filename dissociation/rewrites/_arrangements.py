@@ -1,4 +1,4 @@
-"""What operations that put entries at other places do to axes: transposed, reshaped, split, joined, multiplied out."""
+"""Rules for operations that rearrange entries: transpose, reshape, split, join, tile."""
 
 from dissociation.rewrites._axes import Axis, Product, Sum
 from dissociation.rewrites._flow import Flow, Rule, Step, Value
@@ -83,7 +83,7 @@ def _concatenate(flow: Flow, step: Step) -> list[Value]:
 
 
 def _summed(flow: Flow, operands: list[Value]) -> Value:
-    """A sum whose axes move with those of operands that are zero as well."""
+    """Sum operands and unite axes of zero operands too."""
     found = flow.summed(operands)
     for value in operands:
         for axis, own in zip(found.axes, value.axes, strict=True) if value.zero else ():
@@ -93,6 +93,7 @@ def _summed(flow: Flow, operands: list[Value]) -> Value:
 
 def _stack(flow: Flow, step: Step) -> list[Value]:
     found, along = _summed(flow, step.operands), int(step.params["axis"])
+    # Stacked arrays come from different operations, so their order is fixed.
     layers = flow.atoms.new(step.shapes[0][along], "arrays are stacked along it")
     return [Value(step.shapes[0], [*found.axes[:along], layers, *found.axes[along:]], found.zero)]
 

@@ -1,8 +1,6 @@
-"""What axes of arrays are made of: atoms, side by side or nested, united as a program shows that they move together.
+"""Axes of arrays as trees of atoms, the symbolic dimensions that a symmetry may permute.
 
-An axis is a tree; None stands for an axis along which nothing differs. An atom is a set of indices that a symmetry may
-exchange. Atoms begin as large as an axis, and are refined where a program treats their indices differently: `reshape`
-factors them, slices cut them.
+None is an axis along which an array is constant.
 """
 
 import itertools
@@ -13,7 +11,7 @@ import numpy as np
 
 
 class Leaf(NamedTuple):
-    """An occurrence of an atom: its name, which stays when the atom is refined, the atom's number, and its size."""
+    """An occurrence of an atom; refinement keeps its name."""
 
     name: tuple[int, ...]
     atom: int
@@ -21,54 +19,54 @@ class Leaf(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Nested loops over parts, the last of them fastest, as a reshape makes them; none are an axis of length 1."""
+    """Nested parts, the last one fastest; none for an axis of length 1."""
 
     parts: tuple["Axis", ...]
 
 
 class Sum(NamedTuple):
-    """Parts end to end, as a concatenation makes them."""
+    """Concatenated parts."""
 
     parts: tuple["Axis", ...]
 
 
 class Order(NamedTuple):
-    """The indices of a part in another order, as where it is reversed: which of them is at each place."""
+    """A reordered part: `order` is the index at each place."""
 
     part: "Axis"
     order: np.ndarray
 
     @property
     def parts(self) -> tuple["Axis", ...]:
-        """What it is made of."""
+        """Return the part, as a tuple."""
         return (self.part,)
 
 
 Axis = Leaf | Product | Sum | Order
 UNIT = Product(())
 Placed = tuple[Leaf, np.ndarray]
-"""An occurrence, and where its indices lie: [size of its atom, times it is repeated]."""
+"""An occurrence and the places of its indices, [size of its atom, repetitions]."""
 
 
 def rebuilt(axis: Any, parts: tuple[Any, ...]) -> Any:
-    """The axis of other parts."""
+    """Return an axis of the same type with other parts."""
     return Order(parts[0], axis.order) if isinstance(axis, Order) else type(axis)(parts)
 
 
 class Atoms:
-    """All atoms of a program: which are one, what they are made of, and why they may not be touched."""
+    """All atoms of a program."""
 
     def __init__(self, *, single: bool = False) -> None:
-        self.single = single  # whether axes of length 1 have atoms, too
+        self.single = single  # if True, axes of length 1 have atoms too
         self._parent: list[int] = []
         self._reasons: list[str] = []  # empty: free
         self._parts: dict[int, Axis] = {}  # of refined atoms; names within count from 0
         self._names = 0
-        self.tied: list[tuple[Axis, Axis]] = []  # parts that became rows of one: what scales one scales the other
-        self.even: list[Axis] = []  # along which nothing differs
+        self.tied: list[tuple[Axis, Axis]] = []  # rows of one array: they have one exponent
+        self.even: list[Axis] = []  # axes along which arrays are constant
 
     def new(self, size: int, reason: str = "") -> Axis:
-        """An axis of one new atom, frozen if a reason is given."""
+        """Return an axis of one new atom, frozen if a reason is given."""
         if size == 1 and not self.single:
             return UNIT
         self._parent.append(len(self._parent))
@@ -80,18 +78,18 @@ class Atoms:
         return Leaf((self._names,), atom, size)
 
     def find(self, atom: int) -> int:
-        """The number of the atom that it was united with."""
+        """Return the representative of an atom."""
         while self._parent[atom] != atom:
             self._parent[atom] = self._parent[self._parent[atom]]
             atom = self._parent[atom]
         return atom
 
     def reason(self, atom: int) -> str:
-        """Why an atom is frozen; empty if it is free."""
+        """Return the reason why an atom is frozen; empty if it is free."""
         return self._reasons[self.find(atom)]
 
     def resolve(self, axis: Axis) -> Axis:
-        """The axis in the atoms that there are by now, without needless nesting."""
+        """Return the axis in current atoms, without needless nesting."""
         if isinstance(axis, Leaf):
             atom = self.find(axis.atom)
             if atom not in self._parts:
@@ -112,26 +110,26 @@ class Atoms:
         return parts[0] if len(parts) == 1 else type(axis)(tuple(parts))
 
     def leaves(self, axis: Axis | None) -> list[Leaf]:
-        """All occurrences in an axis, in the order of the first place of each, the outer before the inner."""
+        """Return the occurrences in an axis, by first place, outer before inner."""
         if axis is None:
             return []
         axis = self.resolve(axis)
         return [leaf for leaf, _ in self.occurrences(axis)] if has_order(axis) else _leaves(axis)
 
     def copied(self, axis: Axis) -> Axis:
-        """The same atoms in new occurrences."""
+        """Return the same atoms in new occurrences."""
         axis = self.resolve(axis)
         if isinstance(axis, Leaf):
             return self._occurrence(axis.atom, axis.size)
         return rebuilt(axis, tuple(self.copied(part) for part in axis.parts))
 
     def freeze(self, axis: Axis | None, reason: str) -> None:
-        """Forbids all of an axis to move."""
+        """Freeze all atoms of an axis."""
         for leaf in self.leaves(axis):
             self._reasons[leaf.atom] = self._reasons[leaf.atom] or reason
 
     def unite(self, first: Axis | None, second: Axis | None) -> None:
-        """Makes two axes of one length move together; None goes with everything."""
+        """Unite two axes of one length; None fits every axis."""
         if first is None or second is None:
             return
         a, b = self.resolve(first), self.resolve(second)
@@ -155,6 +153,7 @@ class Atoms:
             self._unite_products(a, b)
 
     def _refine(self, atom: int, parts: Axis) -> None:
+        # An atom refined by itself would make `resolve` loop for ever.
         if any(leaf.atom == atom for leaf in self.leaves(parts)):
             if not self._reasons[atom] and isinstance(parts, Order):
                 self._turn(atom, parts.order)
@@ -164,7 +163,7 @@ class Atoms:
             self.freeze(parts, self._reasons[atom])
 
     def _turn(self, atom: int, order: np.ndarray) -> None:
-        """Unites an atom with itself in another order: what is left free are the cycles of one length."""
+        """Unite an atom with a reordering of itself: cycles of equal length stay free."""
         cycles: dict[int, list[list[int]]] = {}
         seen = np.zeros(len(order), bool)
         for start in range(len(order)):
@@ -181,7 +180,7 @@ class Atoms:
         self._parts[atom] = Order(Sum(parts), np.argsort(places))
 
     def _ordered(self, axis: Axis, order: np.ndarray) -> Axis:
-        """A resolved axis in another order; without it where the parts can be put in it themselves."""
+        """Return a resolved axis in another order, moved into the parts if possible."""
         if isinstance(axis, Order):
             axis, order = axis.part, axis.order[order]
         if (order == np.arange(len(order))).all():
@@ -213,7 +212,7 @@ class Atoms:
             self._unite_entries(a, b)
 
     def _unite_entries(self, a: Axis, b: Axis) -> None:
-        """Unites two axes index by index: what meets other leaves is parted."""
+        """Unite two axes index by index."""
         while True:
             placed = [self.placed(self.resolve(axis)) for axis in (a, b)]
             if any(places.shape[1] > 1 for own in placed for _, places in own):
@@ -235,21 +234,21 @@ class Atoms:
 
     @staticmethod
     def _met(own: list[Placed], others: list[Placed], size: int) -> list[tuple[Leaf, np.ndarray]]:
-        """For each leaf, which of the others is at the place of each index; -1: none, an index by itself."""
+        """Return the other leaf at each index of each leaf, -1 for none."""
         owner = np.full(size, -1)
         for number, (_, places) in enumerate(others):
             owner[places[:, 0]] = number
         return [(leaf, owner[places[:, 0]]) for leaf, places in own]
 
     def _part(self, leaf: Leaf, classes: np.ndarray) -> None:
-        """Refines the atom of a leaf: indices of different classes do not change places."""
+        """Refine the atom of a leaf by classes of its indices."""
         order = np.argsort(classes, kind="stable")
         reason = self._reasons[leaf.atom]
         sizes = np.unique(classes, return_counts=True)[1].tolist()
         self._refine(leaf.atom, Order(Sum(tuple(self.new(size, reason) for size in sizes)), np.argsort(order)))
 
     def taken(self, axis: Axis | None, indices: np.ndarray) -> Any:
-        """What an axis is where it is read at given indices. Those that are read equally often may change places."""
+        """Return the axis read at given indices."""
         if axis is None:
             return None
         axis = self.resolve(axis)
@@ -284,6 +283,7 @@ class Atoms:
     def _taken_product(self, axis: Product, indices: np.ndarray) -> Axis:
         inner = size_of(axis) // size_of(axis.parts[0])
         outer, within = np.divmod(indices, inner)
+        # Indices into nested parts are understood if they are themselves a grid: outer indices times inner ones.
         for length in (n for n in range(1, len(indices) + 1) if len(indices) % n == 0):
             grids = outer.reshape(-1, length), within.reshape(-1, length)
             if (grids[0] == grids[0][:, :1]).all() and (grids[1] == grids[1][:1]).all():
@@ -327,7 +327,7 @@ class Atoms:
             self.unite(one, other)
 
     def cut(self, axis: Axis, sizes: list[int]) -> list[Axis]:
-        """The axis as parts end to end, of these lengths."""
+        """Return the axis as concatenated parts of these lengths."""
         axis = self.resolve(axis)
         sizes = [size for size in sizes if size]
         if len(sizes) == 1:
@@ -363,7 +363,7 @@ class Atoms:
         return pieces
 
     def factored(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:
-        """The axis as nested loops of these lengths."""
+        """Return the axis as nested parts of these lengths."""
         axis = self.resolve(axis)
         if isinstance(axis, Order) and isinstance(axis.part, Leaf):
             own = tuple(self.new(size, self._reasons[axis.part.atom]) for size in sizes)
@@ -397,7 +397,7 @@ class Atoms:
             return list(halves.parts) if isinstance(halves, Product) else [halves]
         if isinstance(axis, Order) and isinstance(axis.part, Leaf):
             return self.factored(axis, (outer, inner))
-        # Parts end to end, as rows of a matrix: what they hold moves together, in every row.
+        # Concatenated parts become rows of a matrix, whose columns move together.
         rows = self.cut(axis, [inner] * outer)
         for row in rows[1:]:
             self.unite(rows[0], row)
@@ -405,7 +405,7 @@ class Atoms:
         return [self.new(outer, "parts that were put end to end"), rows[0]]
 
     def occurrences(self, axis: Axis | None) -> list[Placed]:
-        """The `leaves` of an axis, each with the places of its indices: [size of its atom, times it is repeated]."""
+        """Return `leaves` of an axis with their places."""
         if axis is None:
             return []
         axis = self.resolve(axis)
@@ -413,7 +413,7 @@ class Atoms:
         return sorted(found, key=lambda each: int(each[1].min())) if has_order(axis) else found
 
     def placed(self, axis: Axis, places: np.ndarray | None = None) -> list[Placed]:
-        """The occurrences in a resolved axis, in the order of its parts, and their places."""
+        """Return occurrences of a resolved axis with their places, in the order of its parts."""
         places = np.arange(size_of(axis))[:, None] if places is None else places
         if isinstance(axis, Leaf):
             return [(axis, places)]
@@ -429,7 +429,7 @@ class Atoms:
 
 
 def has_order(axis: Axis) -> bool:
-    """Whether indices of an axis changed places somewhere."""
+    """Test whether an axis has reordered parts."""
     return isinstance(axis, Order) or (not isinstance(axis, Leaf) and any(map(has_order, axis.parts)))
 
 
@@ -440,7 +440,7 @@ def _leaves(axis: Axis) -> list[Leaf]:
 def spread(
     axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
 ) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
-    """An axis with other neurons at some of its parts."""
+    """Return the old place of each entry of a resized axis, and its neuron by name, or -1."""
     if isinstance(axis, Leaf):
         if axis.name not in neurons:
             return np.arange(axis.size), {}
@@ -453,6 +453,7 @@ def spread(
     if isinstance(axis, Order):
         (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
         rank = np.argsort(axis.order)
+        # A reversed axis stays reversed at another size; in any other order new neurons follow their originals.
         order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
         return rank[places[order]], {name: owner[order] for name, owner in own.items()}
     if isinstance(axis, Sum):
@@ -473,14 +474,14 @@ def spread(
 
 
 def resized(axis: Any, sizes: dict[tuple[int, ...], int]) -> Any:
-    """An axis with other numbers of neurons at some of its parts, by their names."""
+    """Return an axis with other sizes of named parts."""
     if isinstance(axis, Leaf):
         return axis._replace(size=sizes.get(axis.name, axis.size))
     return type(axis)(tuple(resized(part, sizes) for part in axis.parts))
 
 
 def size_of(axis: Axis) -> int:
-    """Of an axis."""
+    """Return the length of an axis."""
     if isinstance(axis, Leaf):
         return axis.size
     sizes = [size_of(part) for part in axis.parts]

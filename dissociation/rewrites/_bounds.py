@@ -1,4 +1,4 @@
-"""How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients."""
+"""Inner bounds of any similarity measure over rewrites that keep the function, by gradients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,15 +30,15 @@ FREE = ("x", "both")
 
 
 class Bounds(NamedTuple):
-    """Values of a measure that networks of the same functions have; others may lie further out.
+    """Values of a measure that networks of the same functions attain; others may lie outside.
 
     Attributes:
-        measured: Of the representations as they are.
-        low: The least that was found.
-        high: The largest.
-        low_factors: Of the neurons of x and of y that give it; ones where they may not be scaled.
-        high_factors: The same for the largest.
-        ends: What each start came to, downwards and upwards: [2, starts]. More starts find more where they differ much.
+        measured: Value of the representations as they are.
+        low: Smallest value found.
+        high: Largest value found.
+        low_factors: Factors of the neurons of x and of y at `low`; ones for a representation that is not scaled.
+        high_factors: The same at `high`.
+        ends: Value from each start, minimised and maximised, [2, starts]. If they differ much, more starts find more.
     """
 
     measured: Float[Array, ""]
@@ -51,12 +51,12 @@ class Bounds(NamedTuple):
     __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Rewrite:
-        """Return the rewrite of a network that gives an end, "low" or "high": see `rewrites.scale`.
+        """Return the rewrite of a network that gives an end; see `rewrites.scale`.
 
         Args:
-            group: Of the neurons.
+            group: Group of the neurons.
             end: "low" or "high".
-            side: "x" or "y", of which the network is; both have to be rewritten where both were free.
+            side: "x" or "y", the network to rewrite. If both were free, rewrite both.
 
         Raises:
             ValueError: If the group is not homogeneous of a positive degree in one way.
@@ -79,29 +79,28 @@ def similarity_bounds(
     num_steps: int = 100,
     key: PRNGKey,
 ) -> Bounds:
-    """Bounds from inside of what a measure may be over positive scalings of the neurons of one network or of both.
+    """Return inner bounds of a measure over positive scalings of the neurons of one network or both.
 
-    Every value is one that scaled networks have, whose function is the same; that no network goes further is not shown
-    (`freedom.cka_freedom` shows it for linear CKA where one is free). Starts are the lengths as they are, equal ones,
-    the two neurons of x that are least and most similar to y alone, and random ones.
+    Scaled networks with the same function attain every value. For exact limits of linear CKA with one free network, see
+    `cka_freedom`.
 
     Args:
         x: A representation whose neurons may be scaled.
         y: Another one of the same samples.
-        measure: A name in `similarity.MEASURES`, or a function of both. Of one without a derivative, as of
-            neighbours or ranks, the starts alone are compared; one that varies with the scale of the whole, as the
-            Procrustes distance, is moved most by that; one that is invariant to the scale of a neuron, as CCA, has one
-            value.
+        measure: A name in `similarity.MEASURES`, or a function of both. Without a derivative, as for neighbours or
+            ranks, only starts are compared. The overall scale dominates measures that depend on it, as the Procrustes
+            distance. Measures that are invariant to the scale of a neuron, as CCA, have one value.
         free: "both", or "x" to keep y as it is.
-        largest_factor: Length of the largest centred activity of a neuron, with the mean length over neurons as unit;
-            that of the least is one over it. More than 1.
-        num_starts: At least 4.
-        num_steps: Of Adam, from each start.
-        key: Of the random starts.
+        largest_factor: Largest length of centred activity, in units of the mean over neurons, more than 1. The smallest
+            length is its inverse.
+        num_starts: At least 4: lengths as they are, equal lengths, the single neurons of x least and most similar to y,
+            then random ones.
+        num_steps: Steps of Adam from each start.
+        key: Key of the random starts.
 
     Raises:
         ValueError: If the numbers of samples differ, or an argument is out of range.
-        TypeError: If the measure is computed by the host, where no derivative is taken.
+        TypeError: If the measure is computed on the host, where it has no derivative.
     """
     check_choice("free", free, FREE)
     starts, steps = check_count("num_starts", num_starts, minimum=4), check_count("num_steps", num_steps)
@@ -116,6 +115,7 @@ def similarity_bounds(
         if known.host:
             fail_kind("measure", "be computed on the device", f"{measure!r}, a step of which the host does")
         measure = known.function
+        # Scaling neurons cannot change such a measure: there is nothing to search.
         if "D" in known.invariances and (free == "x" or "D" in (known.invariances_of_y or known.invariances)):
             value, ones = measure(first, second), (jnp.ones_like(first[0]), jnp.ones_like(second[0]))
             return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, starts)))
@@ -126,11 +126,12 @@ def similarity_bounds(
 def _bounds(
     x: Array, y: Array, key: Array, largest: Array, measure: Callable[..., Any], both: bool, starts: int, steps: int
 ) -> Bounds:
+    # Logarithms keep factors positive and give shrinking and growing the same step size.
     limit = jnp.log(largest).astype(x.dtype)
     lengths = _lengths(x), _lengths(y)
 
     def factors(logs: Any) -> Any:
-        """Of neurons whose activity is to have these lengths, as logarithms with the mean length as unit."""
+        """Return the factors that give neurons these log-lengths, in units of the mean length."""
         first, second = (jnp.exp(u) * jnp.mean(own) / own for u, own in zip(logs, lengths, strict=True))
         return first, second if both else jnp.ones_like(second)
 
@@ -145,24 +146,26 @@ def _bounds(
     step = make_step(lambda logs, batch, key: batch[0] * value(factors(logs)), optax.adam(rate), after_update=project)
 
     def descended(job: Any) -> Any:
-        """The better of a start and where it leads to, with its value and its factors."""
+        """Return the better of a start and the end of its descent, with value and factors."""
         sign, start = job
         # Nothing is drawn from the key.
         end = train(step.init(start), step, FullBatch(sign[None]), steps, key=jax.random.key(0))[0].model
         there = factors(start), factors(end)
         costs = jnp.stack([sign * value(given) for given in there])
+        # An undefined value must not win over a defined one.
         costs = jnp.where(jnp.isnan(costs), jnp.inf, costs)
         return jnp.min(costs), jax.tree.map(lambda *both: jnp.where(costs[1] < costs[0], both[1], both[0]), *there)
 
     begun: Any = _starts(x, y, key, limit, lengths, measure, both, starts)
     signs = jnp.repeat(jnp.array([1.0, -1.0], x.dtype), starts)
     jobs = signs, jax.tree.map(lambda u: jnp.concatenate([u, u]), begun)
-    # In turn on a CPU, where decompositions side by side can hang.
+    # Sequentially on a CPU: parallel decompositions can hang there.
     costs, given = jax.lax.map(descended, jobs) if per_batch() == 1 else jax.vmap(descended)(jobs)
     costs = costs.reshape(2, starts)
     measured = measure(x, y)
     best = jnp.argmin(costs, 1)
-    moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])  # else the networks as they are
+    # No search may end worse than the networks as they are.
+    moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])
 
     def end(k: int) -> tuple[Array, Any]:
         kept = jax.tree.map(lambda side: jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])), given)
@@ -175,9 +178,10 @@ def _bounds(
 def _starts(
     x: Array, y: Array, key: Array, limit: Array, lengths: Any, measure: Callable[..., Any], both: bool, number: int
 ) -> tuple[Array, Array]:
-    """Logarithms of lengths to begin with, [starts, neurons] of both sides."""
+    """Return initial log-lengths of both sides, [starts, neurons]."""
     own = [jnp.clip(jnp.log(side / jnp.mean(side)), -limit, limit) for side in lengths]
     alone = jax.lax.map(lambda one: measure(one[:, None], y), x.T)
+    # A constant neuron alone has similarity NaN.
     firsts = jnp.stack([jnp.nanargmin(alone), jnp.nanargmax(alone)])
     of_y = jnp.zeros_like(own[1])
     if both:
@@ -196,11 +200,11 @@ def _starts(
 
 
 def _single(index: Array, number: int, limit: Array) -> Array:
-    """One neuron as long as may be, the others as short."""
+    """Return log-lengths with one neuron as long as allowed, the others as short."""
     return jnp.where(jnp.arange(number)[None] == index[:, None], limit, -limit)
 
 
 def _lengths(side: Array) -> Array:
-    """Of the centred activity of neurons; the others' mean for those that are constant."""
+    """Return lengths of centred activity; the mean over others for constant neurons."""
     lengths = jnp.linalg.norm(side - jnp.mean(side, 0, keepdims=True), axis=0)
     return jnp.where(lengths > 0, lengths, jnp.mean(lengths, where=lengths > 0))

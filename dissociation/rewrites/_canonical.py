@@ -1,6 +1,6 @@
-"""One network for all that differ by rewrites: dead neurons dropped, copies merged, lengths one, in a stable order.
+"""Canonical form of a network, the same for all networks that are rewritten into each other, up to rounding.
 
-On the host, in float64. Networks of one function that were rewritten into each other have one form up to rounding.
+It is computed on the host in float64.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
 PASSES = 50
-"""Over all groups, at most: what is dropped in one may leave neurons of another dead."""
+"""Largest number of passes over all groups: a neuron dropped in one may leave neurons of another dead."""
 
 SLOPE = 0.5
-"""Of the functions of what makes a neuron that a fingerprint is of."""
+"""Slope of the waves in `_features`."""
 
 Arrays = list[np.ndarray]
 
@@ -41,34 +41,33 @@ def canonical(
     inputs: Any = None,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
-    """Return the canonical form of a network: a network of the same function, of the same dtypes.
+    """Return the canonical form of a network: one with the same function and dtypes.
 
-    To a fixed point, group by group: neurons that nothing reads or makes are dropped; what makes each neuron is scaled
-    to length one, and what reads it by the inverse; neurons made alike are merged into one, and dropped if what reads
-    them cancels. Of a group without any, one neuron of zeros stays. Then groups are ordered, from the inputs on, by
-    what makes their neurons; neurons between which that makes no difference but for rounding, as there are in layers of
-    thousands, may come in either order, which `fingerprint` does not see.
+    Neurons without incoming or outgoing weights are dropped, incoming weights are scaled to length one, neurons with
+    equal incoming weights are merged, or dropped if their outgoing weights cancel. Neurons are ordered by incoming
+    weights, from the first layer on. An empty group keeps one neuron of zeros. Ties up to rounding, as in layers of
+    thousands, come in any order, which `fingerprint` ignores.
 
     Args:
-        model: A network whose groups are all homogeneous of degree one and may grow: perceptrons, convolutional and
-            residual ones with ReLU and the like, without normalisation; not stacks of layers in a scan, which would
-            have to drop as many neurons in each. Pairs relu(z) - relu(-z) = z are not looked for, and rotations of
-            linear layers are not undone.
+        model: A network whose groups are homogeneous of degree one and can be widened: perceptrons, convolutional and
+            residual networks with ReLU-like activations, without normalisation or layers stacked in a scan. Pairs
+            relu(z) - relu(-z) = z are not merged, rotations of linear layers not undone.
         example: One example, see `rewrites.neuron_groups`.
-        tolerance: Distance between what makes two neurons, of length one, below which they are one; and share of what
-            reads them that counts as nothing.
-        inputs: Examples, samples first; where given, neurons that are zero on all of them are dropped, too, and the
-            function is kept on these alone.
+        tolerance: Distance of normalised incoming weights below which neurons are merged; share of outgoing weights
+            that counts as cancelled.
+        inputs: Examples, samples first. Neurons that are zero on all of them are dropped; the function is kept on these
+            alone.
         call: See `rewrites.neuron_groups`.
 
     Raises:
-        ValueError: If a group is of another kind, which is named, the program counts its neurons, or some of a residual
-            stream are made by nothing but its blocks.
+        ValueError: If a group does not qualify, the program depends on its number of neurons, or neurons of a residual
+            stream are written by its blocks alone.
         TypeError: If the network is traced.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     for name, settled in sequence.items():
         rows = _rows(leaves, groups[name], settled)
+        # A seed that depends on the shape alone gives all networks of one function the same direction.
         direction = np.random.default_rng(rows.shape[1]).standard_normal(rows.shape[1])
         order = np.argsort(rows @ direction, kind="stable")
         for slot in groups[name].slots:
@@ -85,12 +84,11 @@ def fingerprint(
     inputs: Any = None,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> Float[Array, " numbers"]:
-    """As many numbers as a network's canonical form has, and one, to be compared by `fingerprint_distance`.
+    """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 
-    They do not depend on the order of neurons, and so do not jump where that does: along every axis of neurons the
-    canonical form is summed with weights that are functions of what makes each neuron, as many as there are neurons.
-    Arrays whose size is not one by construction are in units of their root mean square, whose logarithm comes last.
-    Networks with other numbers of neurons have other numbers of them. Arguments and errors are those of `canonical`.
+    It does not depend on the order of neurons: every axis of neurons is summed with as many weights, functions of the
+    incoming weights. Arrays that are not normalised are divided by their root mean square, whose logarithm comes last.
+    The length depends on the numbers of neurons. Arguments and errors are those of `canonical`.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
@@ -109,9 +107,9 @@ def fingerprint(
 
 @validated(finite=("a", "b"))
 def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Array | np.ndarray, " others"]) -> float:
-    """|a - b| of two fingerprints over the larger of their lengths; infinite if they have other numbers of neurons.
+    """Return |a - b| over the larger of |a| and |b|; infinite if lengths differ.
 
-    It is about the rounding of the weights for rewrites of one network.
+    Rewrites of one network differ by about the rounding of their weights.
     """
     if a.shape != b.shape:
         return float("inf")
@@ -123,8 +121,9 @@ def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Arra
 def _reduced(
     model: Any, example: Any, tolerance: float, inputs: Any, call: Any
 ) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
-    """A network's arrays without dead neurons and copies, with lengths one; its groups, and their order."""
+    """Return the reduced arrays of a network, its groups, and their order with the slots that order uses."""
     check_positive("tolerance", tolerance)
+    # A group may shrink to one neuron and must still be found.
     groups = neuron_groups(model, example, call=call, single=True)
     others = [f"{name} ({reason})" for name, group in groups.items() if (reason := _refused(group))]
     if others:
@@ -134,8 +133,8 @@ def _reduced(
     for group in groups.values() if inputs is not None else ():
         _silence(leaves, group, model, inputs, call)
     given_sizes = {name: group.size for name, group in groups.items()}
-    # Sums of the absolute values that were merged into each number: what has cancelled but for rounding is small beside
-    # them, however long ago it did.
+    # Sums of the absolute values that were merged into each number. A number that has cancelled up to rounding is small
+    # beside its sum, in whichever pass it did.
     sizes = [np.abs(leaf) for leaf in leaves]
     sequence = _sequence(groups)
     for _ in range(PASSES):
@@ -146,7 +145,8 @@ def _reduced(
         if before == [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]:
             break
     smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
-    if smaller:  # the program must be the same with fewer neurons, and have them where they are taken to be
+    # The program with fewer neurons must be the same, with the neurons at the places that the arrays assume.
+    if smaller:
         reduced = _with(leaves, model)
         check_same_program(model, reduced, smaller[0])
         again = neuron_groups(reduced, smaller[0].example, call=call, single=True)
@@ -160,7 +160,7 @@ def _places(group: NeuronGroup) -> set[tuple[int, int, bytes]]:
 
 
 def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
-    """Lets nothing read the neurons that are zero on all inputs, in place."""
+    """Zero the outgoing weights of neurons that are zero on all inputs, in place."""
     silent = np.ones(group.size, bool)
     read = [slot for slot in group.slots if slot.outgoing]
     for slot in read:
@@ -175,14 +175,14 @@ def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: 
 
 
 def _with(leaves: Arrays, model: Any) -> Any:
-    """The model with other arrays, in the dtypes that it has."""
+    """Return the model with other arrays, in the dtypes of the model."""
     old, tree, rest = parameters_of(model)
     arrays = [jnp.asarray(leaf, jnp.asarray(own).dtype) for leaf, own in zip(leaves, old, strict=True)]
     return refit(eqx.combine(jax.tree.unflatten(tree, arrays), rest))
 
 
 def _refused(group: NeuronGroup) -> str:
-    """Why a group has no canonical form; empty if it has."""
+    """Return the reason why a group has no canonical form; empty if it has."""
     reasons = {
         f"in {group.copies} copies": group.copies > 1,
         "normalised": group.normalised,
@@ -198,19 +198,17 @@ def _refused(group: NeuronGroup) -> str:
 
 
 def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
-    """What lies at each neuron in some of a group's slots: [neurons, numbers]."""
+    """Return the weights at each neuron in some slots of a group, [neurons, numbers]."""
     return np.concatenate([group.slots[index].rows(leaves[group.slots[index].leaf]) for index in slots], 1)
 
 
 def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float) -> np.ndarray:
-    """Brings lengths to one and merges copies, in place; returns which neurons are left.
-
-    Lengths are of what is `settled`: of a residual stream without what other groups write to it, whose scale is theirs.
-    """
+    """Normalise and merge neurons of a group in place; return those that are left."""
     exponents: Any = group.scaling
     makes, reads = (np.flatnonzero(side * exponents > 0).tolist() for side in (1, -1))
     alive = np.linalg.norm(_rows(leaves, group, makes), axis=1) > 0
     firm = [index for index in settled if index in makes]
+    # Other groups write to a residual stream too: their scale is theirs, so only settled slots have a length.
     lengths = np.linalg.norm(_rows(leaves, group, firm or makes), axis=1)
     if (alive & (lengths == 0)).any():
         fail("model", f"make all neurons of {group.name} by more than what other groups write to them", "some by that")
@@ -239,13 +237,13 @@ def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int
     for arrays in (leaves, sizes):
         for slot in group.slots:
             arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], 0.0)
-    return np.zeros(1, int)  # an axis without entries is no axis
+    return np.zeros(1, int)  # an axis must keep one entry
 
 
 def _shrunk(
     leaves: Arrays, sizes: Arrays, groups: Mapping[str, NeuronGroup], name: str, kept: np.ndarray
 ) -> dict[str, NeuronGroup]:
-    """Leaves some neurons of a group in the arrays, in place; returns all groups where they are then."""
+    """Keep some neurons of a group in the arrays, in place; return all groups at their new places."""
     group, layouts = groups[name], {}
     for (leaf, axis), own in group.by_axis().items():
         slots = [group.slots[index] for index in own]
@@ -268,9 +266,10 @@ def _shrunk(
 
 
 def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarray:
-    """Numbers of sets of neurons made alike, -1 for dead ones."""
+    """Assign numbers to sets of neurons with equal incoming weights, -1 for dead neurons."""
     places = np.flatnonzero(alive)
     unit = made[places] / np.linalg.norm(made[places], axis=1, keepdims=True)
+    # |u - v|^2 of unit vectors, from one product of matrices; the floor is its rounding.
     near = 2 - 2 * unit @ unit.T < max(tolerance**2, 64 * np.finfo(float).eps)
     pairs = np.nonzero(near)
     graph = coo_array((np.ones(len(pairs[0])), pairs), shape=near.shape)
@@ -280,7 +279,7 @@ def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarr
 
 
 def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
-    """Groups from the inputs on, with the slots that say of each what does not depend on those that come later."""
+    """Order groups from the inputs on, with the slots that do not depend on later groups."""
     owners: dict[tuple[int, int], set[str]] = {}
     for name, group in groups.items():
         for slot in group.slots:
@@ -292,6 +291,7 @@ def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
 
 
 def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]) -> tuple[str, list[int]]:
+    # Outgoing weights order a group only if no incoming weights of any group are settled.
     for reading in (False, True):
         for name, group in left.items():
             settled = [
@@ -311,20 +311,17 @@ def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[
 
 
 def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]) -> list[str]:
-    """The groups along the other axes of a slot's array."""
+    """Return the groups along the other axes of a slot's array."""
     others = [axis for axis in range(len(slot.shape)) if axis != slot.axis]
     return [name for axis in others for name in owners.get((slot.leaf, axis), ())]
 
 
 def _features(rows: np.ndarray) -> np.ndarray:
-    """Functions of what makes each neuron, as many as there are neurons: [functions, neurons].
-
-    Waves of random directions, with edges, so that those of neurons that are near each other differ; slow ones, as they
-    carry rounding on from layer to layer.
-    """
+    """Return functions of the incoming weights, as many as neurons, [functions, neurons]."""
     count, size = rows.shape
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     rng = np.random.default_rng(count)
+    # Edges let neurons near each other differ; a small slope does not amplify rounding from layer to layer.
     phases = rows / np.where(lengths > 0, lengths, 1.0) @ (SLOPE * rng.standard_normal((size, count)))
     waves = np.abs((phases + rng.uniform(0, 2, count)) % 2 - 1) - 0.5
     return (waves * (12 / count) ** 0.5).T

@@ -1,4 +1,4 @@
-"""What a rewrite did to the function of a model, measured on given inputs."""
+"""Measure how much a rewrite changed the function of a model on given inputs."""
 
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ from dissociation.models._program import function_of
 
 
 class Certificate(NamedTuple):
-    """How far the outputs of two models are apart.
+    """Differences between the outputs of two models.
 
     Attributes:
-        max_abs_change: The largest change of any output on any input; NaN if an output is.
+        max_abs_change: Largest change of any output on any input; NaN if an output is NaN.
         max_rel_change: The same over the largest absolute output of the original model.
-        changed_predictions: On how many inputs the largest output is another one (of a single output: its sign), or
-            either model's largest is NaN or infinite.
-        num_inputs: How many inputs were compared.
+        changed_predictions: Number of inputs whose largest output (or sign of a single output) changed, or is NaN or
+            infinite in either model.
+        num_inputs: Number of inputs.
     """
 
     max_abs_change: Float[Array, ""]
@@ -32,7 +32,7 @@ class Certificate(NamedTuple):
     __repr__ = printed
 
     def kept(self, tolerance: float = 1e-4) -> Bool[Array, ""]:
-        """Whether no output moved by more than `tolerance` and no prediction changed."""
+        """Test that no output changed by more than `tolerance` and no prediction changed."""
         return (self.max_abs_change <= tolerance) & (self.changed_predictions == 0)
 
 
@@ -44,21 +44,17 @@ def certify(
     *,
     batch_size: int | None = 1024,
 ) -> Certificate:
-    """Compares the outputs of a model before and after a rewrite.
-
-    Both are evaluated at the highest matmul precision, so that what is reported is the rewrite's doing and not that of
-    an accelerator's short formats.
+    """Compare the outputs of a model before and after a rewrite.
 
     Args:
-        original: A function of one example, such as an Equinox model, or a pair (model, state); in inference mode.
-        rewritten: The same after the rewrite; outputs of the same shape.
-        inputs: The examples, samples first: an array, or a dictionary or tuple of arrays, as the models take them.
-        batch_size: How many examples are evaluated at once, which bounds the memory; None is all of them, without a
-            loop (the faster choice for convolutions on a CPU).
+        original: A function of one example or a pair (model, state), in inference mode.
+        rewritten: The rewritten model.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
+        batch_size: Examples per batch, which bounds memory. None is all at once, faster for convolutions on a CPU.
 
     Raises:
-        TypeError: If `batch_size` is no integer, or a model does not take one example or gives no real array.
-        ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.
+        TypeError: If `batch_size` is not an integer, or a model does not accept one example or return a real array.
+        ValueError: If there are no inputs, one is not finite, or the shapes of outputs differ.
     """
     original, rewritten = function_of("original", original), function_of("rewritten", rewritten)
     inputs = as_examples("inputs", inputs, finite=True)
@@ -66,11 +62,12 @@ def certify(
 
     def compare(example: Any) -> tuple[Array, Array, Array]:
         before, after = original(example).ravel(), rewritten(example).ravel()
-        # An output that is not finite names no class, so it is never the same one.
+        # An output that is not finite predicts no class, so it counts as changed.
         defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
         flipped = (_prediction(before) != _prediction(after)) | ~defined
         return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
 
+    # The short formats of an accelerator would change outputs more than the rewrite does.
     with jax.default_matmul_precision("highest"):
         before, after = (check_model(*named, first) for named in (("original", original), ("rewritten", rewritten)))
         if before.shape != after.shape:
@@ -83,7 +80,7 @@ def certify(
     change, size, flipped = jnp.max(changes), jnp.max(sizes), jnp.sum(flips)
     return Certificate(
         max_abs_change=change,
-        # Where all outputs are zero, no change is none and any change is infinite.
+        # If all outputs are zero, the relative change is zero or infinite.
         max_rel_change=jnp.where(change == 0, change, change / size),
         changed_predictions=flipped,
         num_inputs=jnp.asarray(num_inputs, flipped.dtype),
@@ -91,5 +88,5 @@ def certify(
 
 
 def _prediction(outputs: Array) -> Array:
-    """The class that the outputs of one example name."""
+    """Return the predicted class of one example, or the sign of a single output."""
     return outputs[0] > 0 if outputs.size == 1 else jnp.argmax(outputs)

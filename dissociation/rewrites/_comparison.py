@@ -1,4 +1,4 @@
-"""Whether a model computes as another does, but for the number of neurons in a group; and whether it is defined."""
+"""Compare the programs of two models that differ in the number of neurons of a group."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ KEPT_SIZE = (
 
 
 def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raises unless both are one program, without anything in it that depends on how many neurons a group has."""
+    """Raise unless both models are one program that does not depend on the number of neurons of a group."""
     (one, results), (other, others) = (_flow(model, group) for model in (before, after))
     same = one.lengths == other.lengths and _same_steps(one.steps, other.steps) and _same_known(results, others)
     same = same and [value.shape for value in results] == [value.shape for value in others]
@@ -29,17 +29,19 @@ def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
 
 
 PARTIAL = {"sqrt", "rsqrt", "log", "log1p", "pow", "div", "integer_pow", "acos", "asin", "acosh", "atanh", "erf_inv"}
-"""Operations that are not finite, or not numbers, everywhere."""
+"""Operations that are not finite everywhere."""
 
 
 def check_defined(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raises if outputs are no longer numbers because of new neurons, whose weight of zero does not silence NaN."""
+    """Raise if new neurons make outputs NaN or infinite."""
     numbers = [jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)) for model in (before, after)]
     if any(map(is_traced, [*numbers[0], *numbers[1]])):
         return
     runs = [program_of(model, group.call) for model in (before, after)]
+    # Most models need no run: their operations are finite everywhere.
     if PARTIAL.isdisjoint(trace(runs[1].run, runs[1].leaves, group.example).code.primitives):
         return
+    # A weight of zero does not silence NaN: outputs must be compared.
     examples = jax.tree.map(_drawn_like, group.example)
     one, other = ([np.isfinite(y) for y in jax.vmap(run, (None, 0))(leaves, examples)] for _, leaves, run in runs)
     if any((kept & ~still).any() for kept, still in zip(one, other, strict=True)):
@@ -48,7 +50,7 @@ def check_defined(before: Any, after: Any, group: NeuronGroup) -> None:
 
 
 def _drawn_like(leaf: Any) -> Any:
-    """Examples to try, half of them without negative numbers; zeros where they are no real numbers."""
+    """Draw 64 examples, half of them non-negative; zeros for dtypes that are not real."""
     shape, kind = (64, *np.shape(leaf)), jax.dtypes.result_type(leaf)
     if not jnp.issubdtype(kind, jnp.floating):
         return jnp.zeros(shape, kind)
@@ -57,7 +59,7 @@ def _drawn_like(leaf: Any) -> Any:
 
 
 def _flow(model: Any, group: NeuronGroup) -> tuple[Flow, list[Value]]:
-    """The operations of a model, and its outputs."""
+    """Return the operations of a model and its outputs."""
     _, leaves, program = program_of(model, group.call)
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
     try:
@@ -81,16 +83,16 @@ def _same_step(one: Step, other: Step) -> bool:
             return False
     params = [{name: value for name, value in step.params.items() if _is_plain(name, value)} for step in (one, other)]
     given = [[value.shape for value in step.operands] for step in (one, other)]
-    if given[0] == given[1] and one.name != "broadcast_in_dim":  # nothing in it has neurons
+    if given[0] == given[1] and one.name != "broadcast_in_dim":  # its operands have no neurons
         order = [None if (own := step.params.get("indices")) is None else own.tolist() for step in (one, other)]
         return one.shapes == other.shapes and params[0] == params[1] and order[0] == order[1]
-    # Shapes and slices follow the neurons; other numbers do not, but for the groups of a convolution.
+    # Shapes and slices depend on the number of neurons; other numbers do not, except the groups of a convolution.
     plain = [{name: value for name, value in own.items() if not isinstance(value, tuple)} for own in params]
     return plain[0] == plain[1] or one.name == "conv_general_dilated"
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    """Whether a parameter is numbers or words, and no function or program, which are other objects each time."""
+    """Test whether a parameter is numbers or text; functions and programs differ between traces."""
     return name != "branches" and isinstance(value, int | float | str | tuple) and " at 0x" not in repr(value)
 
 
@@ -100,7 +102,7 @@ def _same_known(one: list[Value], other: list[Value]) -> bool:
 
 
 def _same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether constants are the same, whatever the length of an axis."""
+    """Test whether constants are equal up to the length of an axis."""
     if one.shape == other.shape:
         return one.tobytes() == other.tobytes()
     return np.array_equal(np.unique(one), np.unique(other), equal_nan=one.dtype.kind in "fc")

@@ -1,4 +1,4 @@
-"""What products, windows and Fourier transforms do to axes: what is multiplied and summed, and what is run over."""
+"""Rules for products, convolutions, windows and Fourier transforms."""
 
 from dissociation.rewrites._axes import UNIT, Axis, Product
 from dissociation.rewrites._flow import Flow, Rule, Step, Value
@@ -20,7 +20,7 @@ def _dot(flow: Flow, step: Step) -> list[Value]:
 
 
 def _along_both(flow: Flow, size: int, first: Axis | None, second: Axis | None) -> Axis | None:
-    """An axis that both factors of a product have."""
+    """Return the axis that both factors of a product have."""
     return flow.multiplied([Value((size,), [first]), Value((size,), [second])], (1.0, 1.0)).axes[0]
 
 
@@ -36,10 +36,11 @@ def _convolution(flow: Flow, step: Step) -> list[Value]:
     strides, around = params["window_strides"], params["padding"]
     for n, (i, j, place) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
         plain = tuple(around[n]) == (0, 0) and params["lhs_dilation"][n] == params["rhs_dilation"][n] == 1
-        if plain and kernel.shape[j] == 1 and strides[n] == 1:  # by itself at each place
+        # Wider windows read neighbours, which fixes the order of positions.
+        if plain and kernel.shape[j] == 1 and strides[n] == 1:  # a product at each position
             flow.freeze(kernel, CONVOLVED, [j])
             axes[place] = flow.handed_on(image.axes[i])
-        elif plain and kernel.shape[j] == image.shape[i]:  # over all of it at once
+        elif plain and kernel.shape[j] == image.shape[i]:  # a sum over all positions
             flow.contract(image.axes[i], kernel.axes[j])
             axes[place] = UNIT
         else:

@@ -1,10 +1,4 @@
-"""Which copies of a group of neurons may move separately: heads, layers of a stack, groups of channels.
-
-Each entry that belongs to a neuron gets a label: which copy of the neurons it is of. In the parameters every row of
-neurons begins as a copy of its own; the program is run on the labels, and wherever two copies must move alike, since
-they are added, multiplied, or summed over in one product, their labels become one. What is not certain ties all copies
-of a group: an operation without a rule, an entry that belongs to two of the neurons.
-"""
+"""Find which copies of a group of neurons may move independently: heads, layers of a stack, groups of channels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +13,15 @@ from dissociation.rewrites._indexing import WRITES, clipped, update_axes
 from dissociation.rewrites._labels import Copies, Label, Marks, thin
 
 LONGEST = 256
-"""Turns of a loop whose copies are told apart."""
+"""Largest number of loop iterations whose copies are distinguished."""
 
 Labels = list[Any]
-"""By operand or result; None where the atom has none. Of the only operand that has axes there are always labels."""
+"""Labels by operand or result; None if the atom does not occur."""
 Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
 
 
 def run(copies: Copies, steps: Sequence[Step]) -> None:
-    """Runs a program on the labels."""
+    """Propagate labels through a program."""
     for step in steps:
         if step.name in PARTS:
             PARTS[step.name](copies, step)
@@ -44,10 +38,11 @@ def _apply(copies: Copies, step: Step) -> None:
         axes = [-1 if label is None else copies.axis(v, atom) for v, label in zip(step.operands, labels, strict=True)]
         found = None if rule is None else rule(copies, step, labels, axes, atom)
         if found is None:
+            # Without a rule, no copies are known to be independent: all move together, which is safe.
             copies.tied.add(atom)
             continue
         for own, label in zip(marks, found, strict=True):
-            if label is not None and (thin(label) >= 0).any():  # a part of an axis may have none
+            if label is not None and (thin(label) >= 0).any():  # a slice may hold no neuron
                 own[atom] = label
     for value, own in zip(step.results, marks, strict=True):
         copies.mark(value, own)
@@ -66,18 +61,19 @@ def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of an operation that mixes along one axis, of which less may be left."""
+    """Propagate labels through an operation along one axis."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
     label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
-    if along in axes:  # sorted by itself, it is so whatever its order was
+    # An array that is sorted alone does not depend on its order before.
+    if along in axes:
         return [*(None for _ in step.results)] if step.name in ("sort", "top_k") else None
     return [np.broadcast_to(copies.along(label, (along,)), value.shape) for value in step.results]
 
 
 def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of an operation that only moves entries."""
+    """Propagate labels through an operation that only moves entries."""
     return [MOVES[step.name](step, labels[0])]
 
 
@@ -94,7 +90,7 @@ def _broadcast(step: Step, label: Label) -> Label:
 
 
 def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of `gather`: entries that are read at places that are not known move alike."""
+    """Propagate labels through `gather`; entries read at unknown places get one label."""
     value, where = step.operands
     numbers, sizes, out = step.params["dimension_numbers"], step.params["slice_sizes"], step.results[0].shape
     found = []
@@ -121,7 +117,7 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
 
 
 def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of what changes a part of an array: along axes that it does not span, all entries move alike."""
+    """Propagate labels through a partial update."""
     place = 1 if step.name == "dynamic_update_slice" else 2
     if place == 2 and labels[1] is not None:
         return None
@@ -147,7 +143,7 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
     label = labels[0]
     for k, size in enumerate(step.results[0].shape):
         start: Any = step.operands[1 + k].known
-        if size < label.shape[k] and start is None:  # any of them may be read
+        if size < label.shape[k] and start is None:  # any entry may be read
             label = np.broadcast_to(copies.along(label, (k,)), (*label.shape[:k], size, *label.shape[k + 1 :]))
         elif size < label.shape[k]:
             label = np.take(label, clipped(start, label.shape[k], size) + np.arange(size), k)
@@ -159,7 +155,7 @@ def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
 
 
 def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of an operation that puts arrays side by side."""
+    """Propagate labels through a concatenation or stack."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
     pairs = zip(labels, step.operands, strict=True)
@@ -179,7 +175,7 @@ def _unstack(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of `fft`."""
+    """Propagate labels through `fft`."""
     over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
     return [np.broadcast_to(copies.along(labels[0], tuple(over)), step.results[0].shape)]
 
@@ -187,13 +183,14 @@ def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], at
 def _product(
     copies: Copies, labels: Labels, letters: tuple[list[Any], list[Any]], along: list[Any], out: list[Any]
 ) -> Label | None:
-    """Labels of a sum of products, as `einsum` writes it."""
+    """Return the labels of a sum of products in the notation of `einsum`."""
     aligned = []
     everything = [*out, *(x for x in dict.fromkeys([*letters[0], *letters[1]]) if x not in out)]
     for label, own, other in zip(labels, letters, letters[::-1], strict=True):
         if label is None:
             continue
-        if all(x is not None for x in along):  # each entry meets all of the other's along what that alone has
+        # Each entry of one factor meets all entries of the other along axes that the other alone has.
+        if all(x is not None for x in along):
             label = copies.along(label, [k for k, x in enumerate(own) if x not in other])
         order = [own.index(x) for x in everything if x in own]
         aligned.append(np.expand_dims(label.transpose(order), [k for k, x in enumerate(everything) if x not in own]))
@@ -221,7 +218,7 @@ def _dot(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int)
 
 
 def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """As a product over the channels of each group of them; all that lies in space moves alike."""
+    """Propagate labels through a convolution, as a product over channels."""
     numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
     names = ("image", "in"), ("out", "in")
     flat: Labels = [None, None]
@@ -232,7 +229,7 @@ def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], at
             continue
         if axis not in spec[:2]:
             return None
-        blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # channels, which come in groups
+        blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # channels, in groups
         sizes = groups, value.shape[blocked] // groups
         plain = copies.along(label.transpose(spec), space).squeeze(space)
         flat[side] = plain.reshape(*sizes, -1) if side else plain.reshape(-1, *sizes)
@@ -258,7 +255,7 @@ def _window(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: i
 
 
 def _scan(copies: Copies, step: Step) -> None:
-    """Turn by turn where the turns see different copies; else the turns are alike."""
+    """Propagate labels through a loop."""
     (part,), params = step.parts, step.params
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     carry, slices, over = part.inputs[first:last], part.inputs[last:], step.operands[last:]
@@ -268,6 +265,7 @@ def _scan(copies: Copies, step: Step) -> None:
     marks = [copies.marks(value) for value in over]
     differ = any((label != label[:1]).any() for own in marks for label in own.values())
     turns = list(range(params["length"]))[:: -1 if params["reverse"] else 1]
+    # One run of the body is enough for equal labels, and safe for a loop that is too long to unroll.
     if not differ or len(turns) > LONGEST:
         marks = [{atom: copies.along(label, (0,)) for atom, label in own.items()} for own in marks]
         turns = [0]
@@ -292,8 +290,9 @@ def _scan(copies: Copies, step: Step) -> None:
 
 
 def _settled(copies: Copies, programs: list[list[Step]], carry: list[Value], after: list[Value]) -> None:
-    """Runs the body of a loop whose turns are alike, until what it hands on has the labels of what it was given."""
+    """Propagate labels through loop bodies until the carried labels stop changing."""
     grown = True
+    # Labels only unite, so the loop ends.
     while grown:
         grown = False
         for steps in programs:
@@ -312,6 +311,7 @@ def _while(copies: Copies, step: Step) -> None:
     carry = body.inputs[step.params["body_nconsts"] :]
     for value, start in zip(carry, step.operands[len(step.operands) - len(carry) :], strict=True):
         copies.mark(value, copies.marks(start))
+    # The number of iterations is unknown: one label must hold for all of them.
     _settled(copies, [test.steps, body.steps], carry, body.outputs)
 
 
@@ -325,7 +325,7 @@ def _cond(copies: Copies, step: Step) -> None:
 
 
 SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constraint")
-"""What is followed itself, or hands on what it is given."""
+"""Operations that return their operands, or whose inner steps are recorded already."""
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
@@ -363,9 +363,10 @@ RULES: dict[str, Rule] = {
 def copies_told_apart(
     flow: Flow, made: Sequence[Value], free: set[int]
 ) -> tuple[dict[int, int], dict[tuple[int, tuple[int, ...]], np.ndarray]]:
-    """Which copies may move separately."""
+    """Return the number of independent copies of each atom, and the copy at each parameter entry."""
     copies = Copies(flow)
     for index, value in enumerate(made):
+        # Every row starts as its own copy; operations that add or multiply two rows unite them.
         copies.begin(index, value, free)
     copies.tied |= {leaf.atom for axis in flow.referred for leaf in flow.atoms.leaves(axis)}
     run(copies, flow.steps)
@@ -378,7 +379,8 @@ def copies_told_apart(
         there, firsts = np.unique(old[old >= 0], return_index=True)
         for number in there[np.argsort(firsts)].tolist():
             own.setdefault(number, len(own))
-        known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])  # the last: -1
+        # The last entry is for -1.
+        known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])
         new = known[old]
         for k in range(new.ndim):
             if k != axis and (new == np.take(new, [0], k)).all():

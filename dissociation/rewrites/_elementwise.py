@@ -1,4 +1,4 @@
-"""What operations entry by entry do to axes, and those that compare or add up along one: sums, powers, maxima."""
+"""Rules for elementwise operations, reductions, and operations along an axis."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from dissociation.rewrites._flow import Flow, Rule, Step, Value
 
 LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False,
              "complex": True}  # fmt: skip
-"""Homogeneous of degree one in all operands together, and whether they are linear."""
+"""Operations homogeneous of degree one; True if linear."""
 
 SAME = ("neg", "stop_gradient", "convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag", "conj")
 POWERS = {"abs": 1.0, "square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
@@ -28,7 +28,7 @@ def _same(flow: Flow, step: Step) -> list[Value]:
     value = step.operands[0]
     kind = step.params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
-        return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
+        return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or compared with zero
     return [Value(value.shape, value.axes, value.zero, None if kind is None else value.known, value.endless)]
 
 
@@ -72,9 +72,11 @@ def _reduction(flow: Flow, step: Step) -> list[Value]:
     value, over = step.operands[0], step.params["axes"]
     for k in over:
         flow.reduce(value.axes[k])
+        # A sum over a constant axis depends on its length.
         flow.lengths += [value.shape[k]] if value.axes[k] is None else []
     left = [axis for k, axis in enumerate(value.axes) if k not in over]
     if step.name != "reduce_sum":
+        # A product over an axis scales by a power that depends on its length.
         flow.bend(*left, still=step.name == "reduce_prod")
     return [Value(step.shapes[0], left, value.zero)]
 
@@ -101,7 +103,7 @@ def _argument(flow: Flow, step: Step) -> list[Value]:
 
 
 def _sort(flow: Flow, step: Step) -> list[Value]:
-    """Each along the others: what is sorted by, whatever its factors, gives the others their places."""
+    """Follow a sort; with several operands the first reorders the others, whatever its scale."""
     operands, along = step.operands, step.params["dimension"] % len(step.shapes[0])
     if len(operands) == 1:
         flow.reduce(operands[0].axes[along])
@@ -120,7 +122,7 @@ def _sort(flow: Flow, step: Step) -> list[Value]:
 
 
 def _top(flow: Flow, step: Step) -> list[Value]:
-    """The largest values along an axis, and where they were."""
+    """Follow `top_k`: the largest values along an axis, and their indices."""
     (value,), shape = step.operands, step.shapes[0]
     along = step.params["axis"] % len(shape)
     flow.reduce(value.axes[along])

@@ -1,9 +1,4 @@
-"""Which axes of a program move together, read off its operations.
-
-An operation unites the axes that it lines up, takes them apart where it treats indices differently, and freezes what it
-does not know: what is found is safe. Linear equations are collected for the exponents of a scaling: if a value is
-multiplied by a^e along an atom, products add exponents, sums want equal ones, and a contraction wants them to cancel.
-"""
+"""Axes of a program that move together, and linear equations for exponents of scalings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,25 +11,24 @@ import numpy as np
 from dissociation.rewrites._axes import UNIT, Atoms, Axis, Product, size_of
 
 FEW = 65536
-"""Entries of constants that are followed, such as indices."""
+"""Largest size of constants whose entries are tracked, such as indices."""
 
 
 @dataclass
 class Value:
-    """What is known of an array.
+    """Static properties of an array.
 
     Attributes:
-        shape: Its shape.
-        axes: What each axis is made of; None where nothing differs along it.
-        zero: Whether all of it is.
-        known: Its entries, if they are constants and few.
-        endless: Whether no entry is finite, so that no factor changes it.
-        refers: The axis whose indices its entries are, as those of an argmax.
-        shifted: Whether they are others too: a number more, or the first of some that tie.
-        column: Where they stand beside other indices, along the last axis; None if they are alone.
-        pair: What the largest values and their indices share where these may be others, but only of zeros.
-        level: Whether entries may be equal though nothing says that they are one: 0 if not, 1 if all such are zero, as
-            after a ReLU, 2 if they may be any number.
+        shape: Shape.
+        axes: Axes; None if the array is constant along one.
+        zero: True if all entries are zero.
+        known: Entries, if they are constants and few.
+        endless: True if no entry is finite.
+        refers: Axis whose indices the entries are, as after an argmax.
+        shifted: True if indices may be offset, or the first of a tie.
+        column: Position of these indices among others along the last axis; None if alone.
+        pair: Token shared by largest values and their indices if only zeros tie.
+        level: Ties between entries: 0 none, 1 only of zeros, as after a ReLU, 2 of any value.
     """
 
     shape: tuple[int, ...]
@@ -50,14 +44,14 @@ class Value:
 
 
 class Equation(NamedTuple):
-    """sum of coefficient * exponent = 0, or, of what a contraction adds up, = -1 where neurons are duplicated."""
+    """The equation sum of coefficient * exponent = 0, or -1 for a contraction over duplicated neurons."""
 
     terms: tuple[tuple[Axis, float], ...]
     adds_up: bool = False
 
 
 class Part(NamedTuple):
-    """A program within an operation: the body of a loop, or a branch."""
+    """A loop body or branch."""
 
     steps: list["Step"]
     inputs: list[Value]
@@ -66,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Step:
-    """An operation, what is known of its operands and, once it was followed, of its results; `shapes` are theirs."""
+    """An operation with its values; `shapes` are those of results."""
 
     name: str
     params: dict[str, Any]
@@ -78,18 +72,18 @@ class Step:
 
 @dataclass
 class Flow:
-    """What is read off a program.
+    """Everything read off a program.
 
     Attributes:
-        atoms: All of them.
-        equations: For exponents.
-        uneven: Axes along which something happens that no linear map of their indices commutes with.
-        counted: Axes over which a statistic is taken.
-        contracted: Axes of values that were summed over in a product with another.
-        lengths: Of axes along which nothing differs, over which is summed.
-        referred: Axes that are read or written at indices which follow from values along them.
-        steps: What was done, in order.
-        large: Constants too large to be followed.
+        atoms: All atoms.
+        equations: Equations for exponents.
+        uneven: Axes whose linear maps do not commute with an operation.
+        counted: Axes that a statistic is computed over.
+        contracted: Axes that a product sums over.
+        lengths: Lengths of constant axes that are reduced over.
+        referred: Axes read or written at indices computed from values along them.
+        steps: Operations in order.
+        large: Constants too large to track.
     """
 
     atoms: Atoms = field(default_factory=Atoms)
@@ -103,18 +97,19 @@ class Flow:
     large: list[np.ndarray] = field(default_factory=list)
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
-        """A value of new atoms, frozen if a reason is given."""
+        """Return a value of new atoms, frozen if a reason is given."""
         return Value(tuple(shape), [self.atoms.new(size, reason) for size in shape])
 
     def constant(self, array: Any) -> Value:
-        """A known array: it may move along axes along which it does not differ."""
+        """Return the value of a known array."""
         if jnp.issubdtype(getattr(array, "dtype", type(array)), jax.dtypes.prng_key):
             return self.array(array.shape, "a key differs along it")
         array = np.asarray(array)
         axes: list[Axis | None] = []
         for k, size in enumerate(array.shape):
             first = array[(slice(None),) * k + (slice(0, 1),)]
-            even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
+            # NaN equals NaN here: all of a constant may be NaN.
+            even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None)
         known = array if array.size <= FEW else None
         self.large += [array] if known is None else []
@@ -122,50 +117,48 @@ class Flow:
         return Value(array.shape, axes, not array.any(), known, endless)
 
     def unknown(self, step: Step) -> list[Value]:
-        """Freezes everything that an operation touches."""
+        """Freeze everything that an operation touches."""
+        # Only symmetries that rules prove are reported: a missing rule costs groups, not correctness.
         reason = f"`{step.name}` is not known to leave its order open"
         for value in step.operands:
             self.freeze(value, reason)
         return [self.array(shape, reason) for shape in step.shapes]
 
     def even(self, size: int) -> Axis:
-        """An axis along which nothing differs, where one is needed."""
+        """Return an axis along which nothing differs."""
         axis = self.atoms.new(size)
         self.still(axis)
         return axis
 
     def still(self, axis: Axis | None) -> None:
-        """The exponent is zero."""
+        """Set the exponent of an axis to zero."""
         if axis is not None:
             self.equations.append(Equation(((axis, 1.0),)))
 
     def equal(self, a: Axis, b: Axis | None) -> None:
-        """The exponents are equal; that of None is zero."""
+        """Set two exponents equal; that of None is zero."""
         self.equations.append(Equation(((a, 1.0),) if b is None else ((a, 1.0), (b, -1.0))))
 
     def bend(self, *axes: Axis | None, still: bool = False) -> None:
-        """Notes what no linear map of the axes' indices commutes with; with `still`, their exponents are zero."""
+        """Mark axes as `uneven`; with `still`, set their exponents to zero."""
         self.uneven += [axis for axis in axes if axis is not None]
         for axis in axes if still else ():
             self.still(axis)
 
     def freeze(self, value: Value, reason: str, axes: Sequence[int] | None = None) -> None:
-        """Freezes some axes of a value, or all."""
+        """Freeze some axes of a value, or all."""
         for k in range(len(value.axes)) if axes is None else axes:
             self.atoms.freeze(value.axes[k], reason)
 
     def lined_up(self, axes: Sequence[Axis | None]) -> Axis | None:
-        """United axes in a new occurrence; None where nothing differs along any."""
+        """Return united axes in a new occurrence; None if all are None."""
         there = [axis for axis in axes if axis is not None]
         for axis in there[1:]:
             self.atoms.unite(there[0], axis)
         return self.atoms.copied(there[0]) if there else None
 
     def summed(self, operands: Sequence[Value], *, linear: bool = True) -> Value:
-        """A sum of arrays, or if not `linear` a choice: whatever is homogeneous of degree one in all of them together.
-
-        Operands have one shape, but that axes may be of length 1, or are scalars.
-        """
+        """Follow a function that is homogeneous of degree one: a sum, or a choice if not `linear`."""
 
         def exponents(axis: Axis, own: list[Axis | None]) -> None:
             there = [(each, value.endless) for each, value in zip(own, operands, strict=True) if not value.zero]
@@ -173,6 +166,7 @@ class Flow:
                 self.bend(axis, *(each for each, _ in there))
             for each, endless in there:
                 if each is not None or not endless:
+                    # Terms of a sum must scale alike for the sum to scale.
                     self.equal(axis, each)
 
         found = self._aligned(operands, exponents)
@@ -180,10 +174,11 @@ class Flow:
         return found
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
-        """A product of powers of arrays, of one shape, or scalars."""
+        """Follow a product of powers of arrays."""
 
         def exponents(axis: Axis, own: list[Axis | None]) -> None:
             terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
+            # Products add exponents.
             self.equations.append(Equation(((axis, 1.0), *terms)))
             if len(terms) > 1 or terms[0][1] != -1:
                 self.bend(axis, *own)
@@ -191,12 +186,13 @@ class Flow:
         return self._aligned(operands, exponents)
 
     def mixed(self, operands: Sequence[Value], *, ordered: bool = False) -> Value:
-        """Any function of single numbers; if `ordered`, it asks which is larger alone: all may be scaled alike."""
+        """Follow an elementwise function; if `ordered`, a comparison, which allows a common factor."""
 
         def exponents(axis: Axis, own: list[Axis | None]) -> None:
             self.bend(axis, still=True)
             there = [each for each, value in zip(own, operands, strict=True) if not (ordered and value.zero)]
             known = [each for each in there if each is not None]
+            # A common factor does not change which number is larger.
             if ordered and len(known) == len(there):
                 for each in known[1:]:
                     self.equal(known[0], each)
@@ -210,6 +206,7 @@ class Flow:
         shape = np.broadcast_shapes(*(value.shape for value in operands))
         axes: list[Axis | None] = []
         for k, size in enumerate(shape):
+            # Operands may be scalars or have axes of length 1.
             own = [value.axes[k] if value.shape and value.shape[k] == size else None for value in operands]
             for value in operands:
                 if value.shape and value.shape[k] != size:
@@ -221,33 +218,35 @@ class Flow:
         return Value(shape, axes)
 
     def handed_on(self, axis: Axis | None) -> Axis | None:
-        """An axis of a result, which moves with that of an operand but is read by others."""
+        """Return a new occurrence of an operand's axis, for a result."""
         if axis is None:
             return None
+        # A new occurrence, as other operations use the result than the operand.
         copy = self.atoms.copied(axis)
         self.equal(copy, axis)
         return copy
 
     def contract(self, a: Axis | None, b: Axis | None) -> None:
-        """Sums products over an axis of two arrays."""
+        """Sum products over an axis of two arrays."""
         self.atoms.unite(a, b)
         terms = tuple((axis, 1.0) for axis in (a, b) if axis is not None)
         self.contracted += [axis for axis, _ in terms]
         if len(terms) == 2:
+            # A sum over neurons does not change if the two factors of each cancel.
             self.equations.append(Equation(terms, adds_up=True))
         elif terms and size_of(terms[0][0]) == 1:
             self.atoms.freeze(terms[0][0], "it is multiplied with what has no such axis")
-        elif terms:  # with what does not differ along it: a statistic
+        elif terms:  # a product with a constant is a statistic
             self.reduce(terms[0][0])
 
     def reduce(self, axis: Axis | None) -> None:
-        """Takes a statistic over an axis."""
+        """Compute a statistic over an axis."""
         if axis is not None:
             self.counted.append(axis)
             self.bend(axis, still=True)
 
     def referring(self, value: Value, axis: Axis | None) -> Axis | None:
-        """An axis that is read or written at the indices that a value holds: it moves with the one that they are of."""
+        """Unite an axis that is read or written at the indices of a value with the axis they index."""
         if value.refers is None or axis is None:
             return None
         self.atoms.unite(value.refers, axis)
@@ -256,14 +255,14 @@ class Flow:
         return axis
 
     def regrouped(self, value: Value, shape: tuple[int, ...]) -> list[Axis | None]:
-        """The axes of an array of another shape with the same entries in the same order."""
+        """Return the axes after a reshape."""
         if value.shape == shape:
             return list(value.axes)
         old = [(axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1]
         new = [size for size in shape if size != 1]
         alone = [axis for axis, size in zip(value.axes, value.shape, strict=True) if size == 1]
         single = tuple(leaf for axis in alone for leaf in self.atoms.leaves(axis))
-        if single and old:  # goes with the first axis that is longer
+        if single and old:  # joins the first longer axis
             old[0] = Product((*single, old[0][0] or self.even(old[0][1]))), old[0][1]
         elif single and shape:
             return [Product(single), *[UNIT] * (len(shape) - 1)]
@@ -288,4 +287,4 @@ class Flow:
 
 
 Rule = Callable[[Flow, Step], list[Value]]
-"""What is known of the results of an operation; tables of rules are by names of primitives."""
+"""Function from an operation to its results."""

@@ -1,20 +1,6 @@
-"""How far linear CKA can be moved without changing a function: exactly, over scalings and over linear maps.
+"""Attainable range of linear CKA with a reference over rewrites that keep the function, exactly.
 
-A network whose hidden neurons are positively homogeneous computes the same function with each of them scaled. Its
-representation X diag(s) has the Gram matrix K(w) = sum_i w_i h_i h_i^T, w = s^2, h_i the centred columns, and with a
-reference K0
-
-    CKA(w) = b^T w / (|K0| sqrt(w^T G w)),   G_ij = |h_i^T h_j|^2,   b_i = tr(h_i^T K0 h_i).
-
-Its maximum over w >= 0 is a non-negative least squares problem, its minimum lies at a single neuron. Where a neuron has
-activity at several positions, as a channel of a convolution, they share its factor, and h_i has a column for each.
-
-Linear neurons may be mapped by any invertible matrix M: X M^T has any Gram matrix U Q U^T, where U is an orthonormal
-basis of the centred columns and Q positive definite, and with A = U^T K0 U
-
-    min A's least eigenvalue / |K0| <= CKA <= |A| / |K0|.
-
-Other measures, and two networks that both are free: `bounds`.
+See `similarity_bounds` for other measures and for two free networks.
 """
 
 from typing import Any, NamedTuple
@@ -34,21 +20,21 @@ from dissociation.rewrites._rewrites import Rewrite, rotate, scale
 
 ENDS = ("low", "high")
 SMALLEST = 1e-4
-"""Length of the activity of neurons that the extreme network has no use for, of the longest: they hardly count."""
+"""Length of the activity of unused neurons at an end, relative to the longest: they hardly count."""
 
 
 class Freedom(NamedTuple):
-    """What linear CKA with a reference may be, over all positive scalings of the neurons.
+    """Attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
     Attributes:
-        measured: Of the representation as it is.
-        low: The least, approached as one neuron outgrows all others.
-        high: The largest.
-        low_weights: Squared factors of the neurons that approach the least, [neurons]; 0 for neurons without use.
-        high_weights: The same for the largest.
-        residual: Of the conditions of Karush, Kuhn and Tucker at the largest, relative: it certifies that.
-        constant: Neurons that are constant on the data, whose scale no measure sees: [neurons].
-        lengths: Of the centred activity of each neuron as it is, [neurons].
+        measured: Value of the representation as it is.
+        low: Smallest value, approached as one neuron outgrows all others.
+        high: Largest value.
+        low_weights: Squared factors of the neurons that approach `low`, [neurons]; 0 for unused neurons.
+        high_weights: The same for `high`.
+        residual: Relative residual of the Karush-Kuhn-Tucker conditions at `high`, which certifies the maximum.
+        constant: Mask of neurons that are constant on the data, [neurons].
+        lengths: Length of the centred activity of each neuron, [neurons].
     """
 
     measured: float
@@ -66,24 +52,24 @@ class Freedom(NamedTuple):
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.scale`.
 
         Raises:
-            ValueError: If `end` is another word, or the group is not homogeneous of a positive degree in one way.
+            ValueError: If `end` is unknown, or the group is not homogeneous of a positive degree in one way.
         """
         check_choice("end", end, ENDS)
         factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)
         lengths = np.where(self.constant, 1.0, self.lengths)
         wanted = factors * lengths
+        # A rewrite needs positive factors, also for unused neurons.
         factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
+        # At the low end one neuron outgrows the others, whatever their exact factors.
         free = (wanted == 0) if end == "high" else np.ones(len(wanted), bool)
         return scale_activity(group, np.where(self.constant, 1.0, factors), free)
 
 
 def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Rewrite:
-    """The rewrite that multiplies what neurons show by these factors, [neurons].
-
-    Where the factors are `free`, powers of two are taken, on the host, which round nothing.
-    """
+    """Return the rewrite that multiplies activities by factors [neurons], rounded to powers of two if `free`."""
     if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
         fail("group", "be homogeneous of a positive degree, in one way", group)
+    # Activities scale by factor^degree. Powers of two round no weight, so they are taken if any factor will do.
     factors = factors ** (1 / group.degree)
     return scale(group, factors if free is None else np.where(free, np.exp2(np.round(np.log2(factors))), factors))
 
@@ -93,16 +79,20 @@ def cka_freedom(
     x: Float[Array | np.ndarray, "samples neurons *positions"],
     reference: Float[Array | np.ndarray, "samples features"],
 ) -> Freedom:
-    """The interval of linear CKA with a reference over all positive scalings of the neurons of a representation.
+    """Return the attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
-    Scaling neurons is a rewrite where their activation is homogeneous, so networks of one function fill the interval:
-    both ends are approached by `Freedom.rewrite`. Duplicated neurons add nothing to it, since copies are parallel;
-    neurons without effect open it further, to any direction that they may have. On the host, in float64.
+    If the activation is homogeneous, networks of one function fill the range and `Freedom.rewrite` approaches both
+    ends. Duplicated neurons do not change it, neurons without effect may extend it. With squared factors w >= 0,
+    centred activities h_i (a column per position) and the Gram matrix K0 of the reference,
+
+        CKA(w) = b^T w / (|K0| sqrt(w^T G w)),   G_ij = |h_i^T h_j|^2,   b_i = tr(h_i^T K0 h_i).
+
+    Computed on the host in float64.
 
     Args:
-        x: The representation: [samples, neurons]; or, where positions share the factor of a neuron as those of a
-            channel do, [samples, neurons, positions], any number of axes of them.
-        reference: Another one of the same samples, kept as it is.
+        x: The representation, [samples, neurons] or [samples, neurons, *positions]. Positions, as those of a channel,
+            share the factor of the neuron.
+        reference: Another one of the same samples, not scaled.
 
     Raises:
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
@@ -111,10 +101,11 @@ def cka_freedom(
     neurons = columns.reshape(len(columns), x.shape[1], -1)
     constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
     norms = np.linalg.norm(neurons, axis=(0, 2))
-    unit = neurons[:, ~constant] / norms[~constant, None]  # of neurons of length 1: weights are in their units
+    unit = neurons[:, ~constant] / norms[~constant, None]  # neurons of length 1, the unit of the weights
     gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / np.linalg.norm(other.T @ other)
     gram = _inner_squares(unit)
     own = norms[~constant] ** 2
+    # The maximum over w >= 0 is a non-negative least squares problem; the infimum lies at a single neuron.
     best, residual = _largest(gram, gains)
     alone = gains / np.sqrt(np.diag(gram))
     single = int(np.argmin(alone))
@@ -134,14 +125,14 @@ def cka_freedom(
 
 
 class LinearFreedom(NamedTuple):
-    """What linear CKA with a reference may be, over all invertible maps of the neurons.
+    """Attainable range of linear CKA with a reference over all invertible maps of the neurons.
 
     Attributes:
-        measured: Of the representation as it is.
-        low: The least, approached as one direction outgrows all others.
-        high: The largest.
-        low_matrix: M that approaches it, as in x M^T.
-        high_matrix: The same for the largest.
+        measured: Value of the representation as it is.
+        low: Smallest value.
+        high: Largest value.
+        low_matrix: M that approaches `low`, as in x M^T.
+        high_matrix: The same for `high`.
     """
 
     measured: float
@@ -156,7 +147,7 @@ class LinearFreedom(NamedTuple):
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.rotate`.
 
         Raises:
-            ValueError: If `end` is another word, or the neurons are not linear.
+            ValueError: If `end` is unknown, or the neurons are not linear.
         """
         check_choice("end", end, ENDS)
         return rotate(group, self.low_matrix if end == "low" else self.high_matrix)
@@ -169,17 +160,21 @@ def linear_cka_freedom(
     *,
     smallest: float = 5e-3,
 ) -> LinearFreedom:
-    """The interval of linear CKA with a reference over all invertible maps of linear neurons.
+    """Return the attainable range of linear CKA with a reference over all invertible maps of linear neurons.
 
-    Of a linear network's hidden layer these are networks of the same function. With the network's inputs in place of
-    `x`, it is the interval over all linear networks of one function whose hidden layer is as wide as the inputs' rank
-    and more. On the host, in float64.
+    Such maps keep the function of a linear network. With an orthonormal basis U of the centred columns and A = U^T K0
+    U,
+
+        least eigenvalue of A / |K0| <= CKA <= |A| / |K0|.
+
+    With network inputs as `x`, the range holds for all linear networks of one function whose hidden layer is at least
+    as wide as the rank of the inputs. Computed on the host in float64.
 
     Args:
         x: The representation.
-        reference: Another one of the same samples, kept as it is.
-        smallest: Factor of directions that the extreme representation has no use for, 0 to 1. The ends are missed by
-            about its square, and rounding of the function grows as its inverse.
+        reference: Another one of the same samples, not mapped.
+        smallest: Factor of unused directions at an end, 0 to 1. Ends are missed by about its square; rounding of the
+            function grows as its inverse.
 
     Raises:
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
@@ -195,13 +190,14 @@ def linear_cka_freedom(
     basis, sizes, rows = basis[:, :rank], sizes[:rank], rows[:rank]
     size = np.linalg.norm(other.T @ other)
     seen = other.T @ basis
+    # X M^T has any Gram matrix U Q U^T, with Q positive definite: only A = U^T K0 U limits CKA.
     values, vectors = np.linalg.eigh(seen.T @ seen / size)
     values = np.maximum(values, 0.0)
 
     low, high = np.eye(rank)[0], np.sqrt(values / values[-1])
 
     def matrix(lengths: np.ndarray) -> np.ndarray:
-        """M that gives the directions `vectors` these lengths, and leaves what no sample shows as it is."""
+        """Return M that gives the directions `vectors` these lengths and is the identity on all others."""
         whitened = vectors * np.maximum(lengths, smallest) @ vectors.T @ (rows / sizes[:, None]) * np.median(sizes)
         return rows.T @ whitened + np.eye(rows.shape[1]) - rows.T @ rows
 
@@ -218,45 +214,47 @@ def linear_cka_freedom(
 def approached(
     found: Freedom | LinearFreedom, model: Any, group: NeuronGroup, inputs: Any, *, end: str
 ) -> tuple[Any, Certificate]:
-    """The network that approaches an end of an interval, and what shows that its function is the same.
+    """Return the network that approaches an end of a range, and the certificate of its function.
 
     Args:
-        found: The interval of a representation of the model.
-        model: The network, as it is.
-        group: Of the neurons.
-        inputs: Examples, samples first, on which the functions are compared.
+        found: Attainable range of a representation of the model.
+        model: The network.
+        group: Group of the neurons.
+        inputs: Examples, samples first, to compare the functions on.
         end: "low" or "high".
 
     Raises:
-        ValueError: If `end` is another word, or the group cannot be rewritten so.
+        ValueError: If `end` is unknown, or the group has no such rewrite.
     """
     rewritten = found.rewrite(group, end=end)(model)
     return rewritten, certify(model, rewritten, inputs)
 
 
 def _inner_squares(unit: np.ndarray) -> np.ndarray:
-    """|h_i^T h_j|^2 of neurons [samples, neurons, positions], a neuron against all at a time."""
+    """Return |h_i^T h_j|^2 of neurons [samples, neurons, positions]."""
     if unit.shape[2] == 1:
         return (unit[:, :, 0].T @ unit[:, :, 0]) ** 2
     samples, number, positions = unit.shape
-    if samples <= positions:  # the Gram matrices themselves
+    if samples <= positions:  # Gram matrices are smaller then
         flat = np.matmul(unit.transpose(1, 0, 2), unit.transpose(1, 2, 0)).reshape(number, -1)
         return flat @ flat.T
     flat = unit.reshape(samples, -1)
+    # One neuron against all at a time, which bounds the memory.
     return np.stack([((unit[:, i].T @ flat) ** 2).reshape(positions, number, -1).sum((0, 2)) for i in range(number)])
 
 
 def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
-    """Centred columns in units of their largest entry, which of them are constant but for rounding, and the unit."""
+    """Return centred columns over their largest entry, a mask of constant ones, and that entry."""
     if is_traced(given):
         raise TypeError(f"`{name}` must be known: freedom is a step of the host, got a traced array.")
     columns = np.asarray(given, np.float64).reshape(len(given), -1)
     check_finite(name, columns)
     unit = float(np.abs(columns).max(initial=0.0)) or 1.0
+    # Squares of very large or small activities would overflow or vanish.
     columns = columns / unit
     sizes = np.abs(columns).max(0)
     columns = columns - columns.mean(0)
-    # A mean of n numbers in the representation's own precision is right to a rounding.
+    # The mean of n numbers in the precision of the representation is right up to one rounding.
     rounding = 8 * float(jnp.finfo(given.dtype if jnp.issubdtype(given.dtype, jnp.floating) else float).eps)
     constant = np.linalg.norm(columns, axis=0) <= rounding * sizes * np.sqrt(len(columns))
     if constant.all():
@@ -265,13 +263,14 @@ def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
-    """W >= 0 that maximises b^T w / sqrt(w^T G w), by min w^T G w / 2 - b^T w, and the residual of its conditions."""
+    """Return w >= 0 that maximises b^T w / sqrt(w^T G w), by min w^T G w / 2 - b^T w, and its relative residual."""
     values, vectors = eigh(gram)
+    # Duplicated neurons make G singular.
     kept = values > values[-1] * len(gram) * np.finfo(float).eps
     root = vectors[:, kept] * np.sqrt(values[kept])
     best = nnls(root.T, (vectors[:, kept].T @ gains) / np.sqrt(values[kept]))[0]
     used = best > 0
-    for _ in range(3):  # the normal equations of what is used, refined
+    for _ in range(3):  # refine the normal equations of the support
         step = np.linalg.lstsq(gram[np.ix_(used, used)], (gains - gram @ best)[used], rcond=None)[0]
         moved = best.copy()
         moved[used] += step

@@ -1,8 +1,4 @@
-"""Groups of neurons of any model: what may be permuted, scaled or rotated without a change of the function.
-
-The groups are found from the program that the model traces to; nothing is said by hand. A neuron is an index of an atom
-(`axes`): its slots are places in the model's arrays that move together.
-"""
+"""Groups of neurons of any model, found in its traced program, and the rewrites that each allows."""
 
 import functools
 import itertools
@@ -30,19 +26,19 @@ TOLERANCE = 1e-9
 
 
 class Slot(NamedTuple):
-    """Where the neurons of a group lie in one array of a model.
+    """A parameter axis along which the neurons of a group lie.
 
     Attributes:
-        path: Of the array, as `jax.tree_util.keystr` writes it.
-        leaf: Its number among the model's arrays of floating-point numbers.
-        axis: Of the array.
-        positions: Along the axis, [neurons, positions of each].
-        outgoing: Whether the neurons are read here, in a product that is summed over them, and not made.
-        shape: Of the array.
-        layout: Of the axis, for other numbers of neurons: parts, nested or end to end, of which `name` are the neurons.
-        name: In the layout.
-        copy: Which copy of the neurons is where: an array that broadcasts to that of the model, but that it has along
-            `axis` one entry for each position of a neuron. Zeros where there is one copy.
+        path: Path of the array, as `jax.tree_util.keystr` prints it.
+        leaf: Index of the array among the model's floating-point arrays.
+        axis: Axis of the array.
+        positions: Positions along the axis, [neurons, positions of each].
+        outgoing: True for outgoing weights, False for incoming ones.
+        shape: Shape of the array.
+        layout: Parts of the axis; the neurons are part `name`.
+        name: Name of the part in the layout.
+        copy: Copy at each entry. Broadcasts to the array, with one entry per position of a neuron along `axis`; zeros
+            for one copy.
     """
 
     path: str
@@ -56,16 +52,16 @@ class Slot(NamedTuple):
     copy: np.ndarray
 
     def blocks(self, array: Any) -> Any:
-        """What lies at each neuron in the array: [neurons, positions, ...], the other axes in their order."""
+        """Return the weights at each neuron, [neurons, positions, ...], the other axes in order."""
         library = np if isinstance(array, np.ndarray) else jnp
         return library.moveaxis(array, self.axis, 0)[self.positions]
 
     def rows(self, array: Any) -> Any:
-        """What lies at each neuron in the array: [neurons, numbers]."""
+        """Return the weights at each neuron, [neurons, numbers]."""
         return self.blocks(array).reshape(len(self.positions), -1)
 
     def with_blocks(self, array: Any, blocks: Any) -> Any:
-        """The array with other `blocks`."""
+        """Return the array with other `blocks`."""
         if isinstance(array, np.ndarray):
             moved = np.moveaxis(array, self.axis, 0).copy()
             moved[self.positions] = blocks
@@ -74,16 +70,16 @@ class Slot(NamedTuple):
         return jnp.moveaxis(moved, 0, self.axis)
 
     def of_copies(self, each: Any) -> Any:
-        """Of something with copies along its first axis, that of the copy at each position: [positions, ..., *rest]."""
+        """Return the entry of [copies, *rest] for the copy at each position, [positions, ..., *rest]."""
         return each[np.moveaxis(self.copy, self.axis, 0)]
 
     def per_neuron(self, each: Any) -> Any:
-        """Numbers [copies, neurons] as `blocks` has them: [neurons, positions, ...]; axes may be of length 1."""
+        """Return numbers [copies, neurons] as `blocks`, [neurons, positions, ...], with axes possibly of length 1."""
         library = np if isinstance(each, np.ndarray) else jnp
         return library.moveaxis(self.of_copies(each), -1, 0)
 
     def permuted(self, array: Any, permutations: Any) -> Any:
-        """The array with neurons `permutations` [copies, neurons] at the places of the neurons."""
+        """Return the array with its neurons permuted by [copies, neurons]."""
         library = np if isinstance(array, np.ndarray) else jnp
         order = self.per_neuron(permutations)
         return self.with_blocks(array, library.take_along_axis(self.blocks(array), order, axis=0))
@@ -91,31 +87,28 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NeuronGroup:
-    """Neurons that may change places.
+    """Neurons that may be permuted without a change of the function.
 
     Attributes:
-        name: After the array that makes them; what they show is called by its place, see `models.representations`.
-        size: How many they are, in each copy.
-        slots: Where they lie, in the order of the model's arrays.
-        scalings: Exponents [scalings, slots]: the function stays if every slot is multiplied by a^exponent, for each
-            neuron with a positive factor a of its own, and for each row alone. No rows where nothing can be scaled.
-        scaling: The exponents, one per slot, that `scale` takes: what makes the neurons is multiplied by a. None where
-            nothing can be.
-        degree: Of homogeneity, of what the next layer reads in what makes the neurons: 1 for ReLU, 2 for a bilinear
-            layer; None where the group cannot be scaled or it has no one degree.
-        sharing: Exponents, one per slot, of the number of copies where neurons are duplicated; None where they must
-            not be, as where a statistic is taken over them.
-        cancelling: Whether neurons that are made alike cancel where what reads them adds up to zero: it is multiplied
-            and summed as it stands.
-        normalised: Whether a statistic is taken over them.
-        linear: Sides of a general linear symmetry, one per slot: arrays with 1 are multiplied by an invertible M
-            [neurons, neurons], those with -1 by its inverse transposed; None where there is more than sums and products
-            between what makes them and what reads them.
-        example: What the model was traced for: shapes.
-        call: How.
-        copies: How many times they are there, as in heads or the layers of a stack, where each copy may be permuted,
-            scaled and rotated by itself; 1 also where all copies must move alike.
-        structure: Of the model, see `structure_of`.
+        name: Name of the array of incoming weights. Activities are named by position; see `models.representations`.
+        size: Number of neurons in each copy.
+        slots: Parameter axes of the neurons, in the order of the model's arrays.
+        scalings: Exponents [scalings, slots]: for each row, multiplying every slot by a^exponent, with a > 0 per
+            neuron, keeps the function. No rows if nothing can be scaled.
+        scaling: Exponents that `scale` uses, one per slot; incoming weights are multiplied by a. None if nothing can be
+            scaled.
+        degree: Degree of homogeneity of the input of the next layer in the incoming weights: 1 for ReLU, 2 for a
+            bilinear layer. None if the group cannot be scaled or has no single degree.
+        sharing: Exponents of the number of copies when neurons are duplicated, one per slot. None if they cannot be, as
+            under a statistic over neurons.
+        cancelling: True if neurons with equal incoming weights cancel when their outgoing weights add up to zero.
+        normalised: True if a statistic is computed over the neurons.
+        linear: Sides of a linear symmetry, one per slot: 1 is multiplied by an invertible M [neurons, neurons], -1 by
+            its inverse transposed. None if there is more than sums and products between incoming and outgoing weights.
+        example: Shapes and dtypes that the model was traced with.
+        call: Function that calls the model, see `neuron_groups`.
+        copies: Number of independent copies, such as heads or stacked layers. 1 also if all copies must move together.
+        structure: Structure of the model, see `structure_of`.
     """
 
     name: str
@@ -134,7 +127,7 @@ class NeuronGroup:
     structure: Any = None
 
     def by_axis(self) -> dict[tuple[int, int], list[int]]:
-        """Numbers of the slots by array and axis."""
+        """Return slot indices by array and axis."""
         found: dict[tuple[int, int], list[int]] = {}
         for index, slot in enumerate(self.slots):
             found.setdefault((slot.leaf, slot.axis), []).append(index)
@@ -157,11 +150,11 @@ class NeuronGroup:
 
 
 class GroupReport(NamedTuple):
-    """All groups of a model, and what stands still.
+    """All groups of a model, and all axes that are fixed.
 
     Attributes:
-        groups: By name.
-        frozen: For every array and axis that cannot be permuted as a whole, why.
+        groups: Groups by name.
+        frozen: Reason for every array and axis that cannot be permuted as a whole.
     """
 
     groups: dict[str, NeuronGroup]
@@ -176,7 +169,7 @@ class GroupReport(NamedTuple):
 
 @functools.singledispatch
 def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:
-    """Groups that somebody states for a type of models, by `stated_groups.register(type)`; None: they are found."""
+    """Return groups that a type of models declares by `stated_groups.register(type)`; None if they must be found."""
     return None
 
 
@@ -184,21 +177,21 @@ def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:
 def neuron_groups(
     model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
 ) -> dict[str, NeuronGroup]:
-    """The groups of neurons of a model, by name.
+    """Return the groups of neurons of a model, by name.
 
     Args:
-        model: Any PyTree of arrays and functions: an Equinox model, or (model, state) for one with `eqx.nn.State`,
-            taken in inference mode. Arrays of floating-point numbers are parameters, others are constants.
+        model: Any PyTree of arrays and functions: an Equinox model, or (model, state) for one with `eqx.nn.State`, used
+            in inference mode. Floating-point arrays are parameters, others are constants.
         example: One example, or anything with its shape and dtype.
-        call: From model and example to outputs; default: `model(example)`, and for a pair `model(example, state)[0]`.
-        single: Whether neurons that are alone in their layer are found, too.
+        call: Function from model and example to outputs; default: `model(example)`, or `model(example, state)[0]`.
+        single: If True, include neurons that are alone in their layer.
 
     Returns:
-        Groups of two neurons and more, or of one and more, in the order of the arrays that make them. `group_report`
-        says what stands still, and why.
+        Groups of at least two neurons, or one if `single`, in the order of their incoming weights. `group_report` gives
+        the reason for axes that are fixed.
 
     Raises:
-        TypeError: If the model does not take the example, or holds no arrays of floating-point numbers.
+        TypeError: If the model does not accept the example, or holds no floating-point arrays.
 
     Example:
         >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
@@ -212,14 +205,14 @@ def neuron_groups(
 
 
 def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
-    """The floating-point arrays of a model, their tree, and everything else."""
+    """Return the floating-point arrays of a model, their tree, and everything else."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     leaves, tree = jax.tree.flatten(arrays)
     return leaves, tree, rest
 
 
 def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
-    """The parameters of a model in float64; raises unless they are known, real and finite."""
+    """Return the parameters of a model in float64; raise unless they are known, real and finite."""
     leaves = parameters_of(model)[0]
     if any(map(is_traced, leaves)):
         raise TypeError(f"`{name}` must be known: {what} of the host, got traced arrays.")
@@ -231,7 +224,7 @@ def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
 
 
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
-    """What a model is but for its parameters: its tree, shapes, constants, and leaves that are no arrays."""
+    """Return everything about a model but its parameters: tree, shapes, constants, other leaves."""
 
     def part(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):
@@ -250,7 +243,7 @@ _CALLED = "`example` is one, not a batch; a model that is called otherwise needs
 def group_report(
     model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
 ) -> GroupReport:
-    """Return what `neuron_groups` finds, and what stands still, with the reason; printed, a line each.
+    """Return the groups of a model and the fixed axes with reasons; its text has a line for each.
 
     Arguments and errors are those of `neuron_groups`.
     """
@@ -275,7 +268,7 @@ def group_report(
 
 
 def flow_of(traced: Any, leaves: Sequence[Any], *, single: bool = False) -> tuple[Flow, list[Value], list[Value]]:
-    """What is read off a program of parameters `leaves` and inputs; what is known of parameters and of results."""
+    """Return the flow of a program with parameters `leaves`, and the values of parameters and results."""
     flow, jaxpr = Flow(Atoms(single=single)), traced.jaxpr
     arguments = [flow.array(variable.aval.shape) for variable in jaxpr.invars]
     made = arguments[: len(leaves)]
@@ -290,8 +283,9 @@ def flow_of(traced: Any, leaves: Sequence[Any], *, single: bool = False) -> tupl
 
 
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
-    """Groups from atoms."""
+    """Build groups from the atoms of a program."""
     atoms, structure = flow.atoms, structure_of(model)
+    # Groups have the same names with and without a state.
     start = "[0]" if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State) else ""
     contracted, bent, statistics = (
         [leaf for axis in axes for leaf in atoms.leaves(axis)] for axes in (flow.contracted, flow.uneven, flow.counted)
@@ -317,6 +311,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
         if atoms.reason(atom):
             continue
         name = _name_of(own).removeprefix(start).lstrip(".")
+        # One array may hold the incoming weights of several groups.
         numbered = (f"{name}:{number}" for number in itertools.count(2))
         name = next(each for each in itertools.chain([name], numbered) if each not in groups)
         scalings, sharing = _exponents(rows.get(atom, []), own)
@@ -359,7 +354,7 @@ Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]
 
 
 def _rows(flow: Flow) -> dict[int, list[Row]]:
-    """The equations of each atom: (name, coefficient) of every occurrence, and what they add up to."""
+    """Return the equations of each atom: terms (name, coefficient) and their sum."""
     rows: dict[int, list[Row]] = {}
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
     for terms, adds_up in (*flow.equations, *ties, *[Equation(((axis, 1.0),)) for axis in flow.atoms.even]):
@@ -370,7 +365,7 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
         for each in itertools.zip_longest(*(leaves for leaves, _ in expanded)):
             if len({None if leaf is None else leaf.atom for leaf in each}) != 1:
-                # Most are frozen, as indices that were grouped in two ways. What is not has no exponents: it is safe.
+                # Most are frozen, as indices that were grouped in two ways. Others get no exponents, which is safe.
                 for leaf in filter(None, each):
                     rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
                 continue
@@ -380,10 +375,7 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
 
 
 def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: float, rows: dict[int, list[Row]]) -> None:
-    """The equations of axes in other orders: occurrences belong together where they lie at the same places.
-
-    A neuron that lies there in some of the terms alone binds these; one that lies there in part has no exponents.
-    """
+    """Add the equations of reordered axes: occurrences at the same places share one."""
     found: dict[int, list[tuple[Any, np.ndarray, int]]] = {}
     for term, (axis, _) in enumerate(terms):
         for leaf, places in flow.atoms.placed(flow.atoms.resolve(axis)):
@@ -396,19 +388,16 @@ def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: floa
         apart = len(np.unique(np.concatenate(firsts))) == sum(map(len, firsts))
         whole = all(sorted(term for *_, term in each) == list(range(len(terms))) for each in together.values())
         for each in together.values() if apart else ():
+            # An occurrence in some of the terms binds only these.
             row = tuple((leaf.name, terms[term][1]) for leaf, _, term in each)
             rows.setdefault(atom, []).append((row, total))
+        # A neuron at only part of the places of a term has no exponents, which is safe.
         if not apart or (total and not whole):
             rows.setdefault(atom, []).extend((((leaf.name, 1.0),), 0.0) for leaf, *_ in own)
 
 
 def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Exponents of slots: a basis of those that keep every contraction, and those that share copies out.
-
-    Unknowns of which it is said that they are equal are one. They are eliminated in the order of what follows from
-    what: values within the program, slots that read neurons, and of those that make them the last first. So what a
-    basis vector is free to choose is what makes the neurons.
-    """
+    """Return a basis of exponents of slots that keep every contraction, and those for duplicated neurons."""
     parent: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def find(name: tuple[int, ...]) -> tuple[int, ...]:
@@ -420,10 +409,13 @@ def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarr
 
     left = []
     for terms, total in rows:
+        # Most equations say that two exponents are equal: uniting them keeps the matrix small.
         if total == 0 and len(terms) == 2 and terms[0][1] == -terms[1][1]:
             parent[find(terms[0][0])] = find(terms[1][0])
         else:
             left.append((terms, total))
+    # Eliminate values within the program first, then outgoing slots, then incoming ones, the last first. The free
+    # unknowns of the basis are then incoming weights.
     roots = [find(slot.name) for slot in slots]
     firsts = dict.fromkeys(root for root, slot in zip(roots, slots, strict=True) if slot.outgoing)
     order = {root: None for root in (find(name) for terms, _ in left for name, _ in terms) if root not in roots}
@@ -450,7 +442,7 @@ def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarr
 
 
 def _eliminate(matrix: np.ndarray) -> list[int]:
-    """Gauss and Jordan, in place; the last column is the right hand side. Returns the columns of the pivots."""
+    """Run Gauss-Jordan elimination in place, right-hand side last; return the pivot columns."""
     pivots: list[int] = []
     for column in range(matrix.shape[1] - 1):
         row = len(pivots)
@@ -473,6 +465,7 @@ def _main_scaling(scalings: np.ndarray, slots: tuple[Slot, ...]) -> tuple[np.nda
         return None, None
     firsts = [slots[int(np.flatnonzero(vector)[0])] for vector in scalings]
     matrices = np.array([math.prod(slot.shape) > slot.positions.size and not slot.outgoing for slot in firsts])
+    # Scalings of several incoming matrices combine, as of the two of a bilinear layer.
     scaling = scalings[matrices].sum(0) if matrices.any() else scalings.sum(0)
     read = {float(e) for e, slot in zip(scaling, slots, strict=True) if slot.outgoing}
     return scaling, 0.0 - read.pop() if len(read) == 1 else None

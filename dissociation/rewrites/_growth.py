@@ -1,7 +1,6 @@
-"""Rewrites that give a group more neurons: copies of those that are there, and ones without effect.
+"""Rewrites that widen a group: duplicated neurons, and neurons without effect.
 
-What a program counts, or a module keeps beside its arrays, must follow (`rewrites.refitted`): a model that was not the
-same program with more neurons is refused.
+A model that is not the same program with more neurons is rejected; see `rewrites.refitted` for sizes in module fields.
 """
 
 import math
@@ -42,19 +41,20 @@ def _duplicated(model: Any, group: NeuronGroup, multiplier: float) -> Any:
 
 @validated
 def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
-    """Return the rewrite that repeats the neurons of a group, and shares what reads them over the copies of each.
+    """Return the rewrite that duplicates the neurons of a group and divides their outgoing weights among the copies.
 
-    The copies come as whole groups one after another; see `_neurons.duplicate_neurons`.
+    Copies are appended as whole groups; see `_neurons.duplicate_neurons`.
 
     Args:
-        group: Of the model.
-        multiplier: Of the number of neurons, at least 1; a plain number, as it sets shapes.
+        group: Group of the model.
+        multiplier: Factor of the number of neurons, at least 1; static, as it sets shapes.
 
     Raises:
         TypeError: If `multiplier` is traced.
-        ValueError: If the group cannot grow, or `multiplier` is below 1.
+        ValueError: If the group cannot be widened, or `multiplier` is below 1.
     """
     _check_grows(group, new=False)
+    # A wrong multiplier raises here and not when the rewrite is applied.
     copies_of(group.size, multiplier, "multiplier")
     return FunctionRewrite(_duplicated, (group, float(multiplier)), ())
 
@@ -71,14 +71,11 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
 
 
 Owners = dict[tuple[int, int], dict[int, np.ndarray]]
-"""By array and axis, and by number of a slot: which neuron is at each place, -1: none."""
+"""By array and axis, and by slot index: the neuron at each place, or -1."""
 
 
 def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array]) -> Any:
-    """The model with other neurons in a group.
-
-    `fill` changes an array, its neurons along the first axis, at those of one slot, by its number and their owners.
-    """
+    """Return the model with neurons `original` in a group; `fill(array, slot, owners)` sets entries, neurons first."""
     leaves, tree, rest = parameters_of(model)
     owners: Owners = {}
     for (leaf, axis), own in group.by_axis().items():
@@ -86,7 +83,7 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callabl
         places, by_name = spread(slots[0].layout, {slot.name: original for slot in slots})
         leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), places, axis=axis)
         owners[leaf, axis] = {index: by_name[slot.name] for index, slot in zip(own, slots, strict=True)}
-    # What reads the new neurons comes last, so that they are without effect on each other too.
+    # Outgoing weights come last, so that new neurons have no effect on each other either.
     outgoing = [slot.outgoing for slot in group.slots]
     for (leaf, axis), own in sorted(owners.items(), key=lambda item: outgoing[min(item[1])]):
         array = jnp.moveaxis(leaves[leaf], axis, 0)
@@ -94,6 +91,7 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callabl
             array = fill(array, index, own[index])
         leaves[leaf] = jnp.moveaxis(array, 0, axis)
     grown = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+    # The shape of a grouped convolution does not distinguish wider groups from more groups: try both.
     one, other = (refit(grown, more_groups=more) for more in (False, True))
     try:
         _check_same(model, one, group, owners, len(original))
@@ -106,7 +104,8 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callabl
 
 
 def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
-    """Raises unless the program is the same, and has the neurons as a group at the places that they were given."""
+    """Raise unless both models are one program and the second has the group at the places of its owners."""
+    # A number of neurons in the code, as in a mean over them, would make it another function.
     check_same_program(before, after, group)
     wanted = {
         (*place, neuron, at)
@@ -132,7 +131,7 @@ def _with_nuisance(
     incoming_std: Scalar,
     outgoing_std: Scalar | None,
 ) -> Any:
-    """`size` is the number of neurons in each of the new groups."""
+    """Append `num_groups` sets of `size` neurons to a group."""
     group = current(group, model)
     _check_grows(group, size)
     count = num_groups * size
@@ -151,29 +150,32 @@ def _with_nuisance(
         known = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
         if group.slots[index].outgoing and size == 1:
             values = jnp.zeros((count, *shape), array.dtype)
-        elif group.slots[index].outgoing:  # they add up to zero in each group of new neurons
+        elif group.slots[index].outgoing:  # they add up to zero in each set
             std = jnp.sqrt(jnp.mean(known**2)) if outgoing_std is None else outgoing_std
             drawn = jax.random.normal(keys[index], (num_groups, size, *shape), array.dtype)
             centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
             std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
             values = (std * centred).reshape(count, *shape)
-        elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
+        # A number per neuron, such as a variance, may have to be like those of others.
+        elif math.prod(array.shape[1:]) == 1:
             pick = jax.random.randint(keys[index], (num_groups,), 0, group.size)
             old = _places(owner, (owner >= 0) & (owner < group.size), group.size)
             values = array[jnp.asarray(old)[pick]][member]
         else:
             drawn = jax.random.normal(keys[index], (num_groups, *shape), array.dtype)
+            # If all entries are positive, the program may need them so, as under a square root.
             drawn = jnp.where(jnp.all(known > 0), jnp.abs(drawn), drawn)
             values = (jnp.asarray(incoming_std, array.dtype) * drawn)[member]
         return array.at[places].set(values)
 
     grown = _resized(model, group, original, change)
+    # Outgoing weights of zero do not silence neurons that are NaN.
     check_defined(model, grown, group)
     return grown
 
 
 def _places(owner: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
-    """Places of `count` neurons along an axis, in their order: [neurons, places of each]."""
+    """Return the places of `count` neurons along an axis, in their order, [neurons, places of each]."""
     places = np.flatnonzero(wanted)
     return places[np.argsort(owner[places], kind="stable")].reshape(count, -1)
 
@@ -188,25 +190,23 @@ def add_nuisance(
     incoming_std: Scalar = 1.0,
     outgoing_std: Scalar | None = None,
 ) -> Rewrite:
-    """Return the rewrite that appends random neurons without effect to a group, in sets that cancel out.
+    """Return the rewrite that appends random neurons without effect to a group, in sets that cancel.
 
-    Neurons of one set share what makes them: draws of N(0, incoming_std^2) for matrices and kernels (their magnitudes
-    where all that is there is positive), and for arrays with one number per neuron (biases, gains, variances) those of
-    a neuron that is there. What reads them adds up to zero over each set: zero for sets of one, draws less their mean
-    for larger ones; see `_neurons.add_random_zero_neurons`.
+    Neurons of one set share incoming weights. Matrices and kernels are draws of N(0, incoming_std^2), in magnitude if
+    all present entries are positive. Biases, gains and variances are those of a present neuron. Outgoing weights of a
+    set add up to zero; see `_neurons.add_random_zero_neurons`.
 
     Args:
-        group: Of the model.
-        num_groups: Sets, 0 or more.
-        neurons_per_group: Neurons of each, 1 or more.
-        key: A PRNG key of either kind.
+        group: Group of the model.
+        num_groups: Number of sets, 0 or more.
+        neurons_per_group: Neurons of each set, 1 or more.
+        key: A PRNG key.
         incoming_std: Standard deviation of incoming weights; may be traced.
-        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the root mean square of those that
-            are there.
+        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the present root mean square.
 
     Raises:
-        ValueError: If the group cannot grow, or an option is out of range; the rewrite raises it too where its new
-            neurons are not finite, as behind a logarithm of what is drawn.
+        ValueError: If the group cannot be widened, an option is out of range or, on application, new neurons are not
+            finite, as behind a logarithm.
     """
     check_count("num_groups", num_groups)
     check_count("neurons_per_group", neurons_per_group, minimum=1)
@@ -218,7 +218,7 @@ def add_nuisance(
 
 
 def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array | None) -> Any:
-    """`incoming` is [new, features], `bias` [new]."""
+    """Append neurons with incoming weights [new, features] and biases [new] to a group."""
     group = current(group, model)
     _check_grows(group)
     count = len(incoming)
@@ -242,17 +242,18 @@ def add_phantom(
     *,
     rtol: Scalar | None = None,
 ) -> Rewrite:
-    """Return the rewrite that appends neurons without effect, whose preactivations show a pattern on some inputs.
+    """Return the rewrite that appends neurons without effect whose preactivations on given inputs show a pattern.
 
     Args:
-        group: Of the model; made by one matrix, and a bias or none.
+        group: Group of the model, with one incoming matrix and at most one bias.
         model: The model.
         inputs: Examples, see `rewrites.layer_inputs`.
-        pattern: The preactivations wanted of the new neurons, one column each.
+        pattern: Preactivations of the new neurons, one column each.
         rtol: See `_neurons.add_phantom_zero_neurons`.
 
     Raises:
-        ValueError: If the group cannot grow, is made by anything else, or sees several vectors for each example.
+        ValueError: If the group cannot be widened, has other incoming weights, or `pattern` does not have one row per
+            layer input.
     """
     _check_grows(group)
     made = [slot for slot in group.slots if not slot.outgoing]
@@ -263,6 +264,7 @@ def add_phantom(
     seen = layer_inputs(model, inputs, matrices[0].path, call=group.call)
     if len(seen.rows) != len(pattern):
         fail("pattern", f"have a row for every vector that {group.name} sees ({len(seen.rows)})", len(pattern))
+    # A bias is the incoming weight of an input that is always 1.
     rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
     found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
     width = seen.rows.shape[1]

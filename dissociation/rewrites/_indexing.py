@@ -1,4 +1,4 @@
-"""What operations that read or write at places do to axes (`flow`)."""
+"""Rules for operations that read or write at places."""
 
 import dataclasses
 import math
@@ -13,14 +13,14 @@ from dissociation.rewrites._flow import Flow, Rule, Step, Value
 
 WRITES = {"scatter": True, "scatter-add": True, "scatter-sub": True, "scatter-min": False, "scatter-max": False,
           "scatter-mul": False}  # fmt: skip
-"""By names of primitives, whether they are linear."""
+"""Primitives that write; True if linear."""
 ASKED = "its indices are what is asked for"
 COMPUTED = "it is read at places that are computed"
 WRITTEN = "it is written at some places"
 
 
 def take(flow: Flow, step: Step) -> list[Value]:
-    """Of `rev`, and of stretches of one array that are put in another order."""
+    """Follow `rev`, and rejoined slices of one array."""
     value, indices = step.operands[0], step.params.get("indices")
     axes = list(value.axes)
     for k in step.params["dimensions"]:
@@ -29,12 +29,12 @@ def take(flow: Flow, step: Step) -> list[Value]:
 
 
 def cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
-    """A stretch of an axis."""
+    """Return a slice of an axis."""
     return None if axis is None else flow.atoms.cut(axis, [start, stop - start, length - stop])[int(start > 0)]
 
 
 def slices(flow: Flow, step: Step) -> list[Value]:
-    """Of `slice`."""
+    """Follow `slice`."""
     value = step.operands[0]
     strides = step.params["strides"] or (1,) * len(value.shape)
     axes: list[Axis | None] = []
@@ -48,7 +48,7 @@ def slices(flow: Flow, step: Step) -> list[Value]:
 
 
 def dynamic_slice(flow: Flow, step: Step) -> list[Value]:
-    """Of `dynamic_slice`."""
+    """Follow `dynamic_slice`."""
     value, starts = step.operands[0], step.operands[1:]
     axes: list[Axis | None] = []
     for k, size in enumerate(step.shapes[0]):
@@ -67,12 +67,12 @@ def dynamic_slice(flow: Flow, step: Step) -> list[Value]:
 
 
 def clipped(start: Any, length: int, size: int) -> int:
-    """Where a slice of a known start begins."""
+    """Return the start of a slice as JAX clips it."""
     return min(max(int(start) + length * (int(start) < 0), 0), length - size)
 
 
 def pad(flow: Flow, step: Step) -> list[Value]:
-    """Of `pad`."""
+    """Follow `pad`."""
     value, filler = step.operands
     axes: list[Axis | None] = []
     for axis, length, config in zip(value.axes, value.shape, step.params["padding_config"], strict=True):
@@ -101,7 +101,7 @@ def pad(flow: Flow, step: Step) -> list[Value]:
 
 
 def gather(flow: Flow, step: Step) -> list[Value]:
-    """Of `gather`."""
+    """Follow `gather`."""
     value, where = step.operands
     numbers, sizes, mode, fill = (
         step.params[name] for name in ("dimension_numbers", "slice_sizes", "mode", "fill_value")
@@ -114,7 +114,7 @@ def gather(flow: Flow, step: Step) -> list[Value]:
     starts = _starts(where, numbers.start_index_map, value.shape, sizes, mode == GatherScatterMode.CLIP)
     filled = mode == GatherScatterMode.FILL_OR_DROP and any(starts[k] is None for k in numbers.start_index_map)
     if not any(value.axes[k] is not None for k in parts) and not batching and not filled:
-        batch = [None] * (len(where.shape) - 1)  # it is the same wherever it is read
+        batch = [None] * (len(where.shape) - 1)  # constant, wherever it is read
     kept: list[Axis | None] = []
     flow.freeze(where, "it says where to read", [k for k, n in enumerate(where.shape) if n == 1])
     flow.freeze(value, "it is an axis no more", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
@@ -136,7 +136,7 @@ def gather(flow: Flow, step: Step) -> list[Value]:
                 axis = flow.atoms.new(size, "it is read at given places")
         elif k in parts and size == 1:
             axis = UNIT
-        if filled and fill and fill == fill:  # what is neither zero nor NaN is not scaled
+        if filled and fill and fill == fill:  # a fill value other than zero and NaN is not scaled
             flow.bend(axis, still=True)
         if k not in numbers.collapsed_slice_dims:
             kept.append(axis)
@@ -145,10 +145,10 @@ def gather(flow: Flow, step: Step) -> list[Value]:
 
 
 def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes: Sequence[int]) -> int | None:
-    """The axis of an array that is read or written at indices of an axis, if it is so entry by entry."""
+    """Return the axis that is read or written at indices of an axis, if any."""
     if where.refers is None:
         return None
-    if where.column is None and len(read) > 1:  # several of its indices are one place
+    if where.column is None and len(read) > 1:  # several indices give one place
         flow.atoms.freeze(where.refers, ASKED)
         return None
     along = read[where.column or 0]
@@ -161,7 +161,7 @@ def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes
 
 
 def _without(value: Value, k: int | None) -> tuple[Value, Axis | None]:
-    """An array whose axis `k` nothing is said of any more, and the axis."""
+    """Return an array with axis `k` forgotten, and that axis."""
     if k is None:
         return value, None
     axes = [None if j == k else axis for j, axis in enumerate(value.axes)]
@@ -169,7 +169,7 @@ def _without(value: Value, k: int | None) -> tuple[Value, Axis | None]:
 
 
 def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
-    """The axes of indices but the last, as a result has them."""
+    """Return the axes of a result that come from indices."""
     axes = []
     for axis in where.axes[:-1]:
         axes.append(flow.lined_up([axis]))
@@ -178,7 +178,7 @@ def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
 
 
 def _picked(flow: Flow, axis: Axis | None, place: Axis | None) -> Axis | None:
-    """Along an axis of which every index is read at a place of its own."""
+    """Return the axis of a result that reads each index at its place."""
     found = flow.lined_up([axis, place])
     if found is not None:
         flow.equal(found, axis)
@@ -190,7 +190,7 @@ def _picked(flow: Flow, axis: Axis | None, place: Axis | None) -> Axis | None:
 def _starts(
     where: Value, dimensions: Sequence[Any], shape: Sequence[int], sizes: Sequence[int], clip: bool
 ) -> list[np.ndarray | None]:
-    """For every axis of an array, where slices of known indices begin; None where it is not known, or not within."""
+    """Return the starts of slices along every axis; None if unknown or out of bounds."""
     found: list[np.ndarray | None] = [np.zeros(math.prod(where.shape[:-1]), int)] * len(shape)
     for place, k in enumerate(dimensions):
         found[k] = None if where.known is None else where.known[..., place].astype(int).reshape(-1)
@@ -201,9 +201,10 @@ def _starts(
 
 
 def scatter(flow: Flow, step: Step) -> list[Value]:
-    """Of `scatter` and those that add, multiply or compare."""
+    """Follow `scatter` and its variants."""
     value, where, update = step.operands
     numbers, rank = step.params["dimension_numbers"], len(value.shape)
+    # The update may be any function.
     if step.name == "scatter" and step.params["update_jaxpr"] is not None:
         return flow.unknown(step)
     flow.freeze(where, "it says where to write", [-1])
@@ -237,7 +238,7 @@ def scatter(flow: Flow, step: Step) -> list[Value]:
 
 
 def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
-    """For each axis of an array of which a part is changed, which of the update's is along it all the way."""
+    """Return the update's axis for each axis of an array, or None."""
     if numbers is None:  # of `dynamic_update_slice`
         return list(range(rank))
     over = [k for k in range(update_rank) if k not in numbers.update_window_dims]
@@ -251,7 +252,7 @@ def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
 
 
 def dynamic_update(flow: Flow, step: Step) -> list[Value]:
-    """Of `dynamic_update_slice`."""
+    """Follow `dynamic_update_slice`."""
     value, update, *places = step.operands
     starts = [
         None if place.known is None else np.array([clipped(place.known, length, size)])
@@ -269,7 +270,7 @@ def _written(
     starts: list[np.ndarray | None],
     singles: Sequence[Any],
 ) -> Value:
-    """An array of which a part is changed."""
+    """Follow the partial update of an array."""
     axes: list[Axis | None] = []
     lengths = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
     partial = [k for k, size in enumerate(value.shape) if lengths[k] != size or k in singles]
@@ -280,6 +281,7 @@ def _written(
             axes.append(_united(flow, name, value, update, [own, other]))
             continue
         places = None if start is None else start if len(start) > 1 else start[0] + np.arange(lengths[k])
+        # Unknown or repeated places may hit any neuron.
         if size == 1 or places is None or len(set(places.tolist())) < len(places) or len(places) != lengths[k]:
             flow.freeze(value, WRITTEN, [k])
             flow.freeze(update, WRITTEN, [] if of_update is None else [of_update])
@@ -301,7 +303,7 @@ def _written(
 
 
 def _united(flow: Flow, name: str, value: Value, update: Value, axes: Sequence[Axis | None]) -> Axis | None:
-    """Along axes of an array and of what changes it that lie on each other."""
+    """Unite axes of an array and its update at the same places."""
     if name == "scatter-mul":
         flow.bend(axes[1], still=True)
         return _picked(flow, *axes)

@@ -1,4 +1,4 @@
-"""Labels of the entries of a program's arrays: which copy of the neurons of an atom each belongs to (`copies`)."""
+"""Labels that assign entries of a program's arrays to copies of neurons."""
 
 from collections.abc import Sequence
 
@@ -10,38 +10,39 @@ from dissociation.rewrites._axes import Axis, Leaf, Sum
 from dissociation.rewrites._flow import Flow, Value
 
 Label = np.ndarray
-"""Shaped like a value; -1 where an entry belongs to no neuron, or is constant along them."""
+"""Integers shaped like a value; -1 for entries of no neuron, or constant along neurons."""
 
 Marks = dict[int, Label]
-"""By atom."""
+"""Labels by atom."""
 
 
 class Copies:
-    """Labels of everything in a program."""
+    """Labels of all values in a program."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.tied: set[int] = set()
-        # By number of a parameter and name of an occurrence: the atom, its axis of the parameter, and labels.
+        # By index of a parameter and name of an occurrence: the atom, its axis of the parameter, and labels.
         self.rows: dict[tuple[int, tuple[int, ...]], tuple[int, int, Label]] = {}
         self._marks: dict[int, Marks] = {}  # by the `id` of a value
+        # Pairs of labels to unite are only collected: `found` needs one pass over them, as connected components.
         self._pairs: list[np.ndarray] = []
         self._count = 0
         self._known: dict[int, dict[int, int]] = {}
 
     def marks(self, value: Value) -> Marks:
-        """The labels of a value, by atom."""
+        """Return the labels of a value, by atom."""
         return {atom: label for atom, label in self._marks.get(id(value), {}).items() if atom not in self.tied}
 
     def mark(self, value: Value, marks: Marks) -> None:
-        """Sets the labels of a value."""
+        """Set the labels of a value."""
         for atom in marks:
             if self.axis(value, atom) < 0:
                 self.tied.add(atom)
         self._marks[id(value)] = marks
 
     def axis(self, value: Value, atom: int) -> int:
-        """Of a value, along which an atom lies; -1 if it is not one axis, or an entry belongs to two of its indices."""
+        """Return the axis of a value that has an atom; -1 if it is not unique."""
         if id(value) not in self._known:
             own: dict[int, int] = {}
             for k, axis in enumerate(value.axes):
@@ -51,7 +52,7 @@ class Copies:
         return self._known[id(value)].get(atom, -1)
 
     def begin(self, index: int, value: Value, free: set[int]) -> None:
-        """Labels a parameter: every row of neurons is a copy of its own."""
+        """Label a parameter: every row of neurons starts as its own copy."""
         marks: Marks = {}
         for k, axis in enumerate(value.axes):
             for leaf, positions in self.flow.atoms.occurrences(axis):
@@ -70,9 +71,10 @@ class Copies:
         self.mark(value, marks)
 
     def same(self, labels: Sequence[Label], shape: Sequence[int] | None = None) -> Label:
-        """One label for entries that move alike, of arrays that broadcast to each other."""
+        """Unite labels that broadcast against each other."""
         shape = np.broadcast_shapes(*(label.shape for label in labels)) if shape is None else tuple(shape)
         wide = [np.broadcast_to(label, shape) for label in labels]
+        # Axes along which all labels are broadcast stay of length 1: activations may be large.
         narrow = [all(label.strides[k] == 0 for label in wide) for k in range(len(shape))]
         small = [label[tuple(slice(0, 1) if one else slice(None) for one in narrow)] for label in wide]
         first = small[0]
@@ -83,7 +85,7 @@ class Copies:
         return np.broadcast_to(first, shape)
 
     def along(self, label: Label, axes: Sequence[int]) -> Label:
-        """One label for all entries along some axes, which become 1 long."""
+        """Unite labels along some axes, which become of length 1."""
         shape = tuple(1 if k in axes else size for k, size in enumerate(label.shape))
         small = thin(label)
         first = small.max(tuple(axes), keepdims=True) if axes else small
@@ -98,7 +100,8 @@ class Copies:
         start = other.min()
         partner = np.full(other.max() - start + 1, -1)
         partner[other - start] = one
-        if (partner[other - start] == one).all():  # as along an axis: each has one partner
+        # With one partner for each label, as along an axis, no sorting of pairs is needed.
+        if (partner[other - start] == one).all():
             there = np.flatnonzero(partner >= 0)
             self._pairs.append(np.stack([partner[there], there + start]))
         else:
@@ -106,7 +109,7 @@ class Copies:
             self._pairs.append(np.stack(np.divmod(both, self._count)))
 
     def found(self) -> np.ndarray:
-        """By labels, the number of the copy that each is of; -1 for what moves with nothing else, as what is unused."""
+        """Return the copy of each label; -1 for labels united with no other, as of unused entries."""
         pairs = np.concatenate([np.zeros((2, 0), int), *self._pairs], 1)
         graph = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(self._count, self._count))
         number = connected_components(graph, directed=False)[1]
@@ -115,12 +118,12 @@ class Copies:
 
 
 def thin(label: Label) -> Label:
-    """Labels with length 1 along axes along which it was broadcast."""
+    """Return a label with its broadcast axes of length 1."""
     return label[tuple(slice(0, 1) if step == 0 else slice(None) for step in label.strides)]
 
 
 def _depths(axis: Axis) -> dict[int, int]:
-    """How many indices of each atom an entry of an axis belongs to."""
+    """Count the indices of each atom per entry of an axis."""
     if isinstance(axis, Leaf):
         return {axis.atom: 1}
     found: dict[int, int] = {}

@@ -1,7 +1,4 @@
-"""Matching the neurons of two networks: the permutations of all groups that bring one closest to another.
-
-Assignments are exact, by SciPy on the host.
-"""
+"""Match the neurons of two networks by permutations of all groups."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -27,17 +24,17 @@ from dissociation.similarity._inference import MemberInterval, member_interval
 from dissociation.training._members import count, member
 
 SWEEPS = 100
-"""Of all groups, at most; a few are enough."""
+"""Largest number of sweeps over all groups; a few are enough."""
 
 
 class Matching(NamedTuple):
-    """How the neurons of one network go with those of another.
+    """Permutations that match the neurons of a second network with those of a first.
 
     Attributes:
-        permutations: By group: neuron `permutations[name][i]` of the second network goes with neuron i of the first;
-            of a group with copies, [copies, neurons]. They are done in this order: heads, and then what lies in each.
-        value: Of what was maximised: the inner product of weights, or the mean correlation of neurons.
-        converged: Whether no single group could be improved any more.
+        permutations: By group: neuron `permutations[name][i]` of the second matches neuron i of the first, [neurons] or
+            [copies, neurons]. They apply in order: heads before the neurons in each.
+        value: Maximised objective: the inner product of weights, or the mean correlation of neurons.
+        converged: True if no single group could be improved.
     """
 
     permutations: dict[str, np.ndarray]
@@ -50,7 +47,7 @@ class Matching(NamedTuple):
         """Return the second network, `model`, with its neurons in the order of the first.
 
         Raises:
-            ValueError: If `groups` lacks a group that was matched.
+            ValueError: If `groups` lacks a matched group.
         """
         for name, permutation in self.permutations.items():
             if name not in groups:
@@ -63,24 +60,24 @@ class Matching(NamedTuple):
 def match_weights(
     a: Any, b: Any, groups: dict[str, NeuronGroup], *, num_starts: int = 2, key: PRNGKey | None = None
 ) -> Matching:
-    """Permutations of b that make its weights most like those of a: max sum <a, P(b)> over their parameters.
+    """Match b with a by weights: maximise sum <a, P(b)> over their parameters.
 
-    Coordinate ascent over groups, each an exact linear assignment, from several starts: b as it is; neurons paired by
-    what no permutation of others changes (their sorted weights), which finds a permuted copy at once; random orders.
+    Coordinate ascent over groups, each an exact linear assignment, from several starts. The start by sorted weights
+    finds a permuted copy at once.
 
     Args:
         a: A network.
         b: Another of the same structure.
-        groups: From `rewrites.neuron_groups`, of either.
-        num_starts: 1 is b as it is, 2 adds the pairing by sorted weights, more add random orders.
-        key: Draws the random orders.
+        groups: Groups of either, from `rewrites.neuron_groups`.
+        num_starts: 1 is b as it is, 2 adds neurons paired by sorted weights, more add random orders.
+        key: Key of the random orders.
 
     Raises:
         ValueError: If structures differ, or a key is missing.
-        TypeError: If the networks are traced: this is a step of the host.
+        TypeError: If the networks are traced: matching runs on the host.
 
     References:
-        Ainsworth, Hayase and Srinivasa (2023), Git Re-Basin: merging models modulo permutation symmetries, algorithm 1.
+        Ainsworth, Hayase and Srinivasa (2023), Git Re-Basin, algorithm 1.
     """
     check_count("num_starts", num_starts, minimum=1)
     if num_starts > 2 and key is None:
@@ -89,11 +86,13 @@ def match_weights(
     _check_groups(a, groups)
     first, second = (known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b)))
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))}
+    # Running statistics in the state are no weights: the objective leaves them out.
     own = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
     groups = _in_order({name: dataclasses.replace(group, slots=own[name]) for name, group in groups.items()})
     still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
     starts = [still]
     if num_starts > 1:
+        # Permutations of other groups do not change the sorted weights of a neuron.
         starts.append(_by_signatures(first, second, groups))
     if num_starts > 2 and key is not None:
         rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32)))
@@ -102,7 +101,7 @@ def match_weights(
 
 
 def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
-    """Which copy of a group comes to the place of each, as another group is permuted: [copies], as heads are."""
+    """Return the copy of `group` that comes to the place of each if the group `by` is permuted, [copies]."""
     found = np.arange(group.copies)
     for slot in group.slots if group.copies > 1 else ():
         labels = slot.with_blocks(np.full(slot.shape, -1), np.moveaxis(slot.copy, slot.axis, 0)[None])
@@ -114,13 +113,14 @@ def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray)
 
 
 def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
-    """Groups, those that move the copies of others first; what moves in copies of each other has none."""
+    """Order groups so that those that permute copies of others come first, as heads do."""
     left, ordered = dict(groups), {}
     while left:
         free = (k for k, own in left.items() if not any(_moves(by, own) for by in left.values() if by is not own))
         name = next(free, None)
         if name is None:
             name = next(iter(left))
+            # Two groups that permute copies of each other have no order: one of them gets a single copy.
             slots = tuple(slot._replace(copy=np.zeros_like(slot.copy)) for slot in left[name].slots)
             left[name] = dataclasses.replace(left[name], slots=slots, copies=1)
         ordered[name] = left.pop(name)
@@ -128,20 +128,20 @@ def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
 
 
 def _moves(group: NeuronGroup, other: NeuronGroup) -> bool:
-    """Whether a group moves the copies of another."""
+    """Test whether a permutation of a group permutes the copies of another."""
     turn = np.tile(np.roll(np.arange(group.size), 1), (group.copies, 1))
     return bool((_copies_moved(other, group, turn) != np.arange(other.copies)).any())
 
 
 def _check_alike(a: Any, b: Any) -> None:
-    """Raises unless two networks have arrays of the same shapes."""
+    """Raise unless two networks have arrays of the same shapes."""
     first, second = ([np.shape(leaf) for leaf in parameters_of(model)[0]] for model in (a, b))
     if first != second:
         fail("b", f"have arrays of the shapes that `a` has, {first}", second)
 
 
 def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
-    """Raises unless groups are of networks like this one."""
+    """Raise unless groups fit the arrays of a network."""
     paths, leaves, _ = program_of(model, None)
     shapes = dict(zip(paths, map(np.shape, leaves), strict=True))
     for name, group in groups.items():
@@ -152,7 +152,7 @@ def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
 
 
 def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[list[np.ndarray]]:
-    """What lies at each neuron, by copy, and slot by slot: [neurons, numbers]."""
+    """Return the weights at each neuron, [neurons, numbers], by copy and slot."""
     blocks = [slot.blocks(leaves[slot.leaf]) for slot in group.slots]
     where = [
         np.broadcast_to(np.moveaxis(slot.copy, slot.axis, 0), block.shape[1:])
@@ -171,7 +171,7 @@ def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutations: np.nda
 def _by_signatures(
     first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup]
 ) -> dict[str, np.ndarray]:
-    """Neurons paired by the sorted numbers at each, group by group."""
+    """Pair neurons by sorted weights, group by group."""
     found = {}
     for name, group in groups.items():
         likeness = np.zeros((group.copies, group.size, group.size))
@@ -206,10 +206,11 @@ def _ascended(
             order = np.stack([_assigned(np.asarray(each)) for each in likeness])
             moved = _permuted(now, group, order)
             better = sum(float(np.vdot(first[leaf], moved[leaf])) for leaf in touched)
+            # Rounding alone is no progress: equal assignments could alternate.
             if better > value + 1e-12 * abs(value):
                 now, value = moved, better
                 found[name] = np.take_along_axis(found[name], order, 1)
-                # What was done before in the copies of others is now done in those that came to their places.
+                # Permutations found in the copies of other groups move with these copies.
                 found |= {k: found[k][_copies_moved(other, group, order)] for k, other in groups.items() if k != name}
         if value == before:
             return Matching(_single(found, groups), value, converged=True)
@@ -217,33 +218,31 @@ def _ascended(
 
 
 def _single(found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]) -> dict[str, np.ndarray]:
-    """Permutations without the axis of copies where there is one copy."""
+    """Drop the axis of copies from permutations of groups with one copy."""
     return {name: each if groups[name].copies > 1 else each[0] for name, each in found.items()}
 
 
 @validated
 def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: Any) -> Matching:
-    """Permutations of b that make its neurons correlate most with those of a on data, group by group.
+    """Match b with a by activations: maximise the correlation of neurons on data, group by group.
 
-    A neuron's activity is what the layer that reads it sees, at all examples and places. Queries and keys, which no
-    layer reads, stay as they are.
+    Activations are inputs of the next layer, at all examples and positions. Queries and keys are not permuted.
 
     Args:
         a: A network.
         b: Another of the same structure.
         groups: From `rewrites.neuron_groups`.
-        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the networks take them.
+        inputs: Examples, samples first.
 
     Returns:
-        The permutations, exact for each copy of each group; the mean correlation of what was paired. Neurons that are
-        constant on the data correlate 0.
+        Permutations, exact for each copy of each group. Neurons that are constant on the data correlate 0.
 
     Raises:
-        TypeError: If the networks do not take the examples.
+        TypeError: If the networks do not accept the examples.
         ValueError: If structures differ, or a group lies in stacked layers that a loop runs over.
 
     References:
-        Li, Yosinski, Clune, Lipson and Hopcroft (2015); Ainsworth, Hayase and Srinivasa (2023), section 3.1.
+        Li et al. (2015), Convergent learning; Ainsworth, Hayase and Srinivasa (2023), section 3.1.
     """
     _check_alike(a, b)
     _check_groups(a, groups)
@@ -266,11 +265,7 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
 
 
 def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]) -> dict[int, np.ndarray]:
-    """Standardised activity of neurons, by copy, in units in which products over rows are correlations.
-
-    Each is [rows, neurons], as seen by the first array that reads the copy; queries and keys, which are multiplied with
-    each other alone, are not seen.
-    """
+    """Return standardised activity [rows, neurons] by copy; products over rows are correlations."""
     found: dict[int, np.ndarray] = {}
     refusal = None
     for slot in reads:
@@ -295,6 +290,7 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
             own = values[:, copy == number].T
             own = own - own.mean(0)
             lengths = np.linalg.norm(own, axis=0)
+            # Constant neurons have lengths of rounding size: infinity makes their correlations 0.
             found[int(number)] = own / np.where(lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf)
     if refusal is not None and not found:
         fail("groups", "be of neurons that some layer reads as a whole", f"{group.name!r}: {refusal}")
@@ -303,16 +299,15 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
 
 @validated
 def interpolate(a: Any, b: Any, share: Scalar) -> Any:
-    """(1 - share) a + share b, array by array.
+    """Return (1 - share) a + share b, array by array.
 
     Args:
         a: A network.
-        b: Another of the same structure, its neurons in the order of a's (`Matching.apply`).
-        share: Of b, from 0 to 1; may be traced.
+        b: Another, with its neurons in the order of a (`Matching.apply`).
+        share: Weight of b, from 0 to 1; may be traced.
 
     Returns:
-        The network between them; 0.5 merges the two. Statistics of batch normalisation want to be taken anew
-        (`renormalised`).
+        The interpolated network. Recompute statistics of batch normalisation with `renormalised`.
     """
     _check_alike(a, b)
     arrays, rest = eqx.partition(a, eqx.is_inexact_array)
@@ -327,12 +322,12 @@ def interpolate(a: Any, b: Any, share: Scalar) -> Any:
 
 
 class Barrier(NamedTuple):
-    """The loss along the line between two networks.
+    """Loss along the line between two networks.
 
     Attributes:
-        height: The largest excess over the line between the losses at both ends; not negative.
-        losses: At the points.
-        shares: Of the second network, from 0 to 1.
+        height: Largest excess over the line between the end losses, not negative.
+        losses: Loss at each point, [points].
+        shares: Weight of the second network at each point, from 0 to 1, [points].
     """
 
     height: Float[Array, ""]
@@ -344,34 +339,35 @@ class Barrier(NamedTuple):
 
 @validated
 def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 11) -> Barrier:
-    """max_t L((1 - t) a + t b) - ((1 - t) L(a) + t L(b)).
+    """Return max_t L((1 - t) a + t b) - ((1 - t) L(a) + t L(b)), with the losses along the line.
 
     Args:
-        loss: From a network to a real number.
+        loss: Function from a network to a real number.
         a: A network.
         b: Another of the same structure.
-        num_points: On the line, ends included; at least 3.
+        num_points: Points on the line, ends included; at least 3.
 
     References:
-        Frankle, Dziugaite, Roy and Carbin (2020), Linear mode connectivity and the lottery ticket hypothesis.
+        Frankle et al. (2020), Linear mode connectivity and the lottery ticket hypothesis.
     """
     shares = jnp.linspace(0.0, 1.0, check_count("num_points", num_points, minimum=3))
     _check_alike(a, b)
     found = eqx.filter_eval_shape(loss, a)
     if not hasattr(found, "dtype") or found.shape != () or jnp.issubdtype(found.dtype, jnp.complexfloating):
         fail_kind("loss", "return a single real number", found)
+    # One point after another bounds the memory.
     losses = jax.lax.map(lambda share: jnp.asarray(loss(interpolate(a, b, share)), float), shares)
     excess = losses - ((1 - shares) * losses[0] + shares * losses[-1])
     return Barrier(jnp.max(excess), losses, shares)
 
 
 class Barriers(NamedTuple):
-    """Barriers between all pairs of members.
+    """Barriers between all pairs of members; both matrices are symmetric with zero diagonal.
 
     Attributes:
-        before: Of the networks as they are, [members, members].
-        after: After matching, [members, members]. Both are symmetric, with zeros on the diagonal.
-        matchings: Of every pair i < j: j's neurons with those of i.
+        before: Barriers of the networks as they are, [members, members].
+        after: Barriers after matching, [members, members].
+        matchings: Matching of j with i, for every pair i < j.
     """
 
     before: np.ndarray
@@ -384,14 +380,14 @@ class Barriers(NamedTuple):
         return f"Barriers({len(pairs[0])} pairs of {len(self.after)} members, means {means})"
 
     def interval(self, of: str = "after", *, level: float = 0.9) -> MemberInterval:
-        """Return the mean barrier of two networks and its interval over networks, see `similarity.member_interval`.
+        """Return the mean barrier of two networks and its interval over members, see `similarity.member_interval`.
 
         Args:
-            of: "after" matching, "before" it, or its "fall", which each pair has from before to after.
+            of: "after" matching, "before" it, or "fall" from before to after, pair by pair.
             level: Coverage, between 0 and 1.
 
         Raises:
-            ValueError: If there are fewer than three members, or an option is another.
+            ValueError: If there are fewer than three members, or an option is unknown.
         """
         check_choice("of", of, ("after", "before", "fall"))
         if len(self.after) < 3:
@@ -411,12 +407,12 @@ def barriers(
     num_starts: int = 1,
     key: PRNGKey | None = None,
 ) -> Barriers:
-    """Barriers between all pairs of stacked members, before and after weight matching.
+    """Return barriers between all pairs of members, before and after weight matching.
 
     Args:
-        loss: From one network to a number.
+        loss: Function from one network to a number.
         models: Stacked networks, members first.
-        groups: Of one of them.
+        groups: Groups of one member.
         num_points: See `barrier`.
         num_starts: See `match_weights`.
         key: See `match_weights`.
@@ -439,6 +435,7 @@ def barriers(
     return Barriers(before, after, matchings)
 
 
+# Compiled once for all pairs.
 @eqx.filter_jit
 def _height(loss: Callable[[Any], Array], a: Any, b: Any, num_points: int) -> Array:
     return barrier(loss, a, b, num_points=num_points).height
@@ -446,31 +443,30 @@ def _height(loss: Callable[[Any], Array], a: Any, b: Any, num_points: int) -> Ar
 
 @validated
 def renormalised(model: Any, state: Any, inputs: Any) -> Any:
-    """The state of a network with the statistics of its batch normalisations taken anew, on all examples at once.
+    """Return the state of a network with batch normalisation statistics recomputed on all examples at once.
 
-    All else is in inference mode, so that nothing is dropped. Merged networks have means and variances that are not
-    those of their merged weights.
+    Merged weights need new means and variances. All else is in inference mode.
 
     Args:
-        model: A network with `eqx.nn.BatchNorm`, of any mode.
+        model: A network with `eqx.nn.BatchNorm`, in any mode.
         state: Its `eqx.nn.State`.
-        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the network takes them.
+        inputs: Examples, samples first.
 
     Raises:
-        TypeError: If the network does not take the examples.
+        TypeError: If the network does not accept the examples.
         ValueError: If the network has no batch normalisation.
 
     References:
-        Jordan, Sedghi, Saukh, Entezari and Neyshabur (2023), REPAIR: renormalizing permuted activations for
-        interpolation repair.
+        Jordan et al. (2023), REPAIR: renormalizing permuted activations for interpolation repair.
     """
     is_norm = lambda part: isinstance(part, eqx.nn.BatchNorm)  # noqa: E731
     norms = [part for part in jax.tree.leaves(model, is_leaf=is_norm) if is_norm(part)]
     if not norms:
         fail("model", "have batch normalisations", "none")
     leaves, tree = jax.tree.flatten(state)
-    state = jax.tree.unflatten(tree, leaves)  # the caller's stays in use
+    state = jax.tree.unflatten(tree, leaves)  # the caller's state stays usable
     for norm in norms:
+        # A first batch sets running statistics instead of averaging with old ones.
         if norm.ema_state_index is not None:
             state = state.set(norm.ema_first_time_index, jnp.array(True))
         else:
@@ -481,6 +477,7 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     def trained(part: Any) -> Any:
         if not is_norm(part):
             return part
+        # The name of the axis of `vmap` below, whatever the model was trained with.
         return eqx.tree_at(lambda norm: norm.axis_name, eqx.nn.inference_mode(part, False), "samples")
 
     training = jax.tree.map(trained, eqx.nn.inference_mode(model), is_leaf=is_norm)

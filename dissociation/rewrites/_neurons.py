@@ -1,7 +1,6 @@
-"""Rewrites of one hidden layer, as a pair of matrices, that leave the function of the layer as it was.
+"""Rewrites of one hidden layer `w_out @ activation(w_in @ x)`, as a pair of matrices, that keep its function.
 
-A hidden layer computes `w_out @ activation(w_in @ x)`. A bias is the incoming weight of an input that is always 1:
-append it to `w_in` as a column. `dissociation.rewrites` applies the same rewrites to whole models.
+For a bias, append a column to `w_in` and an input that is always 1.
 """
 
 import math
@@ -25,24 +24,24 @@ def scale_neurons(
     w_out: Float[Array | np.ndarray, "outputs hidden"],
     scale_factor: Real[ArrayLike, "..."] = 0.1,
 ) -> Pair:
-    """Multiplies the incoming weights of every hidden neuron by a > 0 and divides its outgoing weights by a.
+    """Multiply the incoming weights of every hidden neuron by a > 0 and divide its outgoing weights by a.
 
-    The function stays as it was where the activation is positively homogeneous, f(a x) = a f(x): ReLU, leaky ReLU,
-    identity. With any other (tanh, GELU, softplus) it changes.
+    The function does not change if the activation is positively homogeneous, f(a x) = a f(x): ReLU, leaky ReLU,
+    identity, but not tanh, GELU or softplus.
 
     Args:
-        w_in: Incoming weights, one row per hidden neuron.
-        w_out: Outgoing weights, one column per hidden neuron.
-        scale_factor: The factor a, positive: one for all neurons, or a vector [hidden]. May be traced.
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        scale_factor: a, positive: one for all neurons, or [hidden]. May be traced.
 
     Returns:
-        `(w_in, w_out)`, of the shapes given; NaN for neurons whose traced factor is not positive and finite.
+        `(w_in, w_out)`, of the given shapes; NaN for neurons whose traced factor is not positive and finite.
 
     Raises:
         ValueError: If the shapes do not fit or a known `scale_factor` is not positive and finite.
 
     References:
-        Dinh, Pascanu, Bengio and Bengio (2017), Sharp minima can generalize for deep nets, section 3.
+        Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
         Neyshabur, Salakhutdinov and Srebro (2015), Path-SGD, section 2.
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
@@ -51,6 +50,7 @@ def scale_neurons(
     factor = jnp.asarray(scale_factor, w_in.dtype)
     if factor.shape not in ((), (hidden,)):
         fail("scale_factor", f"be one number or one per hidden neuron ({hidden})", f"shape {factor.shape}")
+    # A traced factor cannot be checked: NaN makes a wrong one visible.
     factor = jnp.broadcast_to(jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan), (hidden,))
     return w_in * factor[:, None], w_out / factor[None, :]
 
@@ -61,24 +61,22 @@ def duplicate_neurons(
     w_out: Float[Array | np.ndarray, "outputs hidden"],
     duplicate_multiplier: float | int = 1.2,
 ) -> Pair:
-    """Repeats hidden neurons and shares the outgoing weights out equally over the copies of each.
+    """Duplicate hidden neurons and divide the outgoing weights equally among the copies of each.
 
-    With multiplier m every neuron stands there floor(m) times, and the first round((m - floor(m)) hidden) once more.
-    The copies come as whole layers one after another, then the first neurons again: row i of the result is neuron
-    i mod hidden. The function stays as it was for every activation.
+    With multiplier m every neuron occurs floor(m) times, and the first round((m - floor(m)) hidden) once more. Row i of
+    the result is neuron i mod hidden. The function does not change, for any activation.
 
     Args:
-        w_in: Incoming weights, one row per hidden neuron.
-        w_out: Outgoing weights, one column per hidden neuron.
-        duplicate_multiplier: m >= 1, a plain number: it sets shapes. Python's `round` takes halves to the even number.
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        duplicate_multiplier: m >= 1, static, as it sets shapes. Python's `round` takes halves to the even number.
 
     Raises:
-        TypeError: If `duplicate_multiplier` is traced or no real number.
+        TypeError: If `duplicate_multiplier` is traced or not a real number.
         ValueError: If the shapes do not fit or `duplicate_multiplier` is below 1 or not finite.
 
     References:
-        Simsek, Ged, Jacot, Spadaro, Hongler, Gerstner and Brea (2021), Geometry of the loss landscape in
-        overparameterized neural networks, section 3.
+        Simsek et al. (2021), Geometry of the loss landscape in overparameterized neural networks, section 3.
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     hidden = w_in.shape[0]
@@ -88,7 +86,7 @@ def duplicate_neurons(
 
 
 def copies_of(hidden: int, multiplier: float | int, name: str = "duplicate_multiplier") -> np.ndarray:
-    """Which neuron each of the duplicated ones is: whole layers one after another, then the first neurons again."""
+    """Return the original of each duplicated neuron: whole layers in order, then the first neurons again."""
     multiplier = float(multiplier)
     if not (math.isfinite(multiplier) and multiplier >= 1):
         fail(name, "be finite and at least 1", multiplier, "Fewer neurons would change the function")
@@ -107,31 +105,28 @@ def add_random_zero_neurons(
     incoming_std: Scalar = 1.0,
     outgoing_std: Scalar | None = None,
 ) -> Pair:
-    """Appends groups of neurons that cancel out: the neurons of a group share their incoming weights.
+    """Append groups of neurons that cancel: the neurons of a group share their incoming weights.
 
-    Every group draws its incoming weights afresh from N(0, incoming_std^2). A group of one has outgoing weights zero.
-    In a larger group, of g neurons, they are draws of N(0, outgoing_std^2) less their mean over the group, times
-    sqrt(g / (g - 1)) so that each keeps that standard deviation: their sum is zero up to rounding. The new neurons come
-    last, group by group. The function stays as it was for every activation.
+    Incoming weights are draws of N(0, incoming_std^2). Outgoing weights of a group of one are zero. Those of g neurons
+    are draws of N(0, outgoing_std^2) less their mean, times sqrt(g / (g - 1)). New neurons come last, group by group.
+    The function does not change, for any activation, up to rounding.
 
     Args:
-        w_in: Incoming weights, one row per hidden neuron.
-        w_out: Outgoing weights, one column per hidden neuron.
-        num_zero_groups: How many groups, 0 or more.
-        neurons_per_group: How many neurons in each, 1 or more.
-        key: A PRNG key of either kind.
-        incoming_std: Standard deviation of the incoming weights; 1 as published, which is large beside those of a
-            trained layer: it is what parameter noise meets in the new neurons.
-        outgoing_std: Standard deviation of the outgoing weights of cancelling groups; None is the root mean square of
-            `w_out`.
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        num_zero_groups: Number of groups, 0 or more.
+        neurons_per_group: Neurons of each group, 1 or more.
+        key: A PRNG key.
+        incoming_std: Standard deviation of incoming weights; 1 as published, which is large for a trained layer.
+        outgoing_std: Standard deviation of outgoing weights of larger groups; None is the root mean square of `w_out`.
 
     Raises:
         TypeError: If a count is not a Python integer.
         ValueError: If the shapes do not fit, or a count or a standard deviation is out of range.
 
     References:
-        Simsek, Ged, Jacot, Spadaro, Hongler, Gerstner and Brea (2021), Geometry of the loss landscape in
-        overparameterized neural networks, section 3 (zero-type neurons).
+        Simsek et al. (2021), Geometry of the loss landscape in overparameterized neural networks, section 3 (zero-type
+            neurons).
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     groups = check_count("num_zero_groups", num_zero_groups)
@@ -148,6 +143,7 @@ def add_random_zero_neurons(
             outgoing_std = jnp.sqrt(jnp.mean(w_out**2))
         check_non_negative("outgoing_std", outgoing_std)
         draws = jax.random.normal(key_out, (w_out.shape[0], groups, size), w_out.dtype)
+        # Subtracting the mean lowers the variance by (size - 1) / size; the square root restores it.
         centred = (draws - jnp.mean(draws, axis=-1, keepdims=True)) * math.sqrt(size / (size - 1))
         new_out = (jnp.asarray(outgoing_std, w_out.dtype) * centred).reshape(w_out.shape[0], groups * size)
     return jnp.concatenate([w_in, new_in]), jnp.concatenate([w_out, new_out], axis=1)
@@ -162,21 +158,19 @@ def add_phantom_zero_neurons(
     *,
     rtol: Scalar | None = None,
 ) -> Pair:
-    """Appends neurons without effect whose preactivations on given inputs show a given pattern.
+    """Append neurons without effect whose preactivations on given inputs show a given pattern.
 
-    The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|, through the singular value
-    decomposition of `inputs` and two steps of iterative refinement; the new outgoing weights are zero, so the function
-    stays as it was for every activation. Where the inputs in the batch are linearly independent, any image is met;
-    otherwise its projection on what they span is. Weights grow as the inputs come close to being dependent.
+    The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|. The new outgoing weights are
+    zero, so the function does not change. Linearly independent inputs attain any pattern, others its projection on
+    their span. Nearly dependent ones need large weights.
 
     Args:
-        w_in: Incoming weights, one row per hidden neuron.
-        w_out: Outgoing weights, one column per hidden neuron.
-        inputs: What the layer sees. Derivatives treat them as constants.
-        pattern: The preactivations wanted of the new neurons, one column each.
-        rtol: Singular values of `inputs` below `rtol` times the largest count as zero. None is the machine epsilon
-            times the square root of the larger side of `inputs`. Larger values give smaller weights and a coarser
-            image.
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        inputs: Layer inputs, constants for derivatives.
+        pattern: Preactivations of the new neurons, one column each.
+        rtol: Relative cut-off of singular values of `inputs`; larger values give smaller weights and a coarser pattern.
+            None is the machine epsilon times the square root of the larger side.
 
     Raises:
         ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.
@@ -188,10 +182,7 @@ def add_phantom_zero_neurons(
 
 
 def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
-    """The smallest x that minimises |a x - b|, refined twice; differentiable where the rank of a stays.
-
-    The pseudo-inverse's derivative is that of Golub and Pereyra (1973), without one of the singular vectors.
-    """
+    """Return the smallest x that minimises |a x - b|; derivative by Golub and Pereyra (1973), at constant rank."""
     if min(a.shape) == 0:
         return jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
     if rtol is None:
@@ -199,7 +190,9 @@ def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
         # missed by up to 0.34 with it, by 2e-5 with this one, which still drops the rounding noise of low-rank inputs.
         rtol = float(jnp.finfo(a.dtype).eps) * math.sqrt(max(a.shape))
     check_non_negative("rtol", rtol)
-    step = a - jax.lax.stop_gradient(a)  # zero, but for its derivative
+    # The derivative of the pseudo-inverse needs no derivative of singular vectors, which equal singular values make
+    # NaN.
+    step = a - jax.lax.stop_gradient(a)  # zero, with a derivative
     a = jax.lax.stop_gradient(a)
     u, s, vt = jnp.linalg.svd(a, full_matrices=False)
     kept = (s > 0) & (s >= jnp.asarray(rtol, a.dtype) * s[0])
@@ -209,8 +202,7 @@ def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
         return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
 
     x = jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
-    # The first round solves; each of the others removes most of the rounding error that the last one left, which the
-    # condition number magnifies.
+    # The first round solves. The others remove most of the rounding error, which the condition number magnifies.
     for _ in range(3):
         x = x + times(vt.T, inverse[:, None] * times(u.T, b - times(a, x)))
     here = jax.lax.stop_gradient(x)

@@ -1,4 +1,4 @@
-"""Noise on every parameter of a model. It does not preserve the function: it asks how exact the weights have to be."""
+"""Noise on every parameter of a model, to measure how exact weights must be. It changes the function."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,20 +19,20 @@ Model = TypeVar("Model")
 
 @validated
 def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] | None = None) -> PyTree:
-    """Draws N(0, 1) for every parameter of a model, or for some.
+    """Draw N(0, 1) for every parameter of a model, or for some.
 
-    One key is split over the parameters in the order of the tree: one for each layer of a perceptron without biases,
-    from the first to the last. One draw serves many scales: `perturb_parameters(model, noise, scale)`.
+    One draw serves many scales: `perturb_parameters(model, noise, scale)`. The key is split over the parameters in the
+    order of the tree.
 
     Args:
-        model: A network, a pair (model, state), or another tree whose floating-point arrays (complex ones too) are its
-            parameters, but for those of `eqx.nn.State`, such as running means and variances.
-        key: A PRNG key of either kind.
-        where: Function from the model to the parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. Their
-            draws are the same as without it. None is all parameters.
+        model: A network, a pair (model, state), or another tree. Floating-point and complex arrays are parameters,
+            except those in `eqx.nn.State`.
+        key: A PRNG key.
+        where: Parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. It does not change their draws. None
+            is all parameters.
 
     Returns:
-        A tree like `model`, with noise where it has parameters and None where it has anything else.
+        A tree like `model`, with noise in place of parameters and None elsewhere.
 
     Raises:
         ValueError: If `model` has no parameters, or `where` chooses none.
@@ -40,6 +40,7 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
     leaves, treedef = jax.tree.flatten(parameters_in(model))
     if not leaves:
         fail("model", "hold at least one array of floating-point numbers", f"none in a {type(model).__name__}")
+    # Keys for all parameters, whatever `where` chooses, so that it does not change the draws.
     keys = jax.random.split(key, len(leaves))
     draws = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
     noise, chosen = jax.tree.unflatten(treedef, draws), parameters_in(model, where)
@@ -50,7 +51,7 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
 
 @validated
 def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
-    """Adds `scale * noise` to the parameters of a model. Not function-preserving."""
+    """Return a model with `scale * noise` added to its parameters."""
     check_non_negative("scale", scale)
     noise = with_draws(model, noise)
 
@@ -62,11 +63,11 @@ def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
 
 @validated
 def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
-    """Adds `scale * N(0, 1)` to every parameter of a model. Not function-preserving.
+    """Return a model with `scale * N(0, 1)` added to every parameter.
 
     Args:
         model: See `parameter_noise`.
         scale: Standard deviation of the noise, non-negative. May be traced.
-        key: A PRNG key of either kind, split over the parameters as `parameter_noise` says.
+        key: A PRNG key, split as in `parameter_noise`.
     """
     return perturb_parameters(model, parameter_noise(model, key=key), scale)

@@ -1,4 +1,4 @@
-"""Input directions that no sample of a dataset has, and weights that move in them."""
+"""Null space of a dataset, and noise on weights within it."""
 
 from typing import NamedTuple
 
@@ -20,14 +20,14 @@ CHUNK = 8192
 
 
 class NullSpectrum(NamedTuple):
-    """The singular values of a dataset and the directions that belong to the zeros among them.
+    """Singular values of a dataset and its null directions.
 
     Attributes:
         basis: Orthonormal directions orthogonal to all samples, [null dimension, *sample shape], float64.
-        singular_values: All of them, falling, one per feature, float64.
-        rank: How many lie above the cut.
-        gap: The smallest singular value kept over the largest one cut: how clear the decision was. Infinite if nothing
-            is cut, or nothing kept, or what is cut is exactly zero.
+        singular_values: All, descending, one per feature, float64.
+        rank: Number of singular values above the cut-off.
+        gap: Smallest kept singular value over the largest cut one, large if the rank is clear. Infinite if either is
+            missing or the latter is zero.
     """
 
     basis: Float[np.ndarray, "null ..."]
@@ -40,11 +40,9 @@ class NullSpectrum(NamedTuple):
 
 @validated(finite=("dataset",))
 def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> NullSpectrum:
-    """Decomposes a dataset into the directions its samples have and those that none has.
+    """Return singular values and null directions of a dataset, on the host in float64.
 
-    Runs on the host in float64, whatever JAX's precision is, on the numbers exactly as they are given, and never forms
-    more than a chunk of the samples times the features. The Gram matrix's eigenvectors come first; a Gram matrix knows
-    singular values only down to 1e-8 of the largest, so those below 1e-4 are decomposed again among themselves.
+    Memory holds at most a chunk of the samples times the features.
     """
     if is_traced(dataset):
         fail_kind("dataset", "be a known array (its rank sets shapes)", "a traced one", "Call it outside of jit")
@@ -55,8 +53,10 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     check_non_negative("rtol", rtol)
 
     flat = samples.reshape(len(samples), -1)
-    # By a power of two, which changes no digit: squares of very large or small numbers are beyond float64.
+    # Squares of very large or small numbers overflow float64. A power of two changes no digit.
     scale = 2.0 ** np.frexp(max(abs(float(flat.min())), abs(float(flat.max()))))[1]
+    # A Gram matrix resolves singular values down to 1e-8 of the largest only. Those below 1e-4 are therefore decomposed
+    # again among themselves.
     eigenvalues, vectors = np.linalg.eigh(_gram(flat, scale, None))
     small = eigenvalues <= 1e-8 * eigenvalues[-1]
     if small.any():
@@ -65,7 +65,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     singular_values = np.sqrt(np.maximum(eigenvalues, 0))[::-1]
     directions = vectors.T[::-1]
 
-    # A value at the cut itself is kept, whatever its last digits are on another processor.
+    # A value at the cut-off is kept: its last digits differ between processors.
     rank = int(np.sum(singular_values > (1 - CUT_SLACK) * rtol * singular_values[0]))
     clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
     gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
@@ -78,7 +78,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
 def null_basis(
     dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None
 ) -> Float[np.ndarray, "null ..."]:
-    """An orthonormal basis of the directions that are orthogonal to every sample of a dataset."""
+    """Return an orthonormal basis of the directions orthogonal to every sample."""
     return null_spectrum(dataset, rtol).basis
 
 
@@ -107,11 +107,10 @@ def perturb_in_null_space(
     *,
     key: PRNGKey,
 ) -> Float[Array, "hidden inputs"]:
-    """Adds Gaussian noise to incoming weights, in directions that no sample has.
+    """Return w_in + scale Z basis^T basis with Z ~ N(0, 1), [hidden, inputs].
 
-    w_in + scale Z basis^T basis with Z ~ N(0, 1) [hidden, inputs]: noise on every weight, projected on the null space.
-    All bases of one space have one projector, hence the same noise to rounding. The function stays as it was on the
-    samples that the basis was computed from, and changes elsewhere.
+    The noise is the same, up to rounding, for all bases of one space. The function does not change on the samples that
+    the basis was computed from, but changes elsewhere.
     """
     check_non_negative("scale", scale)
     w_in = jnp.asarray(w_in)
@@ -124,15 +123,17 @@ def perturb_in_null_space(
             fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
     directions = jnp.asarray(basis, w_in.dtype).reshape(-1, features)
     drawn = jax.random.normal(key, w_in.shape, w_in.dtype)
+    # A projection, so that the noise depends on the space and not on its basis.
     noise = product(product(drawn, directions.T), directions)
     return w_in + jnp.asarray(scale, w_in.dtype) * noise
 
 
 def _gram(samples: np.ndarray, scale: float, directions: np.ndarray | None) -> np.ndarray:
-    """Sum over samples of x x^T / scale^2 in float64, of coordinates along `directions` if there are any."""
+    """Return the sum over samples of x x^T / scale^2 in float64, in coordinates along `directions` if given."""
     size = samples.shape[1] if directions is None else directions.shape[1]
     total = np.zeros((size, size))
     for start in range(0, len(samples), CHUNK):
+        # A float64 copy of all samples may not fit in memory.
         chunk = samples[start : start + CHUNK].astype(np.float64) / scale
         if directions is not None:
             chunk = chunk @ directions

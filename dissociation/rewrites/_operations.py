@@ -1,7 +1,4 @@
-"""Follows programs of JAX operation by operation, and says what each does to axes (`flow`): a rule per primitive.
-
-What has no rule freezes what it touches. The rules of loops and branches are here, which follow programs themselves.
-"""
+"""Follow a JAX program operation by operation, with one rule per primitive."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,17 +23,18 @@ FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne",
 
 LEVELS = (*COMPARISONS, "max", "min", "clamp", "select_n", "floor", "ceil", "round", "and", "or", "not", "reduce_max",
           "reduce_min", "reduce_and", "reduce_or", "scan", "while", "cond", "scatter", "pad")  # fmt: skip
-"""What makes entries equal that are not one."""
+"""Operations that can make different entries equal."""
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-    """Follows a program, from what is known of its constants and arguments to what is known of its results."""
+    """Follow a program from its constants and arguments to its results."""
     env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Value:
         return flow.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
+    # Operations that no result depends on must not freeze axes.
     for equation, joined in _needed(jaxpr):
         shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
         if joined is not None:
@@ -55,7 +53,7 @@ Stretch = tuple[Any, int, np.ndarray]
 
 
 def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
-    """The operations that results follow from; with what one takes that only puts stretches of an array together."""
+    """Return the operations that results depend on, with the `Stretch` that one joins, if any."""
     stretches: dict[Any, Stretch] = {}
     joined: dict[int, Stretch] = {}
     for number, equation in enumerate(jaxpr.eqns):
@@ -63,6 +61,8 @@ def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
         if equation.primitive.name == "concatenate":
             own = [stretches.get(v) for v in _variables(equation.invars)]
             there = [each for each in own if each is not None and each[:2] == (own[0] or each)[:2]]
+            # Slices that are joined in another order, as in `roll`, are one permutation: rule by rule they would cut
+            # the axis.
             if len(there) == len(equation.invars) and there[0][1] == parameters(equation)["dimension"]:
                 joined[number] = *there[0][:2], np.concatenate([each[2] for each in there])
     wanted, needed = set(_variables(jaxpr.outvars)), []
@@ -78,7 +78,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _stretches(equation: Any) -> list[Stretch]:
-    """What an operation takes of its operand, if it takes stretches along one axis and nothing else."""
+    """Return the slices that an operation takes along one axis."""
     name, params = equation.primitive.name, parameters(equation)
     if name not in ("slice", "split") or isinstance(equation.invars[0], jex.Literal):
         return []
@@ -95,12 +95,14 @@ def _stretches(equation: Any) -> list[Stretch]:
 
 def _apply(flow: Flow, equation: Any, step: Step) -> list[Value]:
     name, operands, shapes = step.name, step.operands, step.shapes
-    if all(0 in shape for shape in shapes):  # nothing is left
+    if all(0 in shape for shape in shapes):  # results are empty
         return [Value(shape, [UNIT if size == 1 else None for size in shape], zero=True) for shape in shapes]
     if any(0 in shape for shape in shapes) or (any(0 in v.shape for v in operands) and name != "concatenate"):
         return flow.unknown(step)
     known = [value.known for value in operands]
+    # Rules need known indices, which programs compute from constants.
     if name in FOLDED and all(each is not None for each in known) and np.prod(shapes[0]) <= FEW:
+        # Known indices must stay known under a trace.
         with jax.ensure_compile_time_eval():
             return [flow.constant(np.asarray(equation.primitive.bind(*known, **equation.params)))]
     inner = None if name in RULES else inner_program(step.params)
@@ -114,9 +116,9 @@ def _called(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
 
 
 def _ruled(flow: Flow, step: Step) -> list[Value]:
-    """What the operation's rule says of its results, which is kept as a step."""
+    """Apply the rule of an operation, and keep it as a step."""
     results = on_indices(flow, step) or RULES.get(step.name, Flow.unknown)(flow, step)
-    if any(value.known is not None for value in results):  # whatever they were made of
+    if any(value.known is not None for value in results):  # constants have no labels
         return results
     for value in results:
         value.level = _level(step.name, step.operands)
@@ -129,7 +131,7 @@ def _ruled(flow: Flow, step: Step) -> list[Value]:
 
 
 def _level(name: str, operands: list[Value]) -> int:
-    """Whether a result's entries may be equal, see `Value`."""
+    """Return the `level` of a result, see `Value`."""
     own = max((value.level for value in operands), default=0)
     if name in PRODUCTS:
         return 0
@@ -139,7 +141,7 @@ def _level(name: str, operands: list[Value]) -> int:
 
 
 def _follow_part(flow: Flow, step: Step, program: Any, args: list[Value]) -> list[Value]:
-    """Follows the body of a loop, or a branch, and keeps its steps apart."""
+    """Follow a loop body or branch, with its own list of steps."""
     outer, flow.steps = flow.steps, []
     found = _called(flow, program, args)
     step.parts.append(Part(flow.steps, args, found))
@@ -174,7 +176,8 @@ def _while(flow: Flow, step: Step) -> list[Value]:
 
 
 def _carried(flow: Flow, start: list[Value]) -> list[Value]:
-    """What a loop hands on, at its beginning: axes that may turn out to be anything."""
+    """Return initial values of a loop's carry, with new atoms."""
+    # The body may return other axes than it receives: new atoms are united with both.
     carry = [flow.array(value.shape) for value in start]
     _close(flow, carry, start)
     return carry
@@ -194,7 +197,7 @@ def _cond(flow: Flow, step: Step) -> list[Value]:
 
 
 def _inner(flow: Flow, step: Step) -> list[Value]:
-    """Of a call whose program is one of its parameters, with operands before it that are not the program's."""
+    """Follow a call whose program takes the last operands."""
     inner = inner_program(step.params)
     if inner is None:
         return flow.unknown(step)

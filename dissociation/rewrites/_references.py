@@ -1,4 +1,4 @@
-"""What is made of the indices of an axis, as those of the largest neurons (`flow`)."""
+"""Rules for values that are indices of an axis, such as those of the largest neurons."""
 
 import numpy as np
 
@@ -8,20 +8,19 @@ from dissociation.rewrites._indexing import ASKED
 
 READS = ("gather", "scatter", "scatter-add")
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "slice", "transpose", "convert_element_type", "copy")
-"""What leaves the indices of an axis what they are."""
+"""Operations that keep indices what they are."""
 
 
 def on_indices(flow: Flow, step: Step) -> list[Value] | None:
-    """What is made of the indices of an axis by what reads there; anything else that takes them freezes the axis.
-
-    JAX reads at `i + n` where an index `i` is below zero, which such indices never are.
-    """
+    """Return results of operations that read at indices of an axis; freeze the axis for any other operation."""
     found, name, operands, shape = None, step.name, step.operands, step.shapes[0]
     first, other = operands[0], operands[1] if len(operands) > 1 else None
+    # The condition is known to be false, as in the guard against negative indices.
     if name == "select_n" and first.zero and other is not None:
         return [other]
     if first.refers is not None and (first.pair is not None or not first.shifted):
         single = other is not None and other.known is not None and len(np.unique(other.known)) == 1
+        # JAX reads at `i + n` for an index `i` below zero, which indices of an axis never are.
         if name == "lt" and other is not None and other.zero:
             return [flow.constant(np.zeros(shape, bool))]
         if name == "add" and single:
@@ -43,7 +42,7 @@ def on_indices(flow: Flow, step: Step) -> list[Value] | None:
 
 
 def _beside(operands: list[Value], shape: tuple[int, ...]) -> list[Value] | None:
-    """Indices of an axis, and others that are known, as coordinates of what is read."""
+    """Join indices of an axis with known ones, as coordinates to read at."""
     first, others = operands[0], operands[1:]
     if not shape or first.shape != (*shape[:-1], 1) or any(value.known is None for value in others):
         return None
@@ -51,7 +50,7 @@ def _beside(operands: list[Value], shape: tuple[int, ...]) -> list[Value] | None
 
 
 def _one_hot(flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]) -> list[Value] | None:
-    """Indices of an axis, compared with all of its numbers."""
+    """Compare indices of an axis with all of its numbers."""
     for k, size in enumerate(shape):
         count = np.arange(size).reshape([-1 if j == k else 1 for j in range(len(shape))])
         each = where.shape[k] == 1 or where.axes[k] is None

@@ -1,8 +1,7 @@
-"""Rewrites of any model that keep its function, on groups of neurons that were found (`groups`).
+"""Function-preserving rewrites of any model, applied to groups of neurons.
 
-A rewrite is made of a group and its options, and is then a function of one model: `scale(group, 20.0)(model)`. Rewrites
-follow one another by `|`, or as a list in `compose`. Stacked members are mapped over with `bmap` or `eqx.filter_vmap`.
-Each computes in the model's own precision, and is pure: it goes through `jit`, `vmap` and `grad`.
+`scale(group, 20.0)` is a function of one model. `|` and `compose` chain rewrites; `bmap` or `eqx.filter_vmap` maps them
+over stacked members.
 """
 
 import math
@@ -31,11 +30,11 @@ ONE_STRUCTURE = "A group belongs to models of one structure; map rewrites over s
 
 
 class Rewrite(eqx.Module):
-    """A function from one model to one model."""
+    """A pure function from one model to one model, in the precision of the model."""
 
     @abstractmethod
     def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
+        """Return the rewritten model."""
 
     def __or__(self, other: "Rewrite") -> "Rewrite":
         return compose([self, other])
@@ -44,18 +43,19 @@ class Rewrite(eqx.Module):
 class FunctionRewrite(Rewrite):
     """The rewrite `function(model, *settings, *arrays)`."""
 
+    # Static fields are compiled in; `arrays` may be traced, so that a sweep over factors compiles once.
     function: Callable[..., Any] = eqx.field(static=True)
     settings: tuple[Any, ...] = eqx.field(static=True)
     arrays: tuple[Any, ...]
 
     def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
+        """Return the rewritten model."""
         return self.function(model, *self.settings, *self.arrays)
 
 
 @validated
 def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
-    """Return one rewrite for several, the first one first. Groups that an earlier one enlarged are found again."""
+    """Return one rewrite that applies several in order. Groups that an earlier one widened are found again."""
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
             fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
@@ -69,11 +69,7 @@ def _one_after_another(model: Any, *rewrites: Rewrite) -> Any:
 
 
 def current(group: NeuronGroup, model: Any) -> NeuronGroup:
-    """The group in a model whose arrays may have other shapes by now, or that may be another one.
-
-    Where the model is what the group was found in but for its numbers, the group is as it was. Else it is found again,
-    and may then have other scalings, or not be there.
-    """
+    """Return `group` as it is in `model`; find it again if the model differs in more than parameter values."""
     leaves = parameters_of(model)[0]
     same = all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots)
     if same and (group.structure is None or _same(group.structure, structure_of(model))):
@@ -82,6 +78,7 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
         shape = np.shape(leaves[slot.leaf]) if slot.leaf < len(leaves) else None
         if shape is None or len(shape) != len(slot.shape):
             fail("model", f"have an array {slot.path} of shape {slot.shape}", shape, ONE_STRUCTURE)
+    # An earlier rewrite in a chain may have widened the group: its slots are out of date.
     groups = neuron_groups(model, group.example, call=group.call)
     if group.name not in groups or len(groups[group.name].slots) != len(group.slots):
         fail("model", f"have a group {group.name!r}", f"groups {', '.join(map(repr, groups))}")
@@ -89,7 +86,7 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two structures are; not, where things that they hold have no one answer to that."""
+    """Test whether two structures are equal; False if their comparison has no single answer."""
     try:
         return bool(one == other)
     except (TypeError, ValueError):
@@ -97,7 +94,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _changed(model: Any, group: NeuronGroup, change: Callable[[Slot, Array, float], Array], exponents: Any) -> Any:
-    """The model with every slot's array changed, in the order of the slots, each by its exponent."""
+    """Return the model with `change(slot, array, exponent)` in place of the array of every slot, in order."""
     leaves, tree, rest = parameters_of(model)
     for slot, exponent in zip(group.slots, exponents, strict=True):
         leaves[slot.leaf] = change(slot, jnp.asarray(leaves[slot.leaf]), float(exponent))
@@ -107,6 +104,7 @@ def _changed(model: Any, group: NeuronGroup, change: Callable[[Slot, Array, floa
 def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: PRNGKey | None) -> Any:
     group = current(group, model)
     if key is not None:
+        # Drawn here and not in `permute`, as an earlier rewrite in a chain may widen the group.
         permutation = jnp.tile(jnp.arange(group.size), (group.copies, 1))
         permutation = jax.random.permutation(key, permutation, axis=1, independent=group.copies > 1)
     each = _each_copy("permutation", permutation, group, 1)
@@ -114,7 +112,7 @@ def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: PR
 
 
 def _each_copy(name: str, given: Any, group: NeuronGroup, rank: int) -> Array:
-    """An argument of one shape for all copies of a group, or with a first axis of one for each: for each."""
+    """Broadcast an argument for all copies of a group, or with one entry per copy, to one entry per copy."""
     if given.shape[-1:] != (group.size,):
         fail(name, f"have {group.size} entries, one per neuron of {group.name}", given.shape)
     if given.ndim > rank and len(given) != group.copies:
@@ -129,17 +127,16 @@ def permute(
     *,
     key: PRNGKey | None = None,
 ) -> Rewrite:
-    """Return the rewrite that puts the neurons of a group in another order, wherever they are made or read.
+    """Return the rewrite that permutes the neurons of a group, in incoming and outgoing weights alike.
 
     Args:
-        group: Of the model.
-        permutation: Neuron `permutation[i]` comes to place i, [neurons]; or one for each copy, [copies, neurons].
-        key: Draws the permutation where none is given, of as many neurons as there are when it is applied, for each
-            copy by itself.
+        group: Group of the model.
+        permutation: Neuron `permutation[i]` moves to place i, [neurons] or [copies, neurons].
+        key: Key of a random permutation for each copy, drawn when the rewrite is applied.
 
     Raises:
-        ValueError: If `permutation` repeats or lacks a neuron or is no vector or matrix, or both or neither of
-            `permutation` and `key` are given.
+        ValueError: If `permutation` is not a permutation of the neurons, or not exactly one of `permutation` and `key`
+            is given.
     """
     if (permutation is None) == (key is None):
         fail("permutation", "be given, or `key` to draw it", "neither" if key is None else "both")
@@ -154,11 +151,13 @@ def permute(
 
 def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor: Array) -> Any:
     group = current(group, model)
+    # A group that was found again may have other scalings.
     if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
         fail("model", f"let {group.name} be scaled as where the group was found", group)
     if factor.shape not in ((), (group.size,), (group.copies, group.size)):
         wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
         fail("factor", wanted, f"shape {factor.shape}")
+    # A traced factor cannot be checked: NaN makes a wrong one visible.
     each = jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan)
     each = jnp.broadcast_to(each, (group.copies, group.size))
 
@@ -180,24 +179,22 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
 
 @validated
 def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Rewrite:
-    """Return the rewrite that multiplies what makes the neurons of a group by a > 0, and divides what reads them.
+    """Return the rewrite that multiplies incoming weights of a group by a > 0 and divides outgoing weights.
 
-    Exponents of a are those that the group has: for ReLU incoming weights and biases times a, outgoing weights over a;
-    for a bilinear layer both incoming matrices times a, outgoing ones over a^2; what a normalisation makes is scaled by
-    its gain and shift.
+    The group sets exponents of a. ReLU: incoming weights and biases times a, outgoing weights over a. Bilinear layer:
+    both incoming matrices times a, outgoing weights over a^2. Behind a normalisation: its gain and shift times a.
 
     Args:
-        group: Of the model.
-        factor: a, one for all neurons, one for each [neurons], or for each of each copy [copies, neurons]; positive.
-            May be traced.
-        scaling: Which of the group's `scalings`; default: `scaling`.
+        group: Group of the model.
+        factor: a, positive: a scalar, [neurons] or [copies, neurons]. May be traced.
+        scaling: Index into `group.scalings`; None uses `group.scaling`.
 
     Raises:
-        ValueError: If the group cannot be scaled, or a known factor is not positive and finite; a traced one that is
-            not makes the neuron's weights NaN.
+        ValueError: If the group cannot be scaled, or a known factor is not positive and finite. A traced factor that is
+            not gives NaN weights.
 
     References:
-        Dinh, Pascanu, Bengio and Bengio (2017), Sharp minima can generalize for deep nets, section 3.
+        Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
     """
     if group.scaling is None:
         why = "a statistic is taken over it" if group.normalised else "its activation is not homogeneous"
@@ -205,9 +202,10 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
         fail("scaling", f"be one of the {len(group.scalings)} scalings of {group.name}", scaling)
     check_positive("factor", factor)
+    # A factor may overflow float32: the check after the conversion finds it.
     with np.errstate(over="ignore"):
         factor = jnp.asarray(factor, float)
-    check_positive("factor", factor)  # also in the precision that it is computed in
+    check_positive("factor", factor)  # also in the precision of the computation
     exponents = group.scaling if scaling is None else group.scalings[scaling]
     for exponent in set(map(float, exponents)):
         _check_power(factor, exponent, factor.dtype)
@@ -215,7 +213,7 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
 
 
 def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
-    """Raises unless what weights are multiplied by is a normal number of their precision."""
+    """Raise if a power of a known factor is not a normal number of `dtype`."""
     if is_traced(factor):
         return
     limits = jnp.finfo(dtype)
@@ -231,11 +229,13 @@ def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey 
     if own.shape[-2:] != (group.size, group.size):
         fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", own.shape)
     own = _each_copy("matrix", own, group, 2)
+    # A drawn matrix is orthogonal, so it is its own inverse transposed.
     other = own if matrix is None else jnp.linalg.inv(own).mT
 
     def change(slot: Slot, array: Array, side: float) -> Array:
         turns = slot.of_copies((own if side > 0 else other).astype(array.dtype))
         columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
+        # An accelerator's default precision would change the function.
         turned = jnp.matmul(turns, columns, precision=jax.lax.Precision.HIGHEST)
         return slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
 
@@ -249,18 +249,18 @@ def rotate(
     *,
     key: PRNGKey | None = None,
 ) -> Rewrite:
-    """Return the rewrite that turns neurons into linear combinations of each other, if nothing is between two products.
+    """Return the rewrite that replaces linear neurons by linear combinations of each other.
 
-    What makes them is multiplied by an invertible M, what reads them by its inverse transposed: the queries and keys of
+    Incoming weights are multiplied by M, outgoing weights by its inverse transposed. Examples: queries and keys of
     attention heads, their values and outputs, hidden layers of linear networks.
 
     Args:
-        group: Of the model, with `linear`.
-        matrix: M, [neurons, neurons], or one for each copy, [copies, neurons, neurons]; invertible.
-        key: Draws a rotation for each copy, uniformly, where none is given.
+        group: Group of the model, with `linear`.
+        matrix: M, invertible, [neurons, neurons] or [copies, neurons, neurons].
+        key: Key of a uniform random rotation for each copy.
 
     Raises:
-        ValueError: If the group has no linear symmetry, or both or neither of `matrix` and `key` are given.
+        ValueError: If the group has no linear symmetry, or not exactly one of `matrix` and `key` is given.
     """
     _check_rotates(group)
     if (matrix is None) == (key is None):
@@ -274,13 +274,13 @@ def _check_rotates(group: NeuronGroup) -> None:
 
 
 class NullSpace(NamedTuple):
-    """Directions of a layer's weights that nothing it sees has.
+    """Directions of a layer's weights that are orthogonal to all its inputs.
 
     Attributes:
-        path: Of the weights, as slots of groups have it.
-        leaf: Their number among the model's arrays of floating-point numbers.
-        axes: Of the weights, along which they are multiplied and summed.
-        basis: Orthonormal directions, [null dimension, features], features in the order of the weights' `axes`.
+        path: Path of the weights, as in slots of groups.
+        leaf: Index of the weights among the model's floating-point arrays.
+        axes: Axes of the weights that are contracted with the inputs.
+        basis: Orthonormal directions, [null dimension, features], features in the order of `axes`.
         shape: Shape of the weights; None is one axis more than `axes`, of any length.
     """
 
@@ -295,15 +295,15 @@ class NullSpace(NamedTuple):
 
 @validated
 def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
-    """The null space of what a layer sees, on the host, in float64; see `_null_spaces.null_spectrum`.
+    """Return the null space of a layer's inputs, computed on the host in float64; see `_null_spaces.null_spectrum`.
 
     Args:
-        seen: From `rewrites.layer_inputs`.
-        rtol: Singular values below this times the largest count as zero; None is 1e-10, for numbers that are exact.
-            What a layer makes of them in float32 has rounding of 1e-7 and wants 1e-6.
+        seen: Layer inputs, from `rewrites.layer_inputs`.
+        rtol: Relative cut-off of singular values. None is 1e-10, for exact inputs. Outputs of a float32 layer have
+            rounding of 1e-7 and need 1e-6.
 
     Raises:
-        TypeError: If what it sees is traced.
+        TypeError: If the inputs are traced.
     """
     return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol), seen.shape)
 
@@ -327,14 +327,14 @@ def _null_perturbed(
 
 @validated
 def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
-    """Return the rewrite that adds Gaussian noise to a layer's weights, in directions that nothing it sees has.
+    """Return the rewrite that adds Gaussian noise to a layer's weights within a null space.
 
-    The function stays on the examples that the space is of, and changes elsewhere. With an empty space nothing changes.
+    The function does not change on the examples of the null space, but changes elsewhere.
 
     Args:
-        space: From `null_space`.
+        space: Null space, from `null_space`.
         std: Standard deviation of the noise along each direction, not negative. May be traced.
-        key: A PRNG key of either kind.
+        key: A PRNG key.
     """
     check_non_negative("std", std)
     rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
@@ -349,12 +349,12 @@ def check_groups(
     key: PRNGKey,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> dict[str, Certificate]:
-    """Find the groups of a model, permute each at random, and return a certificate for each, by name.
+    """Permute each group of a model at random and return a certificate for each, by name.
 
     Args:
         model: See `rewrites.neuron_groups`.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
-        key: Draws the permutations.
+        key: Key of the permutations.
         call: See `rewrites.neuron_groups`.
     """
     inputs = as_examples("inputs", inputs)
@@ -369,5 +369,6 @@ def check_groups(
 
 
 def _one(outputs: Any) -> Array:
-    """All outputs in one array."""
+    """Concatenate all floating-point outputs into one vector."""
+    # A certificate compares one array, but a model may return several.
     return jnp.concatenate([jnp.ravel(part) for part in jax.tree.leaves(eqx.filter(outputs, eqx.is_inexact_array))])

@@ -1,4 +1,4 @@
-"""What a layer of any model sees: the vectors that its weights are multiplied by, for given inputs of the model."""
+"""Inputs of any layer of a model: the vectors that its weights are multiplied by."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from dissociation.models._program import MOVES, Walk, bound, program_of
 
 
 class LayerInputs(NamedTuple):
-    """What the weights of a layer are multiplied by.
+    """Inputs of a layer.
 
     Attributes:
-        path: Of the weights, as slots of groups have it.
-        leaf: Their number among the model's arrays of floating-point numbers.
-        axes: Of the weights, along which they are multiplied and summed.
-        rows: A row for every example and place where the weights are used (a position of an image, a token):
-            [rows, features], features in the order of the weights' `axes`.
+        path: Path of the weights, as in slots of groups.
+        leaf: Index of the weights among the model's floating-point arrays.
+        axes: Axes of the weights that are contracted with the inputs.
+        rows: A row per example and position of use, such as a pixel or a token, [rows, features], features in the order
+            of `axes`.
         shape: Shape of the weights.
     """
 
@@ -45,18 +45,17 @@ def layer_inputs(
     *,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> LayerInputs:
-    """The vectors that a layer's weights are multiplied by, in a model of any kind.
+    """Return the inputs of a layer of any model.
 
     Args:
         model: See `rewrites.neuron_groups`.
-        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the model takes them.
-        path: Of the weights, as slots of groups have it: ".layers[1].weight".
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
+        path: Path of the weights, such as ".layers[1].weight".
         call: See `rewrites.neuron_groups`.
 
     Raises:
-        TypeError: If the model does not take the examples.
-        ValueError: If there is no such array, or it is multiplied by nothing, as a whole: a loop may use it, but not
-            run over its parts.
+        TypeError: If the model does not accept the examples.
+        ValueError: If there is no such array, or no product uses it as a whole: a loop may not run over it.
     """
     paths, leaves, program = program_of(model, call)
     if path not in paths:
@@ -76,6 +75,7 @@ def layer_inputs(
         axes[:] = watch.axes
         return watch.rows
 
+    # Null spaces need exact inputs, also on an accelerator.
     with jax.default_matmul_precision("highest"):
         found = jax.vmap(seen)(inputs)
     if not found:
@@ -87,7 +87,7 @@ def layer_inputs(
 
 
 class _Watch(Walk):
-    """Notes what certain weights are multiplied by; the mark of the weights is the place that each entry had."""
+    """Recorder of the vectors multiplied with given weights; marks are places in the weights."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -95,7 +95,7 @@ class _Watch(Walk):
         self.axes: list[tuple[int, ...]] = []
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """The results of an operation, and the places of weights in them."""
+        """Return the results of an operation and their marks."""
         name, params = equation.primitive.name, parameters(equation)
         if name == "scan" and any(mark is not None for mark in marks[: params["num_consts"]]):
             return self._in_loop(params, values, marks), None
@@ -105,13 +105,14 @@ class _Watch(Walk):
             self._at_convolution(params, values[0], marks[1])
         mark = None
         if marks and marks[0] is not None and name in MOVES:
+            # Places are NumPy arrays; the trace around them must not turn them into tracers.
             with jax.ensure_compile_time_eval():
                 moved = params | ({"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {})
                 mark = np.asarray(equation.primitive.bind(marks[0], **moved))
         return bound(equation, values), mark
 
     def _in_loop(self, params: Any, values: list[Any], marks: list[Any]) -> list[Any]:
-        """The results of a loop, in which weights are used that are the same each time."""
+        """Return the results of a loop with constant weights."""
         num_consts, num_carry, inner = params["num_consts"], params["num_carry"], params["jaxpr"]
         consts, carry, xs = np.split(np.arange(len(values)), [num_consts, num_consts + num_carry])
         own = [*marks[:num_consts], *(None for _ in (*carry, *xs))]
@@ -131,7 +132,8 @@ class _Watch(Walk):
         return [*last, *each]
 
     def _note(self, rows: Array, places: np.ndarray) -> None:
-        """Rows whose entries meet weights at these places, of one output."""
+        """Record rows that are multiplied with weights at these places."""
+        # Features come in the order of the weights, which the program may transpose.
         order = np.argsort(places)
         coordinates = np.unravel_index(places[order], self.shape)
         self.axes.append(tuple(k for k, each in enumerate(coordinates) if len(np.unique(each)) > 1))
@@ -160,5 +162,5 @@ class _Watch(Walk):
             image, spatial, params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"],
             dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST,
         )  # fmt: skip
-        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)  # channels, then places of the kernel
+        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)  # channels, then kernel positions
         self._note(jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, len(weights)), weights)

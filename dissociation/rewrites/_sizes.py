@@ -1,7 +1,4 @@
-"""Sizes that modules keep beside their arrays, brought up to date when a rewrite has changed the arrays.
-
-Modules are frozen, so they are constructed anew from the options they keep, and given their arrays back.
-"""
+"""Sizes in module fields, updated after a rewrite changed the arrays."""
 
 import dataclasses
 import functools
@@ -13,15 +10,17 @@ import jax
 
 
 def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
-    """A module with other static sizes, and the arrays and modules that it has."""
+    """Return a module with other static sizes and the same arrays."""
     if all(getattr(module, name) == value for name, value in sizes.items()):
         return module
     fields = dataclasses.fields(module)
     static = {field.name for field in fields if field.metadata.get("static")}
     known = inspect.signature(type(module).__init__).parameters
+    # Fields that depend on sizes follow only if the module is constructed anew from its options.
     options = {name: getattr(module, name) for name in known if name in static} | sizes
     for name, value in (("key", jax.random.PRNGKey(0)), ("axis_name", getattr(module, "axis_name", None))):
         options |= {name: value} if name in known else {}
+    # Shapes alone: no initial weights are drawn.
     new = eqx.filter_eval_shape(type(module), **options)
     own = [field.name for field in fields if field.name not in static]
     return eqx.tree_at(
@@ -34,17 +33,17 @@ def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
 
 @functools.singledispatch
 def refitted(module: Any) -> Any:
-    """A module whose static sizes are those of its arrays, which a rewrite has changed.
+    """Return a module with the static sizes of its arrays, which a rewrite changed.
 
-    For modules of one's own that keep sizes, `refitted.register(type)` a function that returns `with_sizes(module,
-    ...)` or constructs them anew. The modules within it have been refitted before.
+    For modules of your own, `refitted.register(type)` a function that returns `with_sizes(module, ...)` or a new
+    module. Inner modules are refitted first.
     """
     return module
 
 
 @refitted.register
 def _(module: eqx.nn.Linear) -> Any:
-    outputs, inputs = module.weight.shape[-2:]  # of one layer, where several are stacked
+    outputs, inputs = module.weight.shape[-2:]  # of one layer, also if several are stacked
     outputs = "scalar" if module.out_features == "scalar" else outputs
     return with_sizes(module, in_features="scalar" if module.in_features == "scalar" else inputs, out_features=outputs)
 
@@ -64,7 +63,7 @@ def _(module: Any, *, more_groups: bool = False) -> Any:
 def _(module: eqx.nn.GroupNorm) -> Any:
     if module.weight is None or module.channels is None:
         return module
-    channels = module.weight.shape[-1]  # groups become more, as statistics are taken over what lies in each
+    channels = module.weight.shape[-1]  # more groups, as each has its statistics
     return with_sizes(module, channels=channels, groups=channels * module.groups // module.channels)
 
 
@@ -94,7 +93,7 @@ def _(module: eqx.nn.Embedding) -> Any:
 @refitted.register
 def _(module: eqx.nn.MultiheadAttention) -> Any:
     rows, values = module.query_proj.weight.shape[-2], module.value_proj.weight.shape[-2]
-    # As many heads more in queries and values are heads; else those that there are have become wider.
+    # With more heads, queries and values widen by one factor; otherwise heads have become wider.
     more = rows * module.vo_size == values * module.qk_size and rows % module.qk_size == 0
     heads = rows // module.qk_size if more else module.num_heads
     return with_sizes(
@@ -110,10 +109,10 @@ def _(module: eqx.nn.MultiheadAttention) -> Any:
 
 
 def refit(model: Any, *, more_groups: bool = False) -> Any:
-    """A model with every module in it `refitted`, the innermost first."""
+    """Return a model with every module in it `refitted`, the innermost first."""
 
     def inner(part: Any) -> Any:
-        if isinstance(part, eqx.nn.Shared):  # with what is shared at all its places
+        if isinstance(part, eqx.nn.Shared):  # with shared parts in all their places
             whole = eqx.tree_at(part.where, inner(part()), part.where(part.pytree))
             return eqx.tree_at(lambda shared: shared.pytree, part, whole)
         children, tree = jax.tree.flatten(part, is_leaf=lambda x: x is not part)

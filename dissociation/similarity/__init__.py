@@ -1,8 +1,4 @@
-"""Compare two representations of the same samples by twenty-three measures.
-
-Each measure is a function of two arrays, samples first, in the same order. `MEASURES` states for each measure which
-maps of the neurons it ignores, if it is a metric, its range, its cost and its source.
-"""
+"""Compare two representations of the same samples, in the same order, by the measures of `MEASURES`."""
 
 from typing import TYPE_CHECKING
 

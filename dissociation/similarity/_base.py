@@ -1,4 +1,4 @@
-"""Measures of similarity: how representations are prepared and compared, and what holds of a measure."""
+"""Preparation and comparison of representations, and properties of measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,21 +17,19 @@ from dissociation._core.conversion import as_array, as_numbers, warn_narrowed
 from dissociation._core.linalg import centre, finite_part, product, rank_cut, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
-"""A representation: samples first."""
+"""Representation, samples first."""
 
 OtherFeatures = Float[Array | np.ndarray, "n q"]
-"""Another one of the same samples, in the same order."""
+"""Representation of the same samples in the same order."""
 
 Score = Float[Array, ""]
 
 
 class Prepared(NamedTuple):
-    """A representation to compare by a product.
-
-    The product's mean over all orders of one's samples is the product of the two means.
-    """
+    """Representation that is compared by a product."""
 
     entries: Any  # multiplied entry by entry and summed, one array or several
+    # The product's mean over all orders of one representation's samples is the product of both means.
     mean: Array
     rank: Array | float = 1.0  # of the features, for measures that divide by it
 
@@ -41,28 +39,26 @@ def _held(n: int, p: int) -> int:
 
 
 class Route(NamedTuple):
-    """One way to compute a measure: each representation is prepared once, then all pairs are compared.
+    """Algorithm of a measure, which prepares each representation once."""
 
-    Functions compare by value, and traced options are leaves of `equinox.Partial`: programs are compiled once.
-
-    With `finish`, from the product of two `Prepared` ones and these, the measure is a function of one product; with
-    `expected` its mean over all orders of one's samples is known. With `by_rows` samples in another order are prepared
-    as the prepared samples, the first axes, in that order. A `matrix` is symmetric, of norm 1, and has rows of sum 0.
-    """
-
+    # Functions compare by value, and traced options are leaves of `equinox.Partial`, so programs are compiled once.
     prepare: Callable[[Array], Any]  # from [n, p] to a PyTree of arrays
     compare: Callable[[Any, Any], Array]  # from two of these to a number
+    # The measure as a function of one product of `Prepared` representations.
     finish: Callable[[Array, Any, Any], Array] | None = None
+    # Its mean over all orders of one representation's samples.
     expected: Callable[[Any, Any], Array] | None = None
+    # Preparation commutes with an order of samples, which lie on the first axes.
     by_rows: bool = False
-    over_samples: bool = False  # matrices over samples are compared, entry by entry, and not features
+    over_samples: bool = False  # matrices over samples are compared, and not features
+    # Symmetric, of norm 1, with rows of sum 0, so that the null's moments are known.
     matrix: bool = False
-    effort: float = 1.0  # multiplications of a step beside those of one product of features
+    effort: float = 1.0  # multiplications relative to one product of features
     held: Callable[[int, int], int] = _held  # from n and the largest p to the numbers held while two are compared
     tile: int = 1  # representations on a side of a tile of pairs, at most; `Job` sets it
 
     def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
-        """Return the multiplications for so many representations of p and q features, and pairs of them."""
+        """Return the number of multiplications for representations of p and q features."""
         p, q = max(p, q), min(p, q)
         if self.over_samples:
             return self.effort * n * n * (items * (p + 5) + pairs)  # matrices are centred and scaled
@@ -70,7 +66,7 @@ class Route(NamedTuple):
 
 
 Routes = tuple[Route, ...]
-"""Ways to compute one measure, of which sizes decide."""
+"""Algorithms of one measure. Sizes decide between them."""
 
 
 def _as_it_is(product: Array, a: Prepared, b: Prepared) -> Array:
@@ -84,7 +80,7 @@ def product_route(
     linear: bool = True,
     matrix: bool = False,
 ) -> Route:
-    """Return the route of a measure over pairs of samples that is a function of one product; by default, itself."""
+    """Return the route of a measure that is a function, by default the identity, of one product."""
     return Route(
         prepare,
         eqx.Partial(_finished, finish),
@@ -106,30 +102,28 @@ def _finished_mean(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Ar
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure and what holds of it.
+    """Measure of similarity and its properties.
 
     Attributes:
         name: Key in `MEASURES`.
-        function: f(x, y, **options) of two representations.
-        routes: The ways to compute it, or a function of options that returns them.
+        function: Function f(x, y, **options) of two representations.
+        routes: Algorithms, or a function of options that returns them.
         equation: Formula of the centred features Xc and K = X X^T.
-        invariances: Letters for the maps of x and of y that do not change it: O rotations and reflections, S scale, T
-            translation, P permutations of neurons, L invertible linear maps, D a positive scale per neuron.
-        invariances_of_y: Letters for maps of y, if they differ from those of x.
-        metric: If True, it obeys the triangle inequality, and is zero between equals.
+        invariances: Letters of maps that do not change it: O rotations and reflections, S scale, T translation, P
+            permutations of neurons, L invertible linear maps, D positive scales of neurons.
+        invariances_of_y: Letters of maps of y, if they differ from those of x.
+        metric: If True, it obeys the triangle inequality and is zero between equals.
         symmetric: If True, x and y may be exchanged.
-        range: Least and largest value.
-        identical: Value for a representation with itself (less if neighbours are tied, and with dead neurons in
-            matchings).
-        cost: Multiplications of one pair, leading orders.
+        range: Smallest and largest value.
+        identical: Value for a representation with itself (less with tied neighbours, or dead neurons in matchings).
+        cost: Leading orders of multiplications of one pair.
         reference: Source.
-        minimum: Least number of samples.
-        narrow: If True, there have to be more samples than features.
+        minimum: Smallest number of samples.
+        narrow: If True, it needs more samples than features.
         same_width: If True, both have the same number of features, as classes.
-        repeats: Number of times that the rows run through the same conditions.
-        population: If True, it tends to a value as samples grow, as 1 / n. A fixed number of neighbours does not, nor
-            does a sum over samples.
-        host: If True, SciPy does a step of it on the host, through which no derivative is taken.
+        repeats: Repetitions of the same conditions in the rows.
+        population: If True, it converges as 1 / n with the number n of samples.
+        host: If True, one step runs on the host, without a derivative.
     """
 
     name: str
@@ -148,6 +142,7 @@ class Measure:
     narrow: bool = False
     same_width: bool = False
     repeats: int = 1
+    # False for a fixed number of neighbours, and for sums over samples.
     population: bool = True
     host: bool = False
 
@@ -167,11 +162,12 @@ def cheapest(routes: Routes, n: int, p: int, q: int, *, items: int = 2, pairs: i
 
 
 def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
-    """Return a measure of two representations, checked."""
+    """Return a measure of two representations after checks."""
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
     value = prepared_and_compared(cheapest(routes, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
+    # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):
             refuse_constant(name, array)
@@ -185,21 +181,23 @@ def prepared_and_compared(route: Route, x: Array, y: Array) -> Array:
 
 
 def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:
-    """Return a value as an array of floats; warn of lost digits unless more than `gates` outer calls have."""
+    """Return an array of floats, with a warning of lost digits."""
     array = as_array(name, value, words)
+    # More than `gates` outer calls have given the warning.
     warn_narrowed(name, array, gates=gates)
     return as_numbers(name, array, frozenset({"float"}))
 
 
 def in_common_dtype(*arrays: Any) -> list[Array]:
-    """Return arrays of JAX in the widest of their dtypes, float32 at least."""
+    """Return JAX arrays in their widest dtype, at least float32."""
+    # Half precisions would lose what solvers and rank cuts need.
     arrays = tuple(jnp.asarray(array) for array in arrays)
     kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
     return [array.astype(kind) for array in arrays]
 
 
 def check_pair(x: Array | np.ndarray, y: Array | np.ndarray, measure: Measure) -> None:
-    """Raise unless the shapes of two representations of the same samples are fit for a measure."""
+    """Raise unless the shapes of two representations suit a measure."""
     check_samples("x", x.shape[0], measure.minimum)
     if measure.narrow:
         refuse_wide(x, y)
@@ -214,13 +212,13 @@ def check_samples(name: str, number: int, minimum: int) -> None:
 
 
 def refuse_constant(name: str, x: Any) -> None:
-    """Raise if known rows are all the same."""
+    """Raise if known rows are all equal."""
     if not is_traced(x) and not np.ptp(np.asarray(x), axis=0).any():
         fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
 
 
 def refuse_vanishing(name: str, x: Any) -> None:
-    """Raise if known numbers are so small that processors take all of them for zero."""
+    """Raise if known numbers are so small that processors flush all to zero."""
     if not is_traced(x):
         least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
         if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
@@ -237,29 +235,28 @@ def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
 
 
 def centred(x: Array) -> tuple[Array, Array]:
-    """Return the columns about their means, divided by a power of two near the largest entry, and that power."""
+    """Return centred columns over a power of two near their largest entry, and that power."""
     first = scale_of(jnp.max(jnp.abs(x)))
+    # Scaled again after centring, because an offset may exceed the spread by far.
     x = centre(x / first)
     second = scale_of(jnp.max(jnp.abs(x)))
     return x / second, first * second
 
 
 def scaled(x: Array) -> tuple[Array, Array]:
-    """Return the features divided by a power of two near the largest entry, and that power."""
+    """Return features over a power of two near their largest entry, and that power."""
     scale = scale_of(jnp.max(jnp.abs(x)))
     return x / scale, scale
 
 
 def column_sizes(x: Array) -> Array:
-    """Return powers of two near the columns' largest entries: a rank is cut on columns of one size."""
+    """Return powers of two near the largest entries of columns."""
+    # Ranks are cut on columns of one size.
     return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
 
 
 def warn_dropped(*, level: bool = True, **features: Any) -> None:
-    """Warn of directions of known features that a rank cut takes for absent, although they exceed rounding.
-
-    With `level` the cut is made on columns of one size.
-    """
+    """Warn of directions that a rank cut drops although they exceed rounding."""
     for name, x in features.items():
         if is_traced(x):
             continue
@@ -281,29 +278,27 @@ def _num_dropped(x: Array, level: bool) -> Array:
 
 
 def unit(array: Array) -> Array:
-    """Return an array divided by its Frobenius norm; NaN for zeros."""
+    """Return an array over its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
 
 
 def apart_from_rounding(array: Array, whole: Array) -> Array:
-    """Return an array that was left of another by subtraction; NaN where all that was left is rounding."""
+    """Return the result of a subtraction from `whole`, or NaN if only rounding remains."""
     sizes = [lax.stop_gradient(jnp.max(jnp.abs(part))) for part in (array, whole)]
     return jnp.where(sizes[0] <= 100 * jnp.finfo(array.dtype).eps * sizes[1], jnp.nan, array)
 
 
 def narrowed(x: Array) -> Array:
-    """Return features in the axes of their samples, [n, min(n, p)], for measures that no rotation of them changes.
-
-    The axes count as constants: to first order, a change of x that leaves them moves no inner product of samples.
-    """
+    """Return features in the axes of their samples, [n, min(n, p)], for rotation-invariant measures."""
     if x.shape[1] <= x.shape[0]:
         return x
+    # The axes count as constants: to first order, a change of x outside of them changes no inner product of samples.
     columns, undefined = finite_part(jax.lax.stop_gradient(x.T))
     return product(x, jnp.linalg.qr(columns)[0]) + undefined
 
 
 def aligned(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the wider of two matrices, and the narrower one, turned to be nearest to it by a constant rotation."""
+    """Return the wider of two matrices, and the other, rotated by a constant to be nearest to it."""
     if b.shape[1] > a.shape[1]:
         a, b = b, a
     turned, undefined = finite_part(jax.lax.stop_gradient(product(b.T, a)))

@@ -1,9 +1,4 @@
-"""Canonical correlations: what two subspaces of sample space have in common.
-
-They are the singular values of Qx^T Qy, Q the polar factors of centred features, found from the features themselves:
-covariances square the condition number. Directions below max(n, p) roundings of the largest count as absent; if a
-scale per neuron does not matter, neurons are brought to one size first. With p + q > n - 1 subspaces have to meet.
-"""
+"""Canonical correlations, the singular values of Qx^T Qy with the polar factors Q of centred features."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -39,8 +34,9 @@ def _ones(values: Array, parameter: Array) -> Array:
 
 
 def basis(x: Array) -> tuple[Array, Array]:
-    """Return the polar factor of centred features, and its rank; NaN for rank 0."""
+    """Return the polar factor of centred features and its rank, NaN for rank 0."""
     x, _ = centred(x)
+    # A covariance would square the condition number. A scale per neuron has no effect, so columns get one size first.
     q = singular_map(_ones, x / column_sizes(x), jnp.zeros((), x.dtype))
     rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
     return q, jnp.where(rank > 0, rank, jnp.nan)
@@ -99,7 +95,7 @@ def _gulp_distance(a: Array, b: Array) -> Array:
 
 
 _SVD = 20.0
-"""Multiplications of a singular value decomposition beside those of a product."""
+"""Cost of a singular value decomposition in units of a product."""
 
 CCA = (Route(basis, _mean_correlation, effort=_SVD),)
 
@@ -114,7 +110,7 @@ CCA_SQUARED = (
         effort=1.5 * _SVD
     ),
 )
-"""Over features, or over samples if pairs are many."""
+"""Over features, or over samples if there are many pairs."""
 
 PWCCA = (Route(_seen, _weighted, effort=_SVD),)
 
@@ -143,18 +139,17 @@ def _between_subspaces(routes: Routes, x: Array | np.ndarray, y: Array | np.ndar
 
 @validated(finite=("x", "y"))
 def cca(x: Features, y: OtherFeatures) -> Score:
-    """The mean canonical correlation, sum_i rho_i / min(rank of Xc, rank of Yc).
+    """Return the mean canonical correlation, sum_i rho_i / min(rank of Xc, rank of Yc).
 
     Args:
-        x: [n, p], p < n - 1.
-        y: [n, q], of the same samples, q < n - 1.
+        x: Features, [n, p], p < n - 1.
+        y: Features, [n, q], q < n - 1.
 
     Returns:
-        From 0 to 1.
+        Correlation from 0 to 1. With p + q > n - 1 subspaces meet by dimension alone.
 
     Raises:
-        ValueError: If the numbers of samples differ, features are as many as samples, or known samples are all the
-            same.
+        ValueError: As `linear_cka`, or if features are as many as samples.
 
     References:
         Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and Sohl-Dickstein (2017).
@@ -164,14 +159,14 @@ def cca(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def cca_squared(x: Features, y: OtherFeatures) -> Score:
-    """The mean squared canonical correlation, |Qx^T Qy|^2 / min(rank of Xc, rank of Yc), also called R^2 of CCA.
+    """Return the mean squared canonical correlation (R^2 of CCA), |Qx^T Qy|^2 / min(rank of Xc, rank of Yc).
 
     Args:
-        x: [n, p], p < n - 1.
-        y: [n, q], of the same samples, q < n - 1.
+        x: Features, [n, p], p < n - 1.
+        y: Features, [n, q], q < n - 1.
 
     Returns:
-        From 0 to 1.
+        Correlation from 0 to 1.
 
     Raises:
         ValueError: As `cca`.
@@ -184,21 +179,21 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
-    """The mean canonical correlation of leading principal components, the fewest that hold a share of the variance.
+    """Return the mean canonical correlation of the fewest leading principal components that hold `variance`.
 
-    It jumps where a component passes the cut, and is near 1 whatever the data where components are nearly as many as
-    samples: look at the baseline of `pairwise`. Its derivative is that at a fixed number of components.
+    It jumps if a component passes the cut, and its derivative is at a fixed number of components. It is near 1 for any
+    data if components are nearly as many as samples.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
-        variance: The share, above 0 and at most 1.
+        x: Features, [n, p].
+        y: Features, [n, q].
+        variance: Fraction of the variance, above 0 and at most 1.
 
     Returns:
-        From 0 to 1.
+        Correlation from 0 to 1.
 
     Raises:
-        ValueError: If the numbers of samples differ, `variance` is out of range, or known samples are all the same.
+        ValueError: As `linear_cka`, or if `variance` is out of range.
 
     References:
         Raghu et al. (2017), SVCCA: singular vector canonical correlation analysis.
@@ -210,19 +205,17 @@ def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
 
 @validated(finite=("x", "y"))
 def pwcca(x: Features, y: OtherFeatures) -> Score:
-    """Projection-weighted CCA, sum_i w_i rho_i with w_i proportional to sum_j |<h_i, x_j>|.
+    """Return projection-weighted CCA, sum_i w_i rho_i with w_i proportional to sum_j |<h_i, x_j>|.
 
-    h_i are the canonical variates of x of norm 1, x_j its centred neurons: correlations count by how much of x they
-    carry. So it is not symmetric, and its weights follow the choice of axes in x. Its derivative exists where
-    correlations differ from each other.
+    h_i are canonical variates of x of norm 1, and x_j its centred neurons. It is not symmetric, depends on the axes of
+    x, and has a derivative if correlations differ.
 
     Args:
-        x: [n, p], p < n - 1: the representation that weighs.
-        y: [n, q], of the same samples, q < n - 1.
+        x: Features that give the weights, [n, p], p < n - 1.
+        y: Features, [n, q], q < n - 1.
 
     Returns:
-        From 0 to 1. Where correlations repeat, as those of 1 do for p + q > n - 1, rounding chooses their directions
-        and so the weights.
+        Correlation from 0 to 1. If correlations repeat, as for p + q > n - 1, weights depend on rounding.
 
     Raises:
         ValueError: As `cca`.
@@ -236,27 +229,26 @@ def pwcca(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def gulp_distance(x: Features, y: OtherFeatures, *, lam: Scalar = 1e-2) -> Score:
-    r"""How differently ridge regressions predict from two representations, at worst over targets.
+    r"""Return the largest difference d of ridge predictions from two representations, over targets.
 
         d^2 = tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx),
 
-    S the covariances (1 / n) of centred features, brought to |Xc|^2 = n, and Sxl = Sx + lambda I. At lambda = 0 the
-    square is p + q - 2 sum rho^2.
+    with covariances S (1 / n) of centred features scaled to |Xc|^2 = n, and Sxl = Sx + lambda I.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
-        lam: lambda, not negative, in units of the features' whole variance.
+        x: Features, [n, p].
+        y: Features, [n, q].
+        lam: Non-negative lambda, in units of the total variance. At 0, d^2 = p + q - 2 sum rho^2.
 
     Returns:
-        Non-negative, at most sqrt(p + q).
+        Distance from 0 to sqrt(p + q).
 
     Raises:
-        ValueError: If the numbers of samples differ, `lam` is negative, known samples are all the same, or `lam` is 0
-            and features are as many as samples.
+        ValueError: As `linear_cka`, or if `lam` is negative, or 0 with as many features as samples.
 
     References:
-        Boix-Adsera, Lawrence, Stepaniants and Rigollet (2022), GULP: a prediction-based metric between representations.
+        Boix-Adsera, Lawrence, Stepaniants and Rigollet (2022), GULP: a prediction-based metric between
+        representations.
     """
     if not is_traced(lam) and float(lam) == 0:
         refuse_wide(x, y)

@@ -1,4 +1,4 @@
-"""Representational similarity analysis: matrices of dissimilarities between samples (RDMs), and how they agree."""
+"""Representational similarity analysis: dissimilarity matrices of samples (RDMs) and their agreement."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,19 +36,18 @@ from dissociation.similarity._base import (
 Dissimilarities = Float[Array | np.ndarray, " pairs"]
 
 RDMS = ("euclidean", "squared", "correlation", "cosine")
-"""Distances of rows; correlations and cosines are subtracted from 1, and 0 for rows without variance or length."""
+"""Distances of rows, or one minus correlations or cosines (0 for rows without variance or length)."""
 
+# Dissimilarities are not negative, so cosines of unrelated data are 0.5 and more.
 COMPARISONS = ("pearson", "spearman", "kendall", "cosine")
-"""Correlation of the entries; of their ranks, ties sharing the mean of theirs; Kendall's tau-a, which counts ties as
-neither; and their cosine, which is 0.5 and more for unrelated data since dissimilarities are not negative. Entries
-that differ by rounding alone are ties."""
+"""Correlation of the entries or of their ranks (ties share the mean rank), Kendall's tau-a, and cosine."""
 
 RANKED = ("spearman", "kendall")
 """Comparisons that depend on the order of the entries alone."""
 
 
 def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, Array]:
-    """Return dissimilarities, squared if "euclidean", and the magnitude whose rounding each of them carries."""
+    """Return dissimilarities, squared if "euclidean", and the magnitudes whose rounding they carry."""
     if kind in ("euclidean", "squared"):
         return squared_distances_with_size(x, by_order=by_order)
     if kind == "cosine":
@@ -66,11 +65,7 @@ def entries(matrix: Array) -> Array:
 
 
 def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
-    """Return Kendall's tau-a: concordant minus discordant pairs, of all pairs; ties are neither.
-
-    In the order of a (and, where a is tied, of b) a pair is discordant where b falls. These are counted by the bits of
-    b's dense rank, from the highest: among values that agree in the higher bits, a one before a zero.
-    """
+    """Return Kendall's tau-a: concordant minus discordant pairs over all pairs."""
     number = a.shape[0]
     order = jnp.lexsort((b, a))
     a, b = a[order], b[order]
@@ -82,6 +77,8 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
     bits = max(number - 1, 1).bit_length()
     below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << bits))
 
+    # Sorted by a, a pair is discordant if b falls. Such pairs are counted by the bits of b's dense rank: a one before
+    # a zero among values with the same higher bits.
     def level(index: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         discordant, values = carry
         shift = bits - 1 - index
@@ -99,7 +96,7 @@ def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
 
 
 def _pairs_in_runs(same: Array) -> Array:
-    """Return how many pairs of places lie within one run; `same`: flags of values equal to the one before."""
+    """Return the number of pairs within runs, from flags of repeated values."""
     places = jnp.arange(same.shape[0] + 1)
     starts = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
@@ -146,17 +143,18 @@ def _kendall(a: Prepared, b: Prepared) -> Array:
 @validated(finite=("x",))
 @partial(jax.jit, static_argnames="kind")
 def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
-    """Dissimilarities of all pairs of samples.
+    """Return the dissimilarities of all pairs of samples.
 
     Args:
-        x: [n, p].
+        x: Features, [n, p].
         kind: "euclidean", "squared", "correlation" or "cosine".
 
     Returns:
-        [n (n - 1) / 2], pairs i < j, as SciPy's `squareform` takes them. Euclidean ones have the unit of x.
+        Dissimilarities of pairs i < j in the order of SciPy's `squareform`, [n (n - 1) / 2]. Euclidean distances have
+        the unit of x.
 
     Raises:
-        ValueError: If there is one sample alone, or `kind` is unknown.
+        ValueError: If there is only one sample, or `kind` is unknown.
 
     References:
         Kriegeskorte, Mur and Bandettini (2008), Representational similarity analysis.
@@ -176,16 +174,16 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
 
 @validated(finite=("a", "b"))
 def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pearson") -> Score:
-    """How two RDMs agree.
+    """Return the agreement of two RDMs.
 
     Args:
-        a: Dissimilarities of pairs of samples. For ranks, entries within 32 rounding units of the median's size
-            (4e-6 of it in float32) of each other are ties: they may be left of a subtraction.
-        b: Of the same pairs.
+        a: Dissimilarities of pairs of samples. For ranks, entries within 32 rounding units of the median's size (4e-6
+            of it in float32) are ties.
+        b: Dissimilarities of the same pairs.
         comparison: "pearson", "spearman", "kendall" or "cosine".
 
     Returns:
-        From -1 to 1.
+        Agreement from -1 to 1.
 
     Raises:
         ValueError: If lengths differ or `comparison` is unknown.
@@ -198,27 +196,27 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
 
 
 def _read_alone(pairs: Array, comparison: str) -> Prepared:
-    """Return entries whose rounding is at least that of the median: small ones may be left of a subtraction."""
+    """Return prepared entries, whose rounding is at least that of the median."""
     pairs, _ = scaled(pairs)
+    # Small entries may result from a subtraction.
     return _read(pairs, comparison, 0.5 * jnp.maximum(jnp.abs(pairs), median(jnp.abs(pairs))))
 
 
 @validated(finite=("x", "y"))
 def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: str = "pearson") -> Score:
-    """The agreement of two representations' RDMs.
+    """Return the agreement of two representations' RDMs.
 
-    Invariances are by choice. Euclidean RDMs, and their squares, do not change under rotation and translation, cosine
-    ones under rotation and a scale, correlation ones under permutation and a scale. No comparison sees a scale of the
-    RDM; ranks see no rising change of it, and Pearson's correlation no constant added to it.
+    RDMs are invariant under rotation and translation ("euclidean", "squared"), rotation and scale ("cosine"), or
+    permutation and scale ("correlation"). Comparisons ignore the scale of an RDM.
 
     Args:
-        x: [n, p], at least 3 samples.
-        y: [n, q], of the same samples.
+        x: Features, [n, p], at least 3 samples.
+        y: Features, [n, q].
         rdm: "euclidean", "squared", "correlation" or "cosine".
         comparison: "pearson", "spearman", "kendall" or "cosine".
 
     Returns:
-        From -1 to 1; not negative for the cosine. NaN where all dissimilarities are the same.
+        Agreement from -1 to 1, non-negative for the cosine; NaN if all dissimilarities are equal.
 
     Raises:
         ValueError: If the numbers of samples differ or are below 3, or an option is unknown.
@@ -233,18 +231,17 @@ def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: st
 def crossnobis_rdm(
     a: Features, b: Features, noise_covariance: Float[Array | np.ndarray, "p p"] | None = None
 ) -> Float[Array, " pairs"]:
-    """Cross-validated squared Mahalanobis distances (a_i - a_j)^T S^-1 (b_i - b_j) / p.
+    """Return cross-validated squared Mahalanobis distances (a_i - a_j)^T S^-1 (b_i - b_j) / p.
 
-    Errors of two independent measurements do not add up, so the distances are unbiased, and negative by chance where
-    there is none: they are returned as they are.
+    The distances are unbiased, so they may be negative by chance.
 
     Args:
         a: One measurement of n conditions, [n, p].
-        b: An independent one of the same conditions and neurons, [n, p].
-        noise_covariance: S, [p, p]; its pseudo-inverse is taken. Default: the identity.
+        b: Independent measurement of the same conditions and neurons, [n, p].
+        noise_covariance: Noise covariance S, [p, p], perhaps singular; default identity.
 
     Returns:
-        [n (n - 1) / 2], pairs i < j.
+        Distances of pairs i < j, [n (n - 1) / 2].
 
     Raises:
         ValueError: If shapes differ.
@@ -261,6 +258,7 @@ def crossnobis_rdm(
 
 @jax.jit
 def _crossed(a: Array, b: Array) -> Array:
+    # Errors of independent measurements do not add up in products, so these distances are unbiased.
     a, b = centre(a), centre(b)
     inner_products = product(a, b.T)
     own = jnp.diagonal(inner_products)
@@ -283,19 +281,17 @@ def crossnobis_rsa_routes(*, comparison: str = "cosine") -> Routes:
 
 @validated(finite=("x", "y"))
 def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine") -> Score:
-    """The agreement of cross-validated RDMs, of representations measured twice.
+    """Return the agreement of cross-validated RDMs of representations that were measured twice.
 
-    The first half of the rows is one measurement of n conditions, the second half another of the same conditions in
-    the same order.
+    Both halves of the rows measure the same n conditions in the same order.
 
     Args:
-        x: [2 n, p], n at least 3.
-        y: [2 n, q], of the same conditions.
-        comparison: "pearson", "spearman", "kendall" or "cosine". Since these RDMs are unbiased, their cosine is
-            not driven by noise.
+        x: Features, [2 n, p], n at least 3.
+        y: Features, [2 n, q].
+        comparison: "pearson", "spearman", "kendall" or "cosine". The cosine of unbiased RDMs is not driven by noise.
 
     Returns:
-        From -1 to 1.
+        Agreement from -1 to 1.
 
     Raises:
         ValueError: If the numbers of rows differ, are odd or below 6, or `comparison` is unknown.

@@ -1,4 +1,4 @@
-"""Multidimensional scaling: points that lie as far apart as representations are dissimilar."""
+"""Multidimensional scaling, points whose distances approximate given dissimilarities."""
 
 from functools import partial
 
@@ -20,13 +20,13 @@ Distances = Float[Array | np.ndarray, "n n"]
 
 
 class Embedding(Result):
-    """Points in place of what is only known by its distances.
+    """Points with approximately the given distances.
 
     Attributes:
-        points: [n, dimensions], of mean zero.
+        points: Points of mean zero, [n, dimensions].
         stress: sum over pairs i < j of (d_ij - |z_i - z_j|)^2.
-        relative_stress: Kruskal's stress-1, sqrt(stress / sum d_ij^2): below 0.1 the plane tells most.
-        steps: Of the iteration; 0 for the classical solution.
+        relative_stress: Kruskal's stress-1, sqrt(stress / sum d_ij^2), good below 0.1.
+        steps: Number of iterations; 0 for the classical solution.
     """
 
     points: Float[Array, "n dimensions"]
@@ -37,14 +37,15 @@ class Embedding(Result):
 
 @validated
 def classical_mds(distances: Distances, *, num_dims: int = 2) -> Embedding:
-    """Principal coordinates: leading eigenvectors of -H D^2 H / 2, exact for Euclidean distances of so many dimensions.
+    """Return principal coordinates, leading eigenvectors of -H D^2 H / 2, exact for Euclidean distances in `num_dims`.
 
     Args:
-        distances: Symmetric, zero on the diagonal, [n, n].
-        num_dims: Below n.
+        distances: Symmetric distances, zero on the diagonal, [n, n].
+        num_dims: Dimensions, below n.
 
     Returns:
-        Points along falling variance, of either sign; directions of negative eigenvalues are zero.
+        Points with axes in order of decreasing variance, of arbitrary sign. Directions of negative eigenvalues are
+        zero.
 
     Raises:
         ValueError: If distances are not square, symmetric, finite and non-negative, or `num_dims` is out of range.
@@ -66,17 +67,17 @@ def smacof(
     max_steps: int = 1000,
     rtol: float = 1e-7,
 ) -> Embedding:
-    """Points of least stress, by majorisation: no step makes it worse.
+    """Return points of least stress by majorisation, Z <- B(Z) Z / n, in which no step increases the stress.
 
-    Z <- B(Z) Z / n, B_ij = -d_ij / |z_i - z_j| off the diagonal, rows summing to zero; from the classical solution, and
-    with a key from random starts as well, of which the best is returned.
+    B_ij = -d_ij / |z_i - z_j| off the diagonal, with rows of sum zero. It returns the best result from the classical
+    solution and, with a key, from random points.
 
     Args:
-        distances: Symmetric, zero on the diagonal, [n, n].
-        num_dims: Below n.
-        key: Draws starts; None: the classical solution alone.
+        distances: Symmetric distances, zero on the diagonal, [n, n].
+        num_dims: Dimensions, below n.
+        key: Random key of the starts; None for the classical solution alone.
         num_starts: Random starts.
-        max_steps: Steps at most.
+        max_steps: Largest number of steps.
         rtol: Relative change of stress at which it stops.
 
     Returns:
@@ -86,11 +87,12 @@ def smacof(
         ValueError: As `classical_mds`, or if an option is out of range.
 
     References:
-        De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and Groenen (2005),
-        chapter 8.
+        De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and Groenen (2005), chapter
+        8.
     """
     table, unit, count = _checked(distances, num_dims)
     limit, starts = check_count("max_steps", max_steps, minimum=1), check_count("num_starts", num_starts, minimum=1)
+    # Stress has local minima. The classical solution is a good start, and random ones may find a better minimum.
     first = _classical(table, count).points[None]
     if key is not None:
         scale = jnp.sqrt(jnp.mean(table**2))
@@ -103,7 +105,7 @@ def _in_unit(found: Embedding, unit: Array) -> Embedding:
 
 
 def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array, int]:
-    """Return the distances over a power of two, that power, and the checked number of dimensions."""
+    """Return distances over a power of two, that power, and the checked number of dimensions."""
     if distances.shape[0] != distances.shape[1]:
         fail("distances", "be square", distances.shape)
     count = check_count("num_dims", num_dims, minimum=1)
@@ -116,6 +118,7 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array
         if known.min() < 0 or np.abs(known - known.T).max() > slack or np.abs(np.diagonal(known)).max() > slack:
             fail("distances", "be symmetric, non-negative and zero on the diagonal", "others")
     table = jnp.asarray(distances)
+    # Squares of distances may leave the dtype.
     table, unit = scaled(0.5 * (table + table.T))
     return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), unit, count
 
@@ -149,6 +152,7 @@ def _smacof(distances: Array, starts: Array, rtol: Array | float, max_steps: int
 
     def improved(points: Array) -> Array:
         apart = _apart(points)
+        # Points that coincide pull in no direction.
         ratio = jnp.where(apart > 0, distances / jnp.where(apart > 0, apart, 1.0), 0.0)
         return (jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)) / number
 

@@ -1,4 +1,4 @@
-"""Compare the outputs of two networks, which similarity of representations is read beside."""
+"""Functional similarity: comparisons of the outputs of two networks."""
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ def _predictions(x: Array) -> Prepared:
 
 
 def _agreement(a: Prepared, b: Prepared) -> Array:
-    number = a.entries.shape[0]  # counts are exact: a share near 1 may round
+    number = a.entries.shape[0]  # counts are exact, a fraction near 1 may round
     return (number - jnp.sum(a.entries * b.entries)) / number
 
 
@@ -40,14 +40,14 @@ JENSEN_SHANNON = (Route(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence, he
 
 @validated(finite=("x", "y"))
 def disagreement(x: Logits, y: Logits) -> Score:
-    """The share of samples to which two networks give different classes.
+    """Return the fraction of samples to which two networks assign different classes.
 
     Args:
-        x: Logits or probabilities of one, [n, classes].
-        y: Of the other, of the same samples.
+        x: Logits or probabilities of one network, [n, classes].
+        y: Logits or probabilities of the other for the same samples.
 
     Returns:
-        From 0 to 1; a metric. Two networks of error e disagree on 2 e of the samples at most. Its derivative is zero.
+        Metric from 0 to 1, at most 2 e for two networks of error e. Its derivative is zero.
 
     Raises:
         ValueError: If shapes differ.
@@ -61,16 +61,16 @@ def disagreement(x: Logits, y: Logits) -> Score:
 
 @validated(finite=("x", "y"))
 def jensen_shannon(x: Logits, y: Logits) -> Score:
-    """The Jensen-Shannon divergence of predicted distributions, averaged over samples.
+    """Return the mean over samples of the Jensen-Shannon divergence of predicted distributions.
 
-    (KL(a | m) + KL(b | m)) / 2 with a and b the softmax of logits and m = (a + b) / 2.
+    (KL(a | m) + KL(b | m)) / 2 with the softmax a and b of logits and m = (a + b) / 2.
 
     Args:
         x: Logits of one network, [n, classes].
-        y: Of the other, of the same samples.
+        y: Logits of the other for the same samples.
 
     Returns:
-        From 0 to log 2, in nats.
+        Divergence from 0 to log 2, in nats.
 
     Raises:
         ValueError: If shapes differ.
@@ -83,18 +83,18 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
 
 @validated(finite=("x", "y"))
 def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
-    """Disagreement between the least and the largest that two error rates allow.
+    """Return the disagreement d relative to its bounds for error rates e_x and e_y.
 
     (d - |e_x - e_y|) / (min(e_x + e_y, 1) - |e_x - e_y|).
 
     Args:
         x: Logits of one network, [n, classes].
-        y: Of the other.
+        y: Logits of the other.
         labels: True classes.
 
     Returns:
-        From 0 to 1; with more than two classes both being wrong may agree or not, so 1 needs errors that never agree.
-        NaN where the bounds coincide, as where one network makes no error.
+        Ratio from 0 to 1, NaN if the bounds coincide, as for a network without errors. With more than two classes, 1
+        needs errors that never agree.
 
     Raises:
         ValueError: If shapes differ, or known labels are out of range.
@@ -105,6 +105,7 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
     """
     found = disagreement(x, y)
     x, y = in_common_dtype(x, y)
+    # Networks that differ in error must disagree on the difference, and agree wherever both are right.
     wrong = [jnp.mean(jnp.argmax(one, 1) != jnp.asarray(labels), dtype=x.dtype) for one in (x, y)]
     least, most = jnp.abs(wrong[0] - wrong[1]), jnp.minimum(wrong[0] + wrong[1], 1.0)
     room = most - least

@@ -1,8 +1,4 @@
-"""Intervals over samples, p-values against chance, and calibrated scores of similarities.
-
-A bootstrap draws samples twice, and a sample drawn twice is its own nearest neighbour: similarities come out too high.
-The jackknife leaves blocks of samples out instead, and chance is another order of one representation's samples.
-"""
+"""Jackknife intervals over samples, permutation tests, and calibrated scores of similarities."""
 
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -35,24 +31,22 @@ from dissociation.similarity._tables import in_chunks, prepared, reordered
 from dissociation.training._progress import MeterFactory, open_meter
 
 BLOCKS = ("shuffled", "contiguous")
-"""Sample i in block i mod B, for independent samples, also if they are sorted by class; or blocks of neighbours in the
-order, for time series and whatever else resembles its neighbours."""
+"""Blocks of samples drawn by a fixed permutation, or blocks of neighbours, for time series."""
 
 CORRECTIONS = ("holm", "bh", "by", "none")
-"""Holm's bound on any false finding; Benjamini and Hochberg's on the share of false ones among findings; Benjamini and
-Yekutieli's, under any dependence; none."""
+"""Holm's correction, Benjamini and Hochberg's, Benjamini and Yekutieli's, or none."""
 
 
 class Interval(NamedTuple):
-    """A jackknife's interval; arrays of one shape.
+    """Jackknife interval, in arrays of one shape.
 
     Attributes:
         standard_error: Standard error of the value, in its unit.
         low: Lower end of the interval about `estimate`.
         high: Upper end of the interval about `estimate`.
-        bias: First-order bias of the value, by the jackknife.
-        estimate: The value without its bias, within the bounds: `low` <= `estimate` <= `high`. The value itself, if no
-            bias is removed.
+        bias: First-order bias of the value.
+        estimate: Value without its bias, within the bounds and between `low` and `high`; the value itself if no bias
+            is removed.
     """
 
     standard_error: Array
@@ -67,11 +61,12 @@ class Interval(NamedTuple):
 def kept_rows(
     number: int, num_blocks: Any, blocks: str = "shuffled", repeats: int = 1, each: int = 1
 ) -> list[np.ndarray]:
-    """Return the samples that remain without each block, [choices, remaining] for one or two sizes of blocks."""
+    """Return the samples that remain without each block, [choices, remaining] per size of blocks."""
     check_choice("blocks", blocks, BLOCKS)
     conditions = number // repeats // each
     if check_count("num_blocks", num_blocks, minimum=2) > conditions:
         fail("num_blocks", f"be at most the number of samples ({conditions})", num_blocks)
+    # A bootstrap would draw samples twice, which are then their own nearest neighbours and raise similarities.
     block = np.empty(conditions, int)
     for index, left in enumerate(folds(conditions, num_blocks, contiguous=blocks == "contiguous")):
         block[left] = index
@@ -89,25 +84,23 @@ def jackknife_interval(
     bounds: tuple[float, float] = (-np.inf, np.inf),
     unbias: bool = True,
 ) -> Interval:
-    """Return Student's interval from values without each block, about the estimate less its first-order bias.
+    """Return Student's interval from values without each block, about the value less its first-order bias.
 
-    With B blocks, z = g(value) on a scale without bounds, and z_b without block b,
+    With B blocks, z = g(value) on an unbounded scale, and z_b without block b,
 
         centre = z - (B - 1)(mean z_b - z),   error^2 = (B - 1) / B sum_b (z_b - mean z_b)^2.
 
-    g is arctanh for measures up to 1 that are not below -1, -log(1 - value) for those that may be, and the identity for
-    others.
+    g is arctanh for bounds within -1 and 1, -log(1 - value) for others up to 1, else the identity.
 
     Args:
         values: Values of all samples.
         leave_outs: Values without each block.
         level: Coverage, between 0 and 1.
-        bounds: The least and the largest value of the measure.
-        unbias: If False, the interval lies about z. Measures that count a fixed number of neighbours have no bias in
-            this sense, as their values depend on n without end.
+        bounds: Smallest and largest value of the measure.
+        unbias: If False, the interval lies about z, as for measures of a fixed number of neighbours.
 
     Returns:
-        The estimate and its interval, within the bounds. Values within 64 rounding units of a bound count as the bound.
+        The estimate and its interval, within the bounds. Values within 64 rounding units of a bound equal it.
 
     Raises:
         ValueError: If there is one block, or `level` is out of range.
@@ -124,6 +117,7 @@ def jackknife_interval(
     for bound in bounds if np.isfinite(bounds).all() else ():  # beside a bound, scales without bounds magnify rounding
         values, leave_outs = (jnp.where(jnp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
     inside = 1 - 4 * float(jnp.finfo(values.dtype).eps)
+    # An interval on an unbounded scale stays within the bounds when it is mapped back.
     if most == 1 and least >= -1:
         to, back = lambda v: jnp.arctanh(jnp.clip(v, -inside, inside)), jnp.tanh
     elif most == 1:
@@ -143,13 +137,14 @@ def jackknife_interval(
     same = jnp.all(leave_outs == values[None], 0)
     ends = (jnp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
     low, estimate, high = (jnp.where(same, values, end) for end in ends)
+    # Measures of a fixed number of neighbours change with n without limit, so bias is not defined.
     estimate = estimate if unbias else values
     low, high = jnp.minimum(low, estimate), jnp.maximum(high, estimate)  # also of one rounding
     return Interval(raw_error, low, high, (count - 1) * (raw_mean - values), estimate)
 
 
 class MemberInterval(Result):
-    """A mean over pairs of members, and its interval."""
+    """Mean over pairs of members, and its interval."""
 
     mean: Float[Array, ""]
     standard_error: Float[Array, ""]
@@ -158,21 +153,20 @@ class MemberInterval(Result):
 
 
 LEAST_P_VALUE = 1e-16
-"""The least p-value that moments give: smaller ones are set to it, and printed as being below it."""
+"""Smallest p-value from moments. Smaller ones are set to it and printed as "< 1e-16"."""
 
 
 class PermutationTest(Result):
-    """A similarity among those of shuffled samples.
+    """Similarity compared with similarities of shuffled samples.
 
     Attributes:
         value: The measure.
-        p_value: Probability of at least as much in common, if the two were independent.
-        null_mean: Chance: the measure's mean over orders of the samples.
+        p_value: Probability of at least this similarity under independence.
+        null_mean: Mean over orders of the samples.
         null_sd: Standard deviation over orders.
-        null_quantile: What is reached by chance at `level`.
-        calibrated: (value - null_quantile) / (best - null_quantile), see `calibrate`; NaN for measures without a best
-            value.
-        num_draws: Orders drawn; 0 for moments.
+        null_quantile: Quantile over orders at `level`.
+        calibrated: Result of `calibrate`; NaN for measures without a best value.
+        num_draws: Drawn orders; 0 for moments.
     """
 
     value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
@@ -199,27 +193,26 @@ def permutation_test(
     progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> PermutationTest:
-    """Test whether two representations have more in common than with samples in another order.
+    """Test if two representations are more similar than with samples in another order.
 
-    p = (1 + hits) / (1 + draws), which is uniform under independence, and not below it if values can be equal, since
-    equal ones are hits. With `num_draws` None, for products of centred matrices over samples (linear and RBF CKA,
-    debiased or not), the null is Pearson's type III distribution of its exact mean, variance and third moment. It
-    needs no draws; p-values below 1 / 1000 are extrapolated.
+    p = (1 + hits) / (1 + draws), where ties are hits. If `num_draws` is None, the null is Pearson's type III
+    distribution with the exact first three moments, for linear and RBF CKA, debiased or not. Its p-values below 1 /
+    1000 are extrapolated.
 
     Args:
         measure: A name in `MEASURES`, or a `Measure`.
-        x: [n, p].
-        y: [n, q], of the same samples.
-        key: Draws the orders; needed unless `num_draws` is None.
-        num_draws: Orders of y's samples; None: moments.
+        x: Features, [n, p].
+        y: Features, [n, q].
+        key: Random key of the orders, required unless `num_draws` is None.
+        num_draws: Orders of y's samples; None for moments.
         level: Level of the null's quantile.
-        blocks: "shuffled" for samples that are exchangeable. "contiguous" for samples that resemble their neighbours,
-            as of a time series: orders are then shifts round the end, at most n - 1 of them.
+        blocks: "shuffled" for exchangeable samples, "contiguous" for time series, whose orders are at most n - 1
+            cyclic shifts.
         progress: See `dissociation.training`.
         options: Options of the measure.
 
     Returns:
-        Numbers. Of distances, small ones count as much in common.
+        The test. Small distances count as similar.
 
     Raises:
         ValueError: If an option is out of range, the key is missing, or the measure's moments are not known.
@@ -248,6 +241,7 @@ def permutation_test(
     sizes = x.shape[0], x.shape[1], y.shape[1]
     route = cheapest(routes, *sizes, pairs=num_draws)
     orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
+    # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(x.shape[0])[None], orders])
     first, second = prepared(route, (x[None],)), (y[None],)
     second = prepared(route, second) if route.by_rows else second
@@ -260,23 +254,26 @@ def permutation_test(
 def random_orders(
     key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
 ) -> Array:
-    """Return random orders of samples that keep what depends on each other together: [count, number]."""
+    """Return random orders of samples, [count, number], that keep dependent ones together."""
     conditions = number // repeats // each
     if blocks == "contiguous":
+        # Cyclic shifts keep the dependence of neighbours in a time series.
         shifts = 1 + jax.random.permutation(key, conditions - 1)[:count]
         orders = (jnp.arange(conditions)[None] + shifts[:, None]) % conditions
     else:
         orders = jax.vmap(lambda one: jax.random.permutation(one, conditions))(jax.random.split(key, count))
     if each > 1:
+        # Positions of one sample, and repeats of one condition, move together.
         orders = (orders[:, :, None] * each + jnp.arange(each)[None, None]).reshape(len(orders), -1)
         conditions *= each
     return jnp.concatenate([orders + conditions * index for index in range(repeats)], 1)
 
 
 def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:
-    """Return the test of a value among those of other orders, [draws, ...]."""
+    """Return the test of a value against values in other orders, [draws, ...]."""
     sign = 1.0 if measure.larger_is_closer else -1.0
     slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
+    # Ties count as hits, so that p-values are not too small if values can be equal.
     hits = np.sum(sign * draws >= sign * value - slack, 0)
     p_value = np.where(np.isfinite(value) & np.isfinite(draws).all(0), (1 + hits) / (1 + len(draws)), np.nan)
     quantile = sign * np.quantile(sign * draws, level, axis=0)
@@ -289,15 +286,15 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
 def calibrate(
     value: Float[Array | np.ndarray, "..."], null_quantile: Float[Array | np.ndarray, "..."], best: Scalar = 1.0
 ) -> Float[Array, "..."]:
-    """Return (value - null_quantile) / (best - null_quantile): 0 for what is reached by chance, 1 for the best.
+    """Return (value - null_quantile) / (best - null_quantile), 0 for chance and 1 for the best value.
 
     Args:
         value: Value of a measure.
-        null_quantile: What it reaches by chance, of the same shape.
+        null_quantile: Quantile of the null.
         best: Value for a representation with itself.
 
     Returns:
-        At most 1; negative below the null's quantile. NaN where chance reaches the best.
+        At most 1, negative below the null's quantile, NaN if this equals `best`.
 
     Example:
         >>> round(float(calibrate(0.6, 0.2)), 3)
@@ -309,7 +306,7 @@ def calibrate(
 
 
 class Invariants(NamedTuple):
-    """Sums over a symmetric matrix over samples, made traceless by a multiple of the centring matrix."""
+    """Sums over a symmetric matrix over samples, made traceless."""
 
     trace: Array | np.ndarray  # before
     diagonal2: Array | np.ndarray  # of squares of the diagonal
@@ -322,9 +319,10 @@ class Invariants(NamedTuple):
 
 
 def invariants(matrix: Float[Array, "n n"]) -> Invariants:
-    """Return what the moments of a product over all orders of the samples depend on; rows sum to zero."""
+    """Return the sums over a matrix that determine the null's moments."""
     number = matrix.shape[0]
     trace = jnp.trace(matrix)
+    # Without a trace the third moment has few terms.
     matrix = matrix - trace / (number - 1) * (jnp.eye(number, dtype=matrix.dtype) - 1 / number)
     diagonal, square = jnp.diagonal(matrix), product(matrix, matrix)
     return Invariants(
@@ -340,9 +338,9 @@ def invariants(matrix: Float[Array, "n n"]) -> Invariants:
 
 
 def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, Any]:
-    """Return mean, variance and third central moment of <A, P B P^T> over all permutations P of at least 6 samples.
+    """Return mean, variance and third central moment of <A, P B P^T> over permutations P of n > 5.
 
-    Source: Kazi-Aoual et al. (1995), at trace zero, where their formulas are bilinear in few terms.
+    Source: Kazi-Aoual et al. (1995).
     """
     n = float(number)
     a, b = (Invariants(*(np.asarray(part, float) for part in one)) for one in (a, b))
@@ -350,6 +348,7 @@ def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, A
     loose = [n * (n + 1) * one.diagonal2 - 2 * (n - 1) * one.all2 for one in (a, b)]
     variance = 2 * a.all2 * b.all2 / ((n + 1) * (n - 2))
     variance += loose[0] * loose[1] / ((n + 1) * n * (n - 1) * (n - 2) * (n - 3))
+    # At trace zero the published formulas are bilinear in these few terms.
     weights = {
         ("diagonal3", "diagonal3"): n**2 * (n + 1) * (n**2 + 15 * n - 4),
         ("all3", "all3"): 4 * (n**4 - 8 * n**3 + 19 * n**2 - 4 * n - 16),
@@ -389,33 +388,33 @@ def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt(variance)
         skew = np.clip(third / spread**3, -1e3, 1e3)
-    # Where all orders score alike but for rounding, as for samples at equal distances, nothing is to be tested.
+    # If all orders score alike but for rounding, as for samples at equal distances, there is nothing to test.
     alike = np.isfinite(values) & (spread <= 1e-5 * np.abs(mean))
     null = stats.pearson3(skew, loc=mean, scale=spread)
     known = np.isfinite(values) & (spread > 0) & ~alike
     quantile = np.where(known, null.ppf(level), np.nan)
-    # Three moments say nothing of the far tail but that it is far.
+    # Three moments do not determine the far tail.
     p_value = np.where(known, np.maximum(null.sf(values), LEAST_P_VALUE), np.where(alike, 1.0, np.nan))
     return PermutationTest(values, p_value, mean, spread, quantile, calibrate(values, quantile), 0)
 
 
 @validated
 def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "holm") -> Float[np.ndarray, "..."]:
-    """Correct p-values for how many there are.
+    """Correct p-values for multiple tests.
 
     Args:
-        p_values: P-values of any shape, from 0 to 1; NaN stays and does not count.
+        p_values: P-values of any shape, from 0 to 1. NaN stays and does not count.
         method: "holm", "bh", "by" or "none".
 
     Returns:
-        Numbers of the same shape, to compare with the level as they are.
+        Corrected p-values of the same shape.
 
     Raises:
         ValueError: If `method` is unknown, or known numbers are outside of 0 to 1.
 
     References:
-        Holm (1979), A simple sequentially rejective multiple test procedure; Benjamini and Hochberg (1995);
-        Benjamini and Yekutieli (2001).
+        Holm (1979), A simple sequentially rejective multiple test procedure; Benjamini and Hochberg (1995); Benjamini
+        and Yekutieli (2001).
 
     Example:
         >>> adjust_p_values(np.array([0.01, 0.04, 0.03]))
@@ -445,15 +444,14 @@ def member_interval(
     level: float = 0.9,
     bounds: tuple[float, float] = (-np.inf, np.inf),
 ) -> MemberInterval:
-    """Return the mean similarity of two members, with an interval over members: each is left out whole.
+    """Return the mean similarity of pairs of members, with a jackknife interval over members.
 
-    Pairs share members and are not independent. The interval covers the mean over pairs of all networks that might have
-    been trained, at these samples.
+    The interval is for networks that might be trained, at these samples.
 
     Args:
-        values: One measure of all pairs of members; the diagonal, members with themselves, is left out.
+        values: One measure of all pairs of members. The diagonal is ignored.
         level: Coverage, between 0 and 1.
-        bounds: The least and the largest value of the measure, beyond which no end of the interval lies.
+        bounds: Smallest and largest value of the measure, which limit the interval.
 
     Returns:
         The mean, its standard error and the ends of the interval.
@@ -468,6 +466,7 @@ def member_interval(
     if count < 3:
         fail("values", "be of at least 3 members", count)
     table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
+    # Pairs share members and are not independent, so whole members are left out.
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
     # A mean over pairs has no bias, and lies inside of its interval.

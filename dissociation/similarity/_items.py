@@ -1,4 +1,4 @@
-"""Read representations of layers and members: what the axes of arrays mean, and which widths go together."""
+"""Read representations of layers and members, and stack those of equal width."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from dissociation.models._representations import Layers
 from dissociation.similarity._base import in_common_dtype, real_numbers, refuse_vanishing
 
 POSITIONS = ("samples", "neurons")
-"""Positions (pixels, tokens, steps) of a sample as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+"""Positions (pixels, tokens, steps) as samples, [n h w, c], or as neurons, [n, h w c]."""
 
 CHANNELS = ("last", "first")
-"""Where the axis of channels lies among a sample's axes."""
+"""Place of the channel axis among a sample's axes."""
 
 Representations = Mapping[str, Any] | Sequence[Any] | Array | np.ndarray
 
@@ -26,7 +26,7 @@ class Items(NamedTuple):
 
     labels: list[tuple[str, int]]
     arrays: list[Array]  # [items, n, p], one per width
-    places: list[list[int]]  # of their items among the labels
+    places: list[list[int]]  # indices of items among the labels
     each: int = 1  # rows of one sample
     name: str = ""
     single: bool = False  # one array of one network
@@ -49,7 +49,7 @@ def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
 
 
 def as_items(name: str, given: Any, *, members: bool | None, positions: str | None, channels: str | None) -> Items:
-    """Return representations with their labels, equal widths stacked."""
+    """Return representations with their labels, stacked by width."""
     named = _named(name, given)
     if not named:
         fail(name, "hold at least one representation", "none")
@@ -67,6 +67,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
         check_finite(full, array)
         rank, place = ranks.get(layer), "last" if layer in ranks else channels
         if rank is None:
+            # A guess from the number of axes would fail silently, so the caller states the axes.
             if members is None and array.ndim > 2:
                 one, other, *rest = array.shape
                 first, second = f"{one} members, {other} samples each", f"{one} samples, of shape {(other, *rest)} each"
@@ -83,6 +84,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
         places += range(len(labels), len(labels) + stack.shape[0])
         before = sum(label == layer for label, _ in labels)
         labels += [(layer, before + index) for index in range(stack.shape[0])]
+    # Positions are compared as samples, so every layer needs the same ones.
     if positions == "samples" and len(grids) > 1:
         sizes = ", ".join(map(str, sorted(grids)))
         fail(name, 'have positions of one size throughout for `positions="samples"`', sizes)
@@ -90,12 +92,13 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
     if len(numbers) > 1:
         fail(name, "be of the same samples throughout", f"{', '.join(map(str, sorted(numbers)))} samples")
     joined = in_common_dtype(*(jnp.concatenate(arrays) for arrays, _ in widths.values()))
+    # Positions of one sample depend on each other: tests and intervals keep them together.
     each = int(np.prod(grids.pop())) if positions == "samples" else 1
     return Items(labels, joined, [places for _, places in widths.values()], each, name, single)
 
 
 def _arranged(name: str, array: Any, rank: int, positions: str | None, channels: str | None) -> tuple[Any, tuple]:
-    """Return an array whose samples have `rank` axes as [members, n, p], and the sizes of its positions."""
+    """Return an array as [members, n, p], and the sizes of its positions."""
     lead, shape = array.shape[:2], array.shape[2:]
     if array.ndim != 2 + rank or rank < 0:
         wanted = "have axes [n, p] or [members, n, p], or those of positions in place of p"

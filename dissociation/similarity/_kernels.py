@@ -1,8 +1,4 @@
-"""Centred kernel alignment and distance correlation: products of unit matrices over samples.
-
-All pairs of many representations are one product of matrices, and permuting samples has known moments
-(`_inference.null_moments`).
-"""
+"""Centred kernel alignment and distance correlation."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,13 +29,13 @@ from dissociation.similarity._base import (
 )
 
 BLOCKS = 4
-"""Blocks of rows from the diagonal on in which a matrix over samples is computed: 5 / 8 of it."""
+"""Blocks of rows from the diagonal on, 5 / 8 of a matrix over samples."""
 
 LONG = 8
-"""Longest samples that debiased products over features take apart."""
+"""Number of longest samples that debiased products over features separate."""
 
 SMALLEST_IN_BLOCKS = 64
-"""Samples from which it is."""
+"""Number of samples from which blocks are used."""
 
 
 def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -49,10 +45,10 @@ def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
 
 
 def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """Return the matrix centred so that its off-diagonal rows sum to zero; the diagonal is zero.
+    """Return the matrix centred so that its off-diagonal rows sum to zero, with a zero diagonal.
 
-    With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r = K~ 1, s = 1^T r;
-    and HSIC_u(K, L) = <A, B> / (n (n - 3)). Source: Szekely and Rizzo (2014).
+    With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r = K~ 1, s = 1^T r.
+    HSIC_u(K, L) = <A, B> / (n (n - 3)). Source: Szekely and Rizzo (2014).
     """
     number = gram.shape[0]
     off = 1 - jnp.eye(number, dtype=gram.dtype)
@@ -69,7 +65,7 @@ def linear_gram(x: Array) -> Array:
 
 
 def rbf_gram(x: Array, scale: Scalar) -> Array:
-    """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median of the distances d_ij over i < j."""
+    """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance."""
     square = squared_distances(scaled(x)[0])
     sigma = jnp.asarray(scale, x.dtype) * typical(root(square))
     return jnp.exp(-square / (2 * sigma**2))
@@ -94,7 +90,7 @@ def _plain_features(x: Array) -> Prepared:
 
 
 class _Debiased(NamedTuple):
-    """A representation about the mean of all but its longest samples."""
+    """Representation about the mean of all but its longest samples."""
 
     entries: Array
     lengths: Array  # squared, of samples
@@ -102,8 +98,9 @@ class _Debiased(NamedTuple):
 
 
 def _longest(lengths: Array) -> tuple[Array, Array]:
-    """Return places of the longest samples, and flags of others: long ones cancel what the others have in common."""
+    """Return indices of the longest samples, and flags of the others."""
     number = lengths.shape[0]
+    # Long samples would cancel what the others have in common.
     places = lax.top_k(lax.stop_gradient(lengths), min(LONG, number // 4))[1]
     return places, jnp.ones(number, bool).at[places].set(False)[:, None]
 
@@ -122,7 +119,7 @@ def _debiased_features(x: Array) -> _Debiased:
 
 
 def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
-    """Return the product, and the size of its terms, whose rounding it carries."""
+    """Return the product, and the sizes of its terms, whose rounding it carries."""
     n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
     squares = a.lengths * b.lengths
     long, rest = _longest(squares)
@@ -136,10 +133,7 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
 
 
 def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:
-    """Return rows of a symmetric matrix over samples from the diagonal on, in blocks, with sqrt(2) off these.
-
-    A product of two matrices is the product of these, a little more than half of the entries.
-    """
+    """Return the rows of a symmetric matrix from the diagonal on, in blocks, times sqrt(2) beyond these."""
     number = x.shape[0]
     width = -(-number // (BLOCKS if number >= SMALLEST_IN_BLOCKS else 1))
     parts = []
@@ -181,6 +175,7 @@ def _held(n: int, p: int) -> int:
     return p * p
 
 
+# Features are cheaper if they are few, samples if pairs or features are many. Moments need the whole matrix.
 LINEAR_CKA = (
     Route(
         _plain_features,
@@ -191,7 +186,7 @@ LINEAR_CKA = (
     product_route(_plain_halves),
     product_route(eqx.Partial(_unit_gram, linear_gram, double_centred), matrix=True),
 )
-"""Over features if these are few, over samples if pairs or features are many; the last one for moments alone."""
+"""Routes over features, over samples, and for moments."""
 
 DEBIASED_CKA = (
     Route(
@@ -203,7 +198,7 @@ DEBIASED_CKA = (
     product_route(_debiased_halves),
     product_route(eqx.Partial(_unit_gram, linear_gram, u_centred), matrix=True),
 )
-"""As `LINEAR_CKA`."""
+"""Routes as in `LINEAR_CKA`."""
 
 
 def rbf_routes(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Routes:
@@ -225,19 +220,19 @@ DISTANCE_CORRELATION = (
 
 @validated(finite=("x", "y"))
 def linear_cka(x: Features, y: OtherFeatures) -> Score:
-    """Linear centred kernel alignment, |Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|).
+    """Return linear centred kernel alignment, |Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|).
 
     It is biased: independent isotropic representations score about sqrt(p q / ((n + p)(n + q))). See `debiased_cka`.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
+        x: Features, [n, p].
+        y: Features, [n, q].
 
     Returns:
-        From 0 to 1; 1 for representations that differ by rotation, scale and translation.
+        Similarity from 0 to 1; 1 for representations that differ by rotation, scale and translation.
 
     Raises:
-        ValueError: If the numbers of samples differ, there is one alone, or known samples are all the same.
+        ValueError: If the numbers of samples differ, there is only one, or known samples are all equal.
 
     References:
         Kornblith, Norouzi, Lee and Hinton (2019), Similarity of neural network representations revisited, eq. 4.
@@ -252,22 +247,22 @@ def linear_cka(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def debiased_cka(x: Features, y: OtherFeatures) -> Score:
-    r"""Linear CKA from unbiased estimates: zero on average for independent representations, at any n, p and q.
+    r"""Return linear CKA from unbiased estimates, zero on average for independent representations.
 
         HSIC_u(K, L) / sqrt(HSIC_u(K, K) HSIC_u(L, L)),
         HSIC_u(K, L) = [sum K~ * L~ + 1'K~1 1'L~1 / ((n-1)(n-2)) - 2 1'K~L~1 / (n-2)] / (n (n-3)),
 
-    K = X X^T, K~ without its diagonal. The ratio of unbiased estimates is not itself unbiased.
+    with K = X X^T, and K~ without its diagonal. The ratio is not itself unbiased.
 
     Args:
-        x: [n, p], at least 4 samples.
-        y: [n, q], of the same samples.
+        x: Features, [n, p], at least 4 samples.
+        y: Features, [n, q].
 
     Returns:
-        At most 1; negative where there is less in common than by chance, which is returned as it is.
+        Similarity up to 1, negative if there is less in common than by chance.
 
     Raises:
-        ValueError: If the numbers of samples differ or are below 4, or known samples are all the same.
+        ValueError: As `linear_cka`, or if there are fewer than 4 samples.
 
     References:
         Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
@@ -278,21 +273,21 @@ def debiased_cka(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
-    """CKA with kernels exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance.
+    """Return CKA with kernels exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance.
 
-    The median is of the distances d_ij themselves, not of their squares, over pairs i < j, of either representation by
-    itself. Where more than half of the pairs coincide, their mean takes its place.
+    The median is over pairs i < j of each representation, replaced by the mean if more than half of the pairs
+    coincide.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
-        scale: Positive.
+        x: Features, [n, p].
+        y: Features, [n, q].
+        scale: Positive bandwidth in median distances.
 
     Returns:
-        From 0 to 1.
+        Similarity from 0 to 1.
 
     Raises:
-        ValueError: If the numbers of samples differ, known samples are all the same, or `scale` is not positive.
+        ValueError: As `linear_cka`, or if `scale` is not positive.
 
     References:
         Kornblith et al. (2019), section 3.
@@ -302,15 +297,15 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
 
 @validated(finite=("x", "y"))
 def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
-    """`rbf_cka` from unbiased estimates, as `debiased_cka`.
+    """Return `rbf_cka` from unbiased estimates, as `debiased_cka`.
 
     Args:
-        x: [n, p], at least 4 samples.
-        y: [n, q], of the same samples.
-        scale: Of the bandwidth, in median distances; positive.
+        x: Features, [n, p], at least 4 samples.
+        y: Features, [n, q].
+        scale: Positive bandwidth in median distances.
 
     Returns:
-        At most 1, perhaps negative.
+        Similarity up to 1, perhaps negative.
 
     Raises:
         ValueError: As `rbf_cka`, or below 4 samples.
@@ -323,21 +318,20 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
 
 @validated(finite=("x", "y"))
 def distance_correlation(x: Features, y: OtherFeatures) -> Score:
-    """Distance correlation, sqrt(<A, B> / (|A| |B|)) of doubly centred matrices of Euclidean distances.
+    """Return distance correlation, sqrt(<A, B> / (|A| |B|)) of doubly centred matrices of Euclidean distances.
 
-    It is zero in the limit if and only if x and y are independent. At finite n it is biased upwards: independent normal
-    features score 0.08 at n = 1000 and p = q = 2, 0.41 at p = q = 50, and 0.81 at n = 100 and p = q = 50. Look at it
-    beside its baseline.
+    In the limit it is zero if and only if x and y are independent. At finite n it is biased upwards: independent
+    normal features score 0.41 at n = 1000 and p = q = 50.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
+        x: Features, [n, p].
+        y: Features, [n, q].
 
     Returns:
-        From 0 to 1.
+        Correlation from 0 to 1.
 
     Raises:
-        ValueError: If the numbers of samples differ, or known samples are all the same.
+        ValueError: As `linear_cka`.
 
     References:
         Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.

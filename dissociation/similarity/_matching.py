@@ -1,7 +1,4 @@
-"""Match the neurons of two representations and correlate them.
-
-SciPy finds the matching on the host: these measures have no derivative, and run where the process is.
-"""
+"""Correlations of matched neurons of two representations."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +15,11 @@ from dissociation._core.validation import validated
 from dissociation.similarity._base import Features, OtherFeatures, Route, Score, centred, column_sizes, evaluate
 
 LARGEST_ASSIGNMENT = 4096
-"""Neurons, each as often as widths ask, up to which a soft matching is an assignment; beyond, a linear programme."""
+"""Largest number of repeated neurons for an assignment, in place of a linear programme."""
 
 
 def _standardised(x: Array) -> Array:
-    """Return columns of mean zero and length 1; those without variance stay zero."""
+    """Return columns of mean zero and length 1, or zero for columns without variance."""
     x, _ = centred(x)
     x = x / column_sizes(x)
     lengths = jnp.sqrt(jnp.sum(x**2, 0, keepdims=True))
@@ -51,6 +48,7 @@ def _soft(correlations: Array | np.ndarray) -> np.ndarray:
 
 def _on_host(match: Callable[[Array | np.ndarray], np.ndarray], a: Array, b: Array) -> Array:
     correlations, undefined = finite_part(product(a.T, b))
+    # The callback would otherwise fail with an error that does not name the measure.
     correlations = no_derivative(correlations, "A matching of neurons")
     kind = jax.ShapeDtypeStruct((), correlations.dtype)
     return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined
@@ -63,21 +61,21 @@ SOFT_MATCHING = (Route(_standardised, eqx.Partial(_on_host, _soft), effort=10.0)
 
 @validated(finite=("x", "y"))
 def hard_matching(x: Features, y: OtherFeatures) -> Score:
-    """The largest mean correlation of neurons matched one to one, min(p, q) pairs of them.
+    """Return the largest mean correlation of min(p, q) pairs of neurons matched one to one.
 
-    Correlations count with their sign. A neuron without variance correlates 0 with every other.
+    Correlations are signed. A neuron without variance correlates 0 with all others.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
+        x: Features, [n, p].
+        y: Features, [n, q].
 
     Returns:
-        From -1 to 1; of many neurons hardly ever negative, as the best are matched: look at the baseline. Of x with
-        itself the share of neurons that vary.
+        Correlation from -1 to 1, seldom negative for many neurons (see its baseline). For x with itself it is the
+        fraction of neurons that vary.
 
     Raises:
-        ValueError: If the numbers of samples differ, or known samples are all the same.
-        TypeError: If a derivative is asked for.
+        ValueError: As `linear_cka`.
+        TypeError: If it is differentiated.
 
     References:
         Li, Yosinski, Clune, Lipson and Hopcroft (2015), Convergent learning: do different neural networks learn the
@@ -88,20 +86,20 @@ def hard_matching(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def soft_matching(x: Features, y: OtherFeatures) -> Score:
-    """The largest sum_ij T_ij c_ij of correlations over transport plans T, of marginals 1 / p and 1 / q.
+    """Return the largest sum_ij T_ij c_ij of correlations over transport plans T with marginals 1 / p and 1 / q.
 
-    At equal widths the best plan is a permutation, and the measure `hard_matching`.
+    At equal widths it equals `hard_matching`.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
+        x: Features, [n, p].
+        y: Features, [n, q].
 
     Returns:
-        From -1 to 1.
+        Correlation from -1 to 1.
 
     Raises:
-        ValueError: If the numbers of samples differ, or known samples are all the same.
-        TypeError: If a derivative is asked for.
+        ValueError: As `linear_cka`.
+        TypeError: If it is differentiated.
 
     References:
         Khosla and Williams (2024), Soft matching distance: a metric on neural representations that captures

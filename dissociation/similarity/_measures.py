@@ -1,4 +1,4 @@
-"""List all measures of similarity, with what holds of them."""
+"""All measures of similarity with their properties."""
 
 import inspect
 from collections.abc import Callable
@@ -165,11 +165,11 @@ _ALL = (
 )  # fmt: skip
 
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
-"""Every measure, by name."""
+"""Measures by name, with invariances, range, cost and source."""
 
 
 def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
-    """Return the measure of a name, or of a function of two representations of which nothing is known."""
+    """Return the measure of a name or a function."""
     if isinstance(measure, Measure):
         return measure
     if isinstance(measure, str):
@@ -178,6 +178,7 @@ def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
     if not callable(measure):
         fail_kind("measure", "be a name, a `Measure` or a function of two arrays", repr(measure))
     for known in MEASURES.values():
+        # A known function keeps its range, invariances and routes.
         if known.function is measure:
             return known
     return custom_measure(measure)
@@ -194,19 +195,18 @@ def custom_measure(
     """Return a function of two representations as a measure.
 
     Args:
-        function: f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.
-        identical: Value for a representation with itself: the largest of its range for a similarity, the least for a
-            distance. Tests against chance depend on it.
-        range: Least and largest value.
+        function: Function f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.
+        identical: Value for a representation with itself, the largest of its range for a similarity, the smallest for
+            a distance. Tests against chance depend on it.
+        range: Smallest and largest value.
         symmetric: If True, x and y may be exchanged.
-        population: If True, it tends to a value as samples grow, as 1 / n, and intervals remove its bias. A sum over
-            samples does not.
+        population: If True, it converges as 1 / n with the number n of samples, and intervals remove its bias.
 
     Returns:
         A measure for `pairwise`, `compare` and `permutation_test`.
 
     Raises:
-        TypeError: If it is no function.
+        TypeError: If `function` is not callable.
     """
     if not callable(function):
         fail_kind("function", "be a function of two arrays", repr(function))
@@ -218,7 +218,7 @@ def custom_measure(
 
 
 def routes_of(measure: Measure, options: dict[str, Any]) -> Routes:
-    """Return the ways to compute a measure with options."""
+    """Return the routes of a measure with options."""
     routes = measure.routes
     known = inspect.signature(routes).parameters.values() if callable(routes) else ()
     names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]

@@ -1,8 +1,4 @@
-"""Compare the nearest neighbours of samples, by the cosine of rows, in two representations.
-
-Samples at equal cosines that compete for the last places share them evenly: ties broken by the order of samples would
-be broken alike in both representations, and count as agreement.
-"""
+"""Agreement of the nearest neighbours of samples, by the cosine of rows."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -26,15 +22,17 @@ from dissociation.similarity._base import (
 
 
 def memberships(x: Array, num_neighbours: int) -> Array:
-    """Return how much sample j is among the k nearest of sample i, [n, n]: 1, 0, or a share of the last places."""
+    """Return 1, 0 or, for ties, a fraction if sample j is among the k nearest of i, [n, n]."""
     number = x.shape[0]
     if num_neighbours >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
     distances, size = cosine_distances_with_size(x, by_order=True)
     rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
+    # A sample is not a neighbour of itself.
     distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
     last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
     above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding
+    # Ties broken by the order of samples would agree in both representations.
     share = (num_neighbours - jnp.sum(above, 1, keepdims=True)) / jnp.sum(tied, 1, keepdims=True)
     return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
 
@@ -69,16 +67,17 @@ def knn_jaccard_routes(*, num_neighbours: int = 10) -> Routes:
 
 @validated(finite=("x", "y"))
 def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
-    """The share of common members among the k nearest neighbours, averaged over samples; by chance k / (n - 1).
+    """Return the mean fraction of common samples among the k nearest neighbours; by chance k / (n - 1).
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
-        num_neighbours: k, below n. Neighbours are by the cosine of rows, about the origin and not the mean; a sample is
-            no neighbour of its own. Samples at equal cosines share the last places, as if they were drawn.
+        x: Features, [n, p].
+        y: Features, [n, q].
+        num_neighbours: Neighbours k, below n, by the cosine of rows about the origin, without the sample
+            itself. Samples at equal cosines share the last places.
 
     Returns:
-        From 0 to 1; below 1 for x with itself where rows are tied, as rows of zeros are. Its derivative is zero.
+        Similarity from 0 to 1; below 1 for x with itself if rows are tied, as rows of zeros are. Its derivative is
+        zero.
 
     Raises:
         ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
@@ -91,19 +90,18 @@ def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Sc
 
 @validated(finite=("x", "y"))
 def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
-    """The Jaccard index |A & B| / |A | B| of the sets of k nearest neighbours, averaged over samples.
+    """Return the mean Jaccard index |A & B| / |A | B| of the sets of k nearest neighbours.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
-        num_neighbours: k, below n. Neighbours are by the cosine of rows, about the origin and not the mean; a sample is
-            no neighbour of its own. Samples at equal cosines share the last places, as if they were drawn.
+        x: Features, [n, p].
+        y: Features, [n, q].
+        num_neighbours: Neighbours k, below n, as in `mutual_knn`.
 
     Returns:
-        From 0 to 1; below 1 for x with itself where rows are tied, as rows of zeros are. Its derivative is zero.
+        Similarity from 0 to 1, as for `mutual_knn`.
 
     Raises:
-        ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
+        ValueError: As `mutual_knn`.
 
     References:
         Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of network embedding;

@@ -1,4 +1,4 @@
-"""Compare all pairs of representations of layers and members, with labels, chance and intervals."""
+"""Comparison of all pairs of representations of layers and members."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -32,40 +32,41 @@ from dissociation.similarity._measures import MEASURES, as_measure
 from dissociation.similarity._tables import Job
 from dissociation.training._progress import MeterFactory, open_meter
 
+# The cost of moments is the cube of the number of samples.
 FEWEST_FOR_MOMENTS, MOST_FOR_MOMENTS = 6, 4096
-"""Samples between which tests are by moments of matrices over samples, whose cost is the cube of their number."""
+"""Limits of the number of samples for tests by moments."""
 
 DEFAULT_BLOCKS = 20
-"""Blocks of samples where one pair is compared; fewer of fewer samples."""
+"""Number of blocks of samples for one pair, if there are as many samples."""
 
 LARGEST_BIAS = 2
-"""Standard errors of bias that the jackknife takes off before a warning says so."""
+"""Bias in standard errors above which `pairwise` warns."""
 
 
 class Similarities(Result):
-    """Similarities of all pairs of two sets of representations; both sets may be the same.
+    """Similarities of all pairs of two sets of representations, which may be the same set.
 
     Tables are [items, others], or None if they were not computed.
 
     Attributes:
         values: The measure of all samples.
-        estimate: `values` without the first-order bias of few samples for so many features, by the jackknife, within
-            the measure's range. `values` themselves for measures that tend to no value as samples grow.
-        baseline: Chance: mean of the same with the samples of one in another order.
-        standard_error: Standard error of each value over samples, by the jackknife.
+        estimate: `values` less the first-order bias by the jackknife, within the measure's range; `values` for
+            measures that do not converge as samples grow.
+        baseline: Mean with one set's samples in other orders.
+        standard_error: Standard error over samples, by the jackknife.
         low: Lower ends of the intervals about `estimate`.
         high: Upper ends of the intervals about `estimate`.
-        p_values: Probability of having as much in common by chance, not corrected for how many there are
-            (`corrected`); NaN for items with themselves.
-        disagreement: Share of samples to which the two networks give other classes; None without outputs, or with one
-            number as output.
-        jensen_shannon: Divergence of their predicted distributions in nats.
-        output_similarity: The measure itself, of the two networks' outputs.
+        p_values: Probability of such a similarity by chance, not corrected for the number of pairs; NaN for items with
+            themselves.
+        disagreement: Fraction of samples to which the two networks assign different classes; None without outputs, or
+            with one number as output.
+        jensen_shannon: Divergence of predicted distributions, in nats.
+        output_similarity: The measure of the two networks' outputs.
         items: Layer and member of each row.
         others: Layer and member of each column.
         measure: Name of the measure.
         num_samples: Number of samples.
-        counts_once: True if every pair stands in the table twice.
+        counts_once: True if the table contains every pair twice.
     """
 
     values: Float[Array, "..."]
@@ -98,9 +99,9 @@ class Similarities(Result):
         return found
 
     def bars(self) -> tuple[Array, Array]:
-        """Return `estimate`, [pairs], and its bars, distances to `low` and to `high`, [2, pairs], for `errorbar`.
+        """Return `estimate`, [pairs], and its distances to `low` and `high`, [2, pairs], for `errorbar`.
 
-        Tables are read row by row. `values` have no bars: they may lie outside of the interval.
+        Tables are flattened row by row. `values` have no bars because they may lie outside of the interval.
 
         Raises:
             ValueError: If there are no intervals.
@@ -115,7 +116,7 @@ class Similarities(Result):
 
         Args:
             layer: Layer of the rows.
-            other: Layer of the columns; default: the same.
+            other: Layer of the columns, by default `layer`.
         """
         other = layer if other is None else other
         rows = [i for i, (name, _) in enumerate(self.items) if name == layer]
@@ -127,9 +128,9 @@ class Similarities(Result):
         return self.values[np.ix_(rows, columns)]
 
     def corrected(self, method: str = "holm") -> Array | np.ndarray | None:
-        """Return p-values corrected for how many pairs there are, or None without them; see `adjust_p_values`.
+        """Return p-values corrected for the number of pairs by `adjust_p_values`, or None without p-values.
 
-        If both sets are one, a pair of a symmetric measure counts once; items with themselves are not tested.
+        In a symmetric table each pair counts once. Items with themselves are not tested.
 
         Args:
             method: One of "holm", "bh", "by" and "none".
@@ -139,6 +140,7 @@ class Similarities(Result):
         values = np.array(self.p_values, float)
         if not self.counts_once:
             return adjust_p_values(values, method)
+        # Each pair of a symmetric measure is one test, and items with themselves are none.
         upper = np.triu_indices(len(values), 1)
         values[upper] = adjust_p_values(values[upper], method)
         values.T[upper] = values[upper]
@@ -168,53 +170,45 @@ def pairwise(
 ) -> Similarities:
     """Return one measure of all pairs of representations of the same samples.
 
-    Each representation is prepared once, and half of the pairs are computed for symmetric measures. Programs are
-    compiled once for shapes, measure and options. What does not fit in memory, or takes long, is done in pieces.
+    Programs are compiled once for shapes, measure and options. Large problems are split into pieces.
 
     Args:
-        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations.
-            Larger values of it count as more in common, and intervals lie about its value; `custom_measure` changes
-            both.
-        representations: By layer's name, arrays [n, p] of one network or [members, n, p] of several, with more axes in
-            place of p where samples have positions; or one such array; or a list of them, of any widths. Rows are the
-            same samples in the same order throughout. One number per sample is one feature: [n] or [members, n]. What
-            `models.representations` returns states its axes; `members` and `channels` state those of other arrays.
-        others: A second set, like the first: then pairs are of one of each. `compare(x, y, measure)` is this.
-        baseline: If True, compute what pairs score by chance: exactly if it is known, else by the mean over random
-            orders.
-        p_values: If True, test each pair against chance; default: if there is one pair alone. Tests are by the null's
-            moments for linear and RBF CKA of 6 to 4096 samples, and else by random orders, of which the least p-value
-            is 1 / (1 + num_orders); see `permutation_test`.
-        num_orders: Random orders, where they are needed; default 5 for a baseline and 199 for tests. Corrections for
-            many pairs want more.
-        key: Draws the orders; default: the same ones each time.
-        num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. Default: 20 for one pair alone,
-            if there are so many samples, and none for more pairs. See `jackknife_interval`.
-        blocks: "shuffled": blocks by a fixed permutation. "contiguous": blocks of neighbours, for samples that resemble
-            these, as of a time series; baselines and tests are then by shifts of one of the two.
+        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations,
+            for which larger values count as more similar and intervals lie about the value (see `custom_measure`).
+        representations: Arrays by layer's name, one array, or a list of arrays. Arrays are [n, p], [members, n, p] or,
+            for one feature, [n] or [members, n], with more axes in place of p if samples have positions. Rows are the
+            same samples in the same order.
+        others: A second set like the first, whose pairs with the first are compared, as by `compare(x, y, measure)`.
+        baseline: If True, compute chance values, exactly if they are known, else over random orders.
+        p_values: If True, test each pair against chance; default for one pair. Tests use moments for linear and RBF
+            CKA of 6 to 4096 samples, else random orders with p-values from 1 / (1 + num_orders), see
+            `permutation_test`.
+        num_orders: Random orders; default 5 for a baseline and 199 for tests. Corrections for many pairs need more.
+        key: Random key of the orders, by default a fixed one.
+        num_blocks: Blocks of samples for `jackknife_interval`, None for no intervals; default 20 for one pair, if
+            there are as many samples, else None.
+        blocks: "shuffled" for blocks by a fixed permutation, or "contiguous" for time series, whose baselines and
+            tests shift one of the two.
         level: Coverage of the intervals.
-        positions: What positions of a sample are (pixels of an image, tokens or steps of a sequence), "samples" or
-            "neurons". As samples, all positions of a sample are left out or change places together; all layers must
-            be maps of one size then.
-        channels: With `positions="samples"`, whether the channels of [n, h, w, c] are "last" or those of [n, c, h, w]
-            "first".
-        members: If True, the first axis of arrays is members and the second samples; if False, the first is samples.
-            Default: samples for [n] and [n, p]; it is required for more axes.
-        outputs: The layer that holds the networks' outputs, by which their functions are compared beside every pair of
-            representations; without "logits", or with None, they are not.
-        memory_budget: Bytes for prepared representations; default: half of what is free.
+        positions: "samples" or "neurons", the meaning of a sample's positions (pixels, tokens or steps). As samples,
+            positions of a sample stay together, and all layers must have the same positions.
+        channels: With `positions="samples"`, "last" for channels of [n, h, w, c], or "first" for [n, c, h, w].
+        members: If True, arrays are [members, samples, ...], else [samples, ...]. Default False for [n] and [n, p];
+            required for more axes, except of `models.representations`.
+        outputs: Layer of the networks' outputs, which are compared too, except for None or without "logits".
+        memory_budget: Bytes for prepared representations, by default half of the free memory.
         progress: See `dissociation.training`.
         options: Options of the measure.
 
     Returns:
-        The values, rows and columns labelled by layer and member. NaN, with a warning that names them, for
-        representations for which a measure is not defined.
+        The values, with rows and columns labelled by layer and member. Undefined values are NaN, with a warning.
 
     Raises:
         ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
-        TypeError: If representations are of another kind.
+        TypeError: If representations are of another type.
     """
     known = as_measure(measure)
+    # Neighbours need more samples than their number, which is an option.
     if known.name in ("mutual_knn", "knn_jaccard"):
         least = check_count("num_neighbours", options.get("num_neighbours", 10), minimum=1) + 1
         known = dataclasses.replace(known, minimum=max(known.minimum, least))
@@ -236,11 +230,13 @@ def pairwise(
         _check_fit(one, known, left, number)
         _count_dropped(one, known)
     job = Job(known, first, second, options, memory_budget)
+    # Moments and expected values hold for exchangeable samples.
     alike = blocks == "shuffled" and each == 1
     by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
     drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
     orders = None
     if any(drawn):
+        # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         orders = random_orders(
@@ -250,6 +246,7 @@ def pairwise(
     chance = p_value = None
     if baseline:
         chance = jnp.mean(shuffled, 0) if drawn[1] else job.run_expected()
+        # Random orders change one representation of a pair, which makes the table asymmetric.
         chance = 0.5 * (chance + chance.T) if job.symmetric else chance
     if p_values:
         p_value = _tested(job, values, shuffled, by_moments=by_moments)
@@ -279,12 +276,12 @@ def compare(
 
     Args:
         x: Representations as in `pairwise`, or one array [n, p] or [n].
-        y: The same, of the same samples.
-        measure: As in `pairwise`.
-        options: All others of `pairwise`, with its defaults, and of the measure.
+        y: Representations of the same samples.
+        measure: Measure as in `pairwise`.
+        options: Other options of `pairwise`, and of the measure.
 
     Returns:
-        As `pairwise`, [items of x, items of y]; of two plain arrays, single numbers.
+        Results as `pairwise`, [items of x, items of y], or single numbers for two plain arrays.
 
     Raises:
         ValueError, TypeError: As `pairwise`.
@@ -303,7 +300,7 @@ def compare(
 def _computed(
     job: Job, orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None
 ) -> tuple[Array, Any, list[Array]]:
-    """Return the values, those in other orders of the samples of one of two, and those without blocks."""
+    """Return the values, values in other orders, and values without blocks."""
     steps: list[tuple[str, Any]] = [] if orders is None else [("other orders", orders)]
     steps += [("without blocks", rows) for rows in kept]
     found, done = [], 1
@@ -326,12 +323,13 @@ def _intervals(
 
 
 def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
-    """Return the networks' outputs, and of each item the place of its network's output; None without outputs."""
+    """Return the networks' outputs and each item's index of them, or None."""
     at = [place for place, (name, _) in enumerate(one.labels) if name == layer]
     if not at and layer not in (None, "logits"):
         layers = ", ".join(dict.fromkeys(repr(name) for name, _ in one.labels if name)) or "arrays without names"
         fail("outputs", "name a layer of the representations", f"{layer!r} beside {layers}")
     members = [member for _, member in one.labels]
+    # Networks without an output cannot be compared by function.
     if max(members) >= len(at):
         return None
     stacks = zip(one.arrays, one.places, strict=True)
@@ -343,7 +341,7 @@ def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
 def _of_outputs(
     values: Array, first: Items, second: Items | None, layer: str | None, budget: int | None
 ) -> list[Array | None]:
-    """Return disagreement, divergence and the measure itself of the outputs of the two networks of each pair."""
+    """Return disagreement, divergence and the measure of the outputs of each pair."""
     own, other = (_outputs(one, layer) for one in (first, second or first))
     if own is None or other is None:
         return [None, None, None]
@@ -358,7 +356,7 @@ def _of_outputs(
 
 
 def _tested(job: Job, values: Array, shuffled: Any, *, by_moments: bool) -> np.ndarray:
-    """Return p-values, from the null's moments or from the values in other orders; NaN for items with themselves."""
+    """Return p-values, NaN for items with themselves."""
     if by_moments:
         rows = jax.tree.map(lambda leaf: leaf[:, None], _invariants(job.matrix, job.first))
         columns = jax.tree.map(lambda leaf: leaf[None], _invariants(job.matrix, job.second or job.first))
@@ -387,7 +385,8 @@ def _check_sets(sets: Sequence[Items], measure: Measure) -> int:
 
 
 def _count_dropped(one: Items, known: Measure) -> None:
-    """Warn of directions that count as absent for a measure between subspaces."""
+    """Warn of directions that a measure between subspaces drops."""
+    # Measures between subspaces cut ranks.
     if "L" in known.invariances + (known.invariances_of_y or ""):
         for stack, places in zip(one.arrays, one.places, strict=True):
             for place, features in zip(places, stack, strict=True):
@@ -395,7 +394,7 @@ def _count_dropped(one: Items, known: Measure) -> None:
 
 
 def _check_fit(one: Items, measure: Measure, number: int, every: int) -> None:
-    """Raise unless every representation is fit for the measure with so many samples left."""
+    """Raise unless every representation suits the measure with the remaining samples."""
     left = "" if number == every else f", {number} of them without one block"
     if number < measure.minimum:
         fail(one.name, f"have at least {measure.minimum} samples for {measure.name}", f"{every}{left}")

@@ -1,4 +1,4 @@
-"""Linear predictivity: how much of one representation's variance is a linear function of the other."""
+"""Linear predictivity of one representation from another."""
 
 from typing import NamedTuple
 
@@ -28,8 +28,7 @@ from dissociation.similarity._base import (
 )
 
 FOLDS = ("shuffled", "contiguous")
-"""Samples by a fixed permutation, so that sorted and repeated rows are dealt out evenly; or blocks of rows, for samples
-that resemble their neighbours in the order, as time series do."""
+"""Folds by a fixed permutation, or blocks of rows for time series."""
 
 
 class _Fold(NamedTuple):
@@ -45,11 +44,12 @@ class _Prepared(NamedTuple):
 
 
 def _centred_parts(x: Array, num_folds: int | None, folds: str) -> tuple[Array, Array, list[tuple[Array, Array]]]:
-    """Return features over a power of two, that power, and each fold's training and held-out part about one mean."""
+    """Return features over a power of two, that power, and centred parts of each fold."""
     scale = scale_of(jnp.max(jnp.abs(centre(x))))
     x = centre(x) / scale
     found = []
     for train, test in _parts(x.shape[0], num_folds, folds):
+        # Both parts have the training part's mean, as the fit has no access to held-out samples.
         own = centre(x[train])
         found.append((own, x[test] - (x[train][:1] - own[:1])))
     return x, scale, found
@@ -74,7 +74,7 @@ def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndar
 
 
 def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, folds: str) -> Array:
-    """Return R^2 at every alpha, of one decomposition per fold."""
+    """Return R^2 at every alpha, from one decomposition per fold."""
     y = b.target
     alphas = _per_square(alphas.astype(y.dtype), a.unit)
     wrong = jnp.zeros(alphas.shape[0], y.dtype)
@@ -83,6 +83,7 @@ def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, fold
         known = fold.values > 0
         denominator = fold.values[None] ** 2 + alphas[:, None]
         shrunk = jnp.where(known[None], fold.values[None] / jnp.where(known[None], denominator, 1.0), 0.0)
+        # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
         latent = product(fold.left.T, y[train] - mean)
         missed = lambda weights, fold=fold, latent=latent, truth=y[test] - mean: jnp.sum(  # noqa: E731
             (truth - product(fold.held_out * weights[None], latent)) ** 2
@@ -106,14 +107,14 @@ def _shrunk(values: Array, alpha: Array) -> Array:
 
 
 def _prepare_single(x: Array, alpha: Array, num_folds: int | None, folds: str) -> _Maps:
-    """Return the maps of one alpha, with a derivative for every spectrum."""
+    """Return the maps of one alpha, which have a derivative for every spectrum."""
     x, scale, parts = _centred_parts(x, num_folds, folds)
     alpha = _per_square(alpha.astype(x.dtype), scale)
     return _Maps(x, tuple(_transposed_inverse(own, held_out, alpha) for own, held_out in parts))
 
 
 def _transposed_inverse(own: Array, held_out: Array, alpha: Array) -> tuple[Array, Array]:
-    # Sizes of columns matter to a penalty, and to the least norm where there are more columns than rows.
+    # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
     sizes = jnp.where(alpha > 0, 1.0, column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
     return singular_map(_shrunk, own / sizes, alpha), held_out / sizes
 
@@ -146,7 +147,7 @@ def _checked_folds(num_folds: int | None, folds: str) -> int | None:
 
 
 def _check_sizes(x: Array | np.ndarray, num_folds: int | None) -> None:
-    """Raise unless there are samples for all folds, or more of them than features if nothing is held out."""
+    """Raise unless there are samples for all folds, or without folds more samples than features."""
     number, width = x.shape
     if num_folds is not None and num_folds > number:
         fail("num_folds", f"be at most the number of samples ({number})", num_folds)
@@ -159,25 +160,24 @@ def _check_sizes(x: Array | np.ndarray, num_folds: int | None) -> None:
 def linear_predictivity(
     x: Features, y: OtherFeatures, *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
 ) -> Score:
-    """The share R^2 of y's variance that a linear map of x predicts on samples that it was not fitted to.
+    """Return R^2 of a linear map from x to y on held-out samples, 1 - sum |y - prediction|^2 / sum |y - mean y|^2.
 
-    The map minimises |Yc - Xc W|^2 + alpha |W|^2 on the other folds, with an intercept; at `alpha` 0 it is the least
-    squares solution of least norm. R^2 = 1 - sum |y - prediction|^2 / sum |y - mean y|^2 over samples and neurons.
+    The map minimises |Yc - Xc W|^2 + alpha |W|^2 on the other folds, with an intercept; at `alpha` 0 it has the least
+    norm.
 
     Args:
-        x: [n, p], the source.
-        y: [n, q], the target, of the same samples.
-        alpha: Ridge penalty, not negative, in squared units of x summed over samples.
-        num_folds: Folds of the cross-validation. None: fitted and evaluated on all samples, which is another number,
-            1 as soon as there are as many features as samples.
-        folds: How samples are dealt out, "shuffled" or "contiguous".
+        x: Source features, [n, p].
+        y: Target features, [n, q].
+        alpha: Non-negative ridge penalty, in squared units of x summed over samples.
+        num_folds: Folds. None fits and evaluates on all samples, which gives 1 if features are as many as samples.
+        folds: "shuffled" or "contiguous".
 
     Returns:
-        At most 1; negative where the prediction is worse than y's mean. Not symmetric.
+        R^2 up to 1, negative if the prediction is worse than y's mean. It is not symmetric.
 
     Raises:
-        ValueError: If the numbers of samples differ, an option is out of range, `y` is constant, or `num_folds` is None
-            and `x` has as many features as samples.
+        ValueError: If the numbers of samples differ, an option is out of range, `y` is constant, or `num_folds` is
+            None and `x` has as many features as samples.
 
     References:
         Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in higher visual
@@ -199,16 +199,16 @@ def predictivity_path(
     num_folds: int | None = 5,
     folds: str = "shuffled",
 ) -> Float[Array, " alphas"]:
-    """Return `linear_predictivity` at several regularisations, from one decomposition per fold.
+    """Return `linear_predictivity` at several penalties, from one decomposition per fold.
 
-    The largest of them is chosen with the held-out samples in sight, and so a little high.
+    The largest value is a little too high, because held-out samples choose its penalty.
 
     Args:
-        x: [n, p], the source.
-        y: [n, q], the target.
-        alphas: Ridge penalties, not negative.
-        num_folds: As in `linear_predictivity`.
-        folds: As in `linear_predictivity`.
+        x: Source features, [n, p].
+        y: Target features, [n, q].
+        alphas: Non-negative ridge penalties.
+        num_folds: Folds, as in `linear_predictivity`.
+        folds: "shuffled" or "contiguous".
 
     Returns:
         R^2, [alphas].
@@ -230,7 +230,7 @@ def _whole_path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds:
     source, target = _prepare(x, num_folds, folds), _prepare(y, num_folds, folds)
     zero = jnp.zeros((), x.dtype)
     plain = lambda: _single(_prepare_single(x, zero, num_folds, folds), target, num_folds, folds)  # noqa: E731
-    free = alphas == 0  # of a penalty: columns are brought to one size
+    free = alphas == 0  # no penalty: columns are scaled to one size
     return jnp.where(
         free, jax.lax.cond(jnp.any(free), plain, lambda: zero), _path(source, target, alphas, num_folds, folds)
     )

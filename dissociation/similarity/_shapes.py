@@ -1,9 +1,4 @@
-"""Shapes: metrics of what is left of a configuration of samples after the best rotation.
-
-With M = Xc^T Yc, min over orthogonal Q of |Xc - Yc Q^T|^2 = |Xc|^2 + |Yc|^2 - 2 nuc(M), the narrower one padded by
-zeros. The right-hand side loses half the digits of a small distance, so distances are computed from the left one, at a
-rotation that counts as a constant: first derivatives are those of the measures, second ones are not.
-"""
+"""Shape metrics, distances of configurations of samples after the best rotation."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -32,18 +27,21 @@ from dissociation.similarity._base import (
 
 
 def residual(a: Array, b: Array) -> Array:
-    """Return the least |a - b Q|^2 over rotations Q, the narrower matrix padded by zeros."""
+    """Return the least |a - b Q|^2 over rotations Q, with the narrower matrix padded by zeros."""
+    # |a|^2 + |b|^2 - 2 nuc(a^T b) would lose half of the digits of a small distance. The rotation counts as a
+    # constant, so first derivatives are exact and second ones are not.
     wide, turned = aligned(a, b)
     return jnp.sum((wide - turned) ** 2)
 
 
 def _angle(a: Array, b: Array) -> Array:
-    """Return the angle theta between unit configurations: |a - b Q| = 2 sin(theta / 2)."""
+    """Return the angle theta between unit configurations, |a - b Q| = 2 sin(theta / 2)."""
     return 2 * jnp.arcsin(jnp.minimum(0.5 * root(residual(a, b)), 0.5**0.5))
 
 
 def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     (x, size_x), (y, size_y) = a, b
+    # Relative sizes keep squares within the dtype.
     size = jnp.maximum(size_x, size_y)
     return size * root(residual(x * (size_x / size), y * (size_y / size)))
 
@@ -60,6 +58,7 @@ def _unit_centred(x: Array) -> Array:
 def _whitened(x: Array, a: Array) -> Array:
     x, _ = centred(x)
     parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
+    # At a = 0 a scale per neuron has no effect, and the rank is cut on columns of one size.
     x = x / jnp.where(a > 0, 1.0, column_sizes(x))
     return unit(narrowed(singular_map(_partly, unit(x), parameter)))
 
@@ -85,19 +84,19 @@ def partial_whitening_routes(*, a: Scalar = 0.5) -> Routes:
 
 @validated(finite=("x", "y"))
 def procrustes_distance(x: Features, y: OtherFeatures) -> Score:
-    """The size-and-shape distance sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc^T Yc)), the least |Xc - Yc Q| over rotations Q.
+    """Return the size-and-shape distance sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc^T Yc)).
 
-    Representations of unequal widths are padded by zeros.
+    It is the least |Xc - Yc Q| over rotations Q, with the narrower representation padded by zeros.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
+        x: Features, [n, p].
+        y: Features, [n, q].
 
     Returns:
-        Non-negative, in units of the features times sqrt(n p).
+        Non-negative distance in units of the features times sqrt(n p).
 
     Raises:
-        ValueError: If the numbers of samples differ, or there is one alone.
+        ValueError: If the numbers of samples differ, or there is only one.
 
     References:
         Williams, Kunz, Kornblith and Linderman (2021), Generalized shape metrics on neural representations, eq. 3.
@@ -108,17 +107,17 @@ def procrustes_distance(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def angular_similarity(x: Features, y: OtherFeatures) -> Score:
-    """The cosine between shapes, nuc(Xc^T Yc) / (|Xc| |Yc|), also called normalised Bures similarity (NBS).
+    """Return the cosine between shapes (normalised Bures similarity), nuc(Xc^T Yc) / (|Xc| |Yc|).
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
+        x: Features, [n, p].
+        y: Features, [n, q].
 
     Returns:
-        From 0 to 1.
+        Similarity from 0 to 1.
 
     Raises:
-        ValueError: If the numbers of samples differ, or known samples are all the same.
+        ValueError: As `linear_cka`.
 
     References:
         Williams et al. (2021), eq. 4; Tang, Maddox, Dickens, Diethe and Damianou (2020), Similarity of neural networks
@@ -129,17 +128,17 @@ def angular_similarity(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def angular_distance(x: Features, y: OtherFeatures) -> Score:
-    """The angle between shapes, arccos(nuc(Xc^T Yc) / (|Xc| |Yc|)): a metric, precise for small angles as well.
+    """Return the angle between shapes, arccos(nuc(Xc^T Yc) / (|Xc| |Yc|)), a metric that is precise for small angles.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
+        x: Features, [n, p].
+        y: Features, [n, q].
 
     Returns:
-        From 0 to pi / 2, in radians.
+        Angle from 0 to pi / 2, in radians.
 
     Raises:
-        ValueError: If the numbers of samples differ, or known samples are all the same.
+        ValueError: As `linear_cka`.
 
     References:
         Williams et al. (2021), eq. 4.
@@ -149,22 +148,21 @@ def angular_distance(x: Features, y: OtherFeatures) -> Score:
 
 @validated(finite=("x", "y"))
 def partial_whitening_distance(x: Features, y: OtherFeatures, *, a: Scalar = 0.5) -> Score:
-    """The angle between shapes that are partly whitened, Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)).
+    """Return the angle between partly whitened shapes Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)).
 
-    At a = 1 it is `angular_distance`; at a = 0 any invertible linear map leaves it as it is, and directions without
-    variance stay out.
+    At a = 1 it is `angular_distance`. At a = 0 it is invariant under invertible linear maps, without directions that
+    have no variance.
 
     Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
-        a: From 0 to 1.
+        x: Features, [n, p].
+        y: Features, [n, q].
+        a: Number from 0 (whitened) to 1.
 
     Returns:
-        From 0 to pi / 2, in radians.
+        Angle from 0 to pi / 2, in radians.
 
     Raises:
-        ValueError: If the numbers of samples differ, known samples are all the same, `a` is out of range, or `a` is 0
-            and there are not more samples than features, so that all whitened representations are equal.
+        ValueError: As `linear_cka`, or if `a` is out of range, or 0 without more samples than features.
 
     References:
         Williams et al. (2021), section 2.3.

@@ -1,8 +1,4 @@
-"""Similarities of any number of samples in one pass, from sums that add over batches.
-
-Linear CKA, CCA, shapes and linear predictivity depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2
-about the means, taken for all representations together. Memory is the square of all features together.
-"""
+"""Similarities from joint moments that add over batches of samples."""
 
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
@@ -25,15 +21,15 @@ from dissociation.similarity._base import Score, apart_from_rounding, check_samp
 
 
 class JointMoments(Result):
-    """Sums over samples of several representations, with features joined; all but the count and mean are about it.
+    """Sums over samples of several representations with joined features, about their mean.
 
     Attributes:
-        count: n.
+        count: Number of samples n.
         mean: Mean of all features, [P].
         products: sum x x^T, [P, P].
         cubes: sum x |x_r|^2 for every representation r, [P, R].
         quartics: sum |x_r|^2 |x_s|^2, [R, R].
-        widths: Features of each representation.
+        widths: Number of features of each representation.
     """
 
     count: Float[Array, ""]
@@ -54,15 +50,12 @@ class JointMoments(Result):
 
 
 def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
-    """Return sums over each representation's features, which lie on the first axis."""
+    """Return sums over each representation's features on the first axis."""
     return jax.ops.segment_sum(values, np.repeat(np.arange(len(widths)), widths), len(widths))
 
 
 def joint_moments(*representations: Any) -> JointMoments:
-    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples.
-
-    Squares of lengths are squared again: in float32, lengths up to 1e8 will do.
-    """
+    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples."""
     if not representations:
         fail("representations", "be one array or more", "none")
     arrays = []
@@ -83,6 +76,7 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
     widths = tuple(array.shape[1] for array in arrays)
     joined = jnp.concatenate(arrays, 1)
     x = centre(joined)
+    # Squared lengths are squared again, so float32 holds lengths up to 1e8.
     lengths = _per_representation((x**2).T, widths).T
     return JointMoments(
         count=jnp.asarray(x.shape[0], x.dtype),
@@ -97,7 +91,7 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
 @validated
 @jax.jit
 def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
-    """Return the moments of two batches together, exactly: each is brought to the common mean."""
+    """Return the exact moments of two batches together, moved to the common mean."""
     if a.widths != b.widths:
         fail("b", f"have the widths of `a`, {a.widths}", b.widths)
     count = a.count + b.count
@@ -108,7 +102,7 @@ def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
 
 
 def _moved(m: JointMoments, by: Array) -> JointMoments:
-    """Return moments about another point: of x + `by`, where x sums to zero."""
+    """Return moments of x + `by`, where x sums to zero."""
     size = _per_representation(by**2, m.widths)
     squares = m.squares()
     along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
@@ -127,13 +121,13 @@ def _moved(m: JointMoments, by: Array) -> JointMoments:
 
 
 def stream_moments(batches: Iterable[Any]) -> JointMoments:
-    """Return the moments of samples that come in batches.
+    """Return the moments of samples in batches, whose memory is the square of the number of all features.
 
     Args:
-        batches: Of each batch, one array [n, p] per representation. Each new n is compiled for.
+        batches: Sequences of one array [n, p] per representation. Each new n is compiled for.
 
     Returns:
-        The moments of all samples, taken about the means of the first batch, so that large means cost no digits.
+        The moments of all samples, computed about the means of the first batch, so that large means cost no digits.
 
     Raises:
         ValueError: If there is no batch, or batches differ in their representations.
@@ -144,6 +138,7 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
             fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
         if pilot is None:
             joint_moments(*batch)  # checks what came
+            # Moments about a point near the means lose no digits to a large offset.
             pilot = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
         if len(batch) != len(pilot):
             fail("batches", f"hold {len(pilot)} arrays each", len(batch))
@@ -156,7 +151,7 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
 
 
 def _about(part: Any, point: np.ndarray) -> Any:
-    """Return features about a point, in their own precision."""
+    """Return features about a point, in their precision."""
     array = as_array("batches", part, "real numbers [n, p]")
     if np.shape(array)[1:] != point.shape:
         fail("batches", f"hold arrays [n, {len(point)}] throughout", f"shape {np.shape(array)}")
@@ -164,7 +159,7 @@ def _about(part: Any, point: np.ndarray) -> Any:
 
 
 def _block_squares(products: Array, widths: tuple[int, ...]) -> Array:
-    """Return the sums of squares of all blocks of a matrix of features, [R, R]."""
+    """Return the sums of squares of all blocks of a matrix, [R, R]."""
     return _per_representation(_per_representation(products**2, widths).T, widths)
 
 
@@ -175,7 +170,7 @@ def _linear_cka(m: JointMoments) -> Array:
 
 
 def _scaled(m: JointMoments) -> Array:
-    """Return products of features, of representations whose lengths squared sum to 1."""
+    """Return products of features of representations whose squared lengths sum to 1."""
     lengths = jnp.sqrt(m.squares())[np.repeat(np.arange(len(m.widths)), m.widths)]
     return m.products / lengths[:, None] / lengths[None]
 
@@ -207,7 +202,7 @@ def _procrustes(m: JointMoments) -> Array:
 
 
 def _evened(m: JointMoments) -> JointMoments:
-    """Return moments of features of one size, by powers of two, on which canonical correlations do not depend."""
+    """Return moments of features scaled by powers of two to one size."""
     sizes = scale_of(jnp.sqrt(jnp.diagonal(m.products)))
     return eqx.tree_at(lambda m: m.products, m, m.products / sizes[:, None] / sizes[None])
 
@@ -227,6 +222,7 @@ def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
     return jnp.minimum(_of_pairs(m, lambda i, j: total(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
 
 
+# These depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2 about the means only.
 STREAMED: dict[str, Callable[[JointMoments], Array]] = {
     "linear_cka": _linear_cka,
     "debiased_cka": _debiased_cka,
@@ -242,16 +238,15 @@ STREAMED: dict[str, Callable[[JointMoments], Array]] = {
 def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
     """Return a measure of all pairs of representations, from their joint moments.
 
-    They are the numbers of the samples themselves, up to rounding. Covariances square the condition number: CCA loses
-    directions of a feature below 1e-3 of the largest in float32. A sample that is hundreds of times longer than the
-    others costs debiased CKA its digits.
+    Values equal those of the samples up to rounding. In float32, CCA loses directions of a feature below 1e-3 of the
+    largest, and debiased CKA loses digits to a sample hundreds of times longer than others.
 
     Args:
         moments: Moments from `stream_moments`.
         measure: "linear_cka", "debiased_cka", "angular_similarity", "procrustes_distance", "cca" or "cca_squared".
 
     Returns:
-        [R, R]; `baseline_from_moments` returns chance.
+        Table, [R, R]. `baseline_from_moments` returns chance.
 
     Raises:
         ValueError: If `measure` is unknown, there are fewer than 4 samples, or for CCA no more than features.
@@ -274,7 +269,7 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
 
 
 def _check_scale(moments: JointMoments) -> None:
-    """Raise if squares of a representation's mean square overflow or vanish in the dtype."""
+    """Raise if squares of a representation's mean square overflow or underflow."""
     limits = jnp.finfo(moments.products.dtype)
     low, high = float(limits.tiny / limits.eps) ** 0.5, float(limits.max) ** 0.5 * float(limits.eps) ** 0.5
     for square in np.asarray(moments.squares() / moments.count, np.float64):
@@ -284,7 +279,7 @@ def _check_scale(moments: JointMoments) -> None:
 
 
 def _warn_lost(moments: JointMoments) -> None:
-    """Warn of the directions of each representation that its covariance does not hold."""
+    """Warn of directions that each representation's covariance does not hold."""
     widths = [int(jnp.sum(jnp.diagonal(moments.block(i, i)) > 0)) for i in range(len(moments.widths))]
     lost = [width - int(rank) for width, rank in zip(widths, _whitened(_evened(moments))[1], strict=True)]
     if any(lost):
@@ -314,16 +309,16 @@ EXPECTED: dict[str, Callable[[JointMoments], Array]] = {
     "debiased_cka": lambda m: jnp.zeros_like(m.quartics),
     "cca_squared": _expected_cca_squared,
 }
-"""Means over all orders of the samples of one of two."""
+"""Means over all orders of one representation's samples."""
 
 
 @validated
 def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
-    """Return chance for representations of these spectra: exact means over all orders of the samples, [R, R].
+    """Return chance values, exact means over all orders of the samples, [R, R].
 
     Args:
         moments: Moments from `stream_moments`.
-        measure: "linear_cka", "debiased_cka" or "cca_squared", of which the mean is known.
+        measure: "linear_cka", "debiased_cka" or "cca_squared".
 
     Raises:
         ValueError: If `measure` is another one.
@@ -339,10 +334,10 @@ def predictivity_from_moments(
     """Return `linear_predictivity` of one representation from another, with the moments of each fold.
 
     Args:
-        folds: Moments of at least two disjoint parts of the samples. Each is predicted by maps fitted to the others.
-        source: Place of the representation that predicts.
-        target: Place of the one that is predicted.
-        alpha: Ridge penalty, not negative, in squared units of the source summed over samples.
+        folds: Moments of at least two disjoint parts of the samples. Maps fitted to the others predict each part.
+        source: Index of the representation that predicts.
+        target: Index of the predicted representation.
+        alpha: Non-negative ridge penalty, in squared units of the source summed over samples.
 
     Returns:
         R^2, at most 1.
@@ -367,7 +362,7 @@ def predictivity_from_moments(
 @eqx.filter_jit
 def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, target: int) -> Array:
     own = train.block(source, source)
-    sizes = scale_of(jnp.sqrt(jnp.diagonal(own)))  # which matter to a penalty and to the least norm
+    sizes = scale_of(jnp.sqrt(jnp.diagonal(own)))  # which affect a penalty and the least norm
     sizes = jnp.where((alpha > 0) | (own.shape[0] >= train.count), 1.0, sizes)
     own = own / sizes[:, None] / sizes[None] + alpha * jnp.eye(own.shape[0], dtype=own.dtype)
     weights = product(psd_power(own, -1), train.block(source, target) / sizes[:, None]) / sizes[:, None]

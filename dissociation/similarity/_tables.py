@@ -1,4 +1,4 @@
-"""All pairs of many representations by one measure, in one program."""
+"""Tables of one measure for all pairs of representations."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,30 +17,32 @@ from dissociation.similarity._items import Items
 from dissociation.similarity._measures import routes_of
 from dissociation.training._memory import free_memory
 
+# Parts of this size stay in a CPU's caches, which makes products three times as fast.
 PART = 4096
-"""Entries of flat matrices that are multiplied at a time on a CPU, whose caches hold them: three times as fast."""
+"""Entries of flat matrices that are multiplied at a time on a CPU."""
 
 TILE_BYTES = 64 * 2**20
-"""Bytes that comparing one tile of pairs may hold."""
+"""Memory of one tile of pairs, in bytes."""
 
 FEWEST_TILES = 5
-"""Tiles along one side of a symmetric table, if there are so many representations."""
+"""Smallest number of tiles along a side of a symmetric table."""
 
 BATCH_BYTES = 16 * 2**20
-"""Bytes that preparing one batch of representations may hold."""
+"""Memory of one batch of prepared representations, in bytes."""
 
 SCRATCH = 6
-"""Arrays of the size of its result that preparing a representation holds, about."""
+"""Approximate memory of preparation, in arrays of the size of its result."""
 
+# About a second: the host shows progress between chunks.
 CHUNK_WORK = 2e9
-"""Multiplications of one chunk of orders or blocks, about a second: between chunks the host shows progress."""
+"""Multiplications of one chunk of orders or blocks."""
 
 Stacks = tuple[Array, ...]
-"""Representations of equal widths together: [items, n, p] each."""
+"""Representations stacked by width, [items, n, p] each."""
 
 
 def prepared_bytes(route: Route, stack: Array) -> int:
-    """Return the bytes of one prepared representation."""
+    """Return the size of one prepared representation, in bytes."""
     example = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(route.prepare, example)))
 
@@ -53,10 +55,7 @@ def prepared(route: Route, stacks: Stacks) -> list[Any]:
 
 @eqx.filter_jit
 def tables(route: Route, stacks: Stacks, others: Stacks | None, rows: Array | None, symmetric: bool) -> Array:
-    """Return the measure of all pairs, for several choices of samples: [choices, items, others].
-
-    `rows`: Samples of both sets, [choices, m]. None: all, once.
-    """
+    """Return the measure of all pairs for samples `rows` [choices, m], by default all: [choices, items, others]."""
 
     def chosen(own: Array | None) -> Array:
         sets = [tuple(s if own is None else s[:, own] for s in one) for one in (stacks, others) if one is not None]
@@ -68,11 +67,7 @@ def tables(route: Route, stacks: Stacks, others: Stacks | None, rows: Array | No
 
 @eqx.filter_jit
 def reordered(route: Route, first: list[Any], second: Any, orders: Array, symmetric: bool) -> Array:
-    """Return `tables` with the second set's samples in other orders, [orders, items, others].
-
-    `second`: Prepared by a route `by_rows`; else stacks.
-    `orders`: [orders, n].
-    """
+    """Return `tables` [orders, items, others] for `orders` [orders, n] of the second set, prepared if `by_rows`."""
 
     def turned(order: Array) -> Array:
         own = jax.tree.map(lambda leaf: leaf[:, order] if leaf.ndim > 1 else leaf, second)
@@ -83,7 +78,7 @@ def reordered(route: Route, first: list[Any], second: Any, orders: Array, symmet
 
 @eqx.filter_jit
 def expected_table(route: Route, stacks: Stacks, others: Stacks | None) -> Array:
-    """Return the measure's means over all orders of the samples, from a route with `expected`: [items, others]."""
+    """Return the measure's means over all orders of the samples, [items, others]."""
     first = prepared(route, stacks)
     second = first if others is None else prepared(route, others)
     return _joined([[_outer(route.expected, a, b) for b in second] for a in first])
@@ -148,7 +143,7 @@ def _cut(tree: Any, start: Array | int, width: int) -> Any:
 
 
 def _products(a: Array, b: Array) -> Array:
-    """Return <a_i, b_j> of all pairs, on a CPU from one part of the entries at a time."""
+    """Return <a_i, b_j> of all pairs, on a CPU from parts of the entries."""
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
     parts = a.shape[1] // PART
     if parts < 2 or jax.default_backend() != "cpu":
@@ -165,7 +160,7 @@ def _products(a: Array, b: Array) -> Array:
 def in_chunks(
     function: Callable[[Array], Array], choices: Any, work: float, advance: Callable[[int, str], None]
 ) -> np.ndarray:
-    """Return a compiled function's results for choices of samples, [choices, m], some of them at a time."""
+    """Return a compiled function's results for choices of samples, [choices, m], in chunks."""
     count = len(choices)
     size = int(np.clip(CHUNK_WORK // max(work, 1), 1, count))
     parts = []
@@ -177,7 +172,7 @@ def in_chunks(
 
 
 class Job:
-    """One measure on two sets, of which the second may be the first."""
+    """One measure on two sets of representations, or on pairs within one set."""
 
     def __init__(
         self, measure: Measure, first: Items, second: Items | None, options: Mapping[str, Any], budget: int | None
@@ -202,19 +197,20 @@ class Job:
         )
 
     def _pieces(self, one: Items, route: Route) -> list[tuple[Stacks, list[int]]]:
-        """Return stacks and their places among the labels, in as many pieces as memory asks for."""
+        """Return stacks and their label indices, in as many pieces as memory requires."""
         bytes_of = [prepared_bytes(route, array) for array in one.arrays]
         sets = 1 if self.second is None else 2
         if sets * sum(size * len(array) for size, array in zip(bytes_of, one.arrays, strict=True)) <= self.budget:
             return [(tuple(one.arrays), sum(one.places, start=[]))]
         pieces = []
         for size, array, places in zip(bytes_of, one.arrays, one.places, strict=True):
+            # Two pieces are held while they are compared.
             step = max(1, int(self.budget // (2 * size)))
             pieces += [((array[i : i + step],), places[i : i + step]) for i in range(0, len(array), step)]
         return pieces
 
     def _over_pieces(self, route: Route, of_pair: Callable[[Stacks, Stacks | None, bool], Any]) -> Array:
-        """Return the tables of all pairs of pieces, put together: [..., items, others]."""
+        """Return the tables of all pairs of pieces, joined: [..., items, others]."""
         rows = self._pieces(self.first, route)
         columns = rows if self.second is None else self._pieces(self.second, route)
         count = len(self.first.labels), len((self.second or self.first).labels)
@@ -238,10 +234,7 @@ class Job:
         *,
         reorder: bool = False,
     ) -> Array:
-        """Return tables for choices of samples, by default all, [choices, items, others].
-
-        With `reorder` choices are orders of the second set's samples.
-        """
+        """Return tables for choices of samples, or for orders of the second set's samples: [choices, items, others]."""
         route = self.route
 
         def table(one: Stacks, other: Stacks | None, symmetric: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Train encoders and autoencoders of sequences, and classifiers, for many seeds by `dissociation.training.fit`."""
+"""Train encoders, autoencoders and classifiers for many seeds by `dissociation.training.fit`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -46,26 +46,26 @@ Rate = Float[Array | np.ndarray, " seeds"] | Scalar
 Schedule = Callable[[Any], Any]
 
 FIT_OPTIONS = ("callbacks", "checkpoint", "layout", "same_program")
-"""Options of `fit` that the trainers take."""
+"""Options of `fit` that the trainers accept."""
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
     "contrastive": spectral_contrastive_loss,
     "dpnets": partial(dpnets_loss, center_covariances=False),
 }
-"""Losses of features now and one step later: VAMP-2 without centring, spectral contrastive, DPNets."""
+"""Losses of features now and one lag later: VAMP-2 and DPNets without centring, spectral contrastive."""
 
 
 @validated
 def encode(model: Callable[[Array], Array], states: States) -> Array:
-    """Return `model`, one and not a stack, at every state: [n, ...]. A state that is not finite gives NaN."""
+    """Return the outputs of one model at every state, [n, ...]; NaN for a state that is not finite."""
     _check_one(model)
     return jax.vmap(model)(jnp.asarray(states))
 
 
 def pair_loss(kind: str, model: FeatureMap, x: States, y: States) -> Float[Array, ""]:
-    """Return the loss of pairs of states: features of x against the lagged head's features of y."""
-    # One pass for both: a convolution of twice the images is cheaper than two.
+    """Return the loss of pairs of states, from the features of x and the lagged head's features of y."""
+    # One pass for both, because a convolution of twice as many images is cheaper than two.
     both = encode(model, jnp.concatenate([jnp.asarray(x), jnp.asarray(y)]))
     return ENCODER_LOSSES[kind](both[: len(x)], jax.vmap(model.lagged_head)(both[len(x) :]))
 
@@ -75,11 +75,7 @@ def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array
 
         mean (x - dec(enc(x)))^2  +  r mean (enc(y) - K enc(x))^2  +  mean (y - dec(K enc(x)))^2
 
-    with r = var y / var enc(y), variances over the batch, averaged over entries. With r = 1, as published, the second
-    term falls with the size of the features, for which the decoder makes up: they shrink until it weighs nothing, and
-    their step stays wrong (on MNIST by their variance). With the ratio the loss does not depend on their size.
-
-    Source: Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
+    Source: Lusch, Kutz and Brunton (2018).
     """
     x, y = jnp.asarray(x), jnp.asarray(y)
     features = encode(model.encoder, jnp.concatenate([x, y]))
@@ -87,6 +83,8 @@ def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array
     evolved = now @ model.matrix()
     states = jax.vmap(model.decoder)(jnp.concatenate([now, evolved]))
     spread = jnp.mean(jnp.var(later, 0))
+    # r = var y / var enc(y). With r = 1, as published, features shrink until the second term has no weight and their
+    # step stays wrong, because the decoder rescales them.
     ratio = jnp.where(spread > 0, jnp.mean(jnp.var(y, 0)) / jnp.where(spread > 0, spread, 1.0), 0.0)
     return autoencoder_loss(x, y, states[: len(x)], later, evolved, states[len(x) :], alpha_lin=ratio)
 
@@ -115,26 +113,23 @@ def train_encoders(
 
     Args:
         kind: "vamp", "contrastive" or "dpnets".
-        trajectories: One trajectory [time, ...] with states of any shape, a list of them (of any lengths; no pair goes
-            from one to the next), or one array with `trajectory_axis`. Rows of numbers in lists are one trajectory.
+        trajectories: One trajectory [time, ...], a list of trajectories of any lengths, or one array with
+            `trajectory_axis`; states of any shape. Rows of numbers in lists are one trajectory.
         key: Key of every seed's network, and of the order of batches, which all seeds share.
-        encoder: Network from one state to a vector of features: an Equinox module, from whose weights every seed
-            starts, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
+        encoder: Network from one state to a vector of features: an Equinox module, whose weights every seed starts
+            from, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
         features: Width of the default encoder, 5 if not given.
-        feature_norm: Norm of the features. Default: sqrt(features) for images, and no norm for an encoder of your own.
-            Published for images: 1, with which the contrastive loss waits on a plateau of -1 for many epochs, see
+        feature_norm: Norm of the features. Default: sqrt(features) with the default encoder, else none. See
             `FeatureMap`.
         lag: Steps between the two states of a pair.
-        trajectory_axis: Axis of trajectories of equal length in one array; the first of the other axes is time.
+        trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is time.
         num_seeds: Number of networks.
         num_epochs: Passes over the pairs.
-        batch_size: Pairs in a batch; the last, smaller one of an epoch is kept.
-        learning_rate: Rate of AdamW, one for all seeds or one for each, [num_seeds], or a schedule of Optax from the
-            step to the rate.
-        weight_decay: Weight decay of AdamW, one for all seeds or one for each.
+        batch_size: Pairs in a batch. The last batch of an epoch may be smaller.
+        learning_rate: Rate of AdamW, one for all seeds or one for each, [num_seeds], or a schedule of Optax.
+        weight_decay: Weight decay of AdamW, one for all seeds or one for each, [num_seeds].
         init: "pytorch" or "lecun", of the default encoder and the lagged head.
-        validation: Other trajectories, in the form of `trajectories`, whose loss (all pairs at once) is observed after
-            every epoch.
+        validation: Other trajectories, whose loss, of all pairs at once, is observed after every epoch.
         **options: Options of `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`, `same_program`.
 
     Returns:
@@ -146,7 +141,7 @@ def train_encoders(
         TypeError: If a network is neither a module nor a function from a key to one.
 
     References:
-        Kostic et al. (2024), Learning invariant representations of time-homogeneous stochastic dynamical systems.
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
@@ -182,28 +177,24 @@ def train_autoencoders(
     validation: Trajectories | None = None,
     **options: Any,
 ) -> FitResult:
-    """Train dynamical autoencoders: features that move by a linear map, and a decoder to states.
+    """Train dynamical autoencoders: features with linear dynamics, and a decoder to states.
 
-    An untrained decoder draws noise, which a loss damps fastest by silencing the encoder. With the published loss,
-    PyTorch's initial weights (a third of the variance here) and a rate of 2e-3, most rectified units of the
-    convolutional encoder were silent after 20 steps, and with the last of them its gradient is exactly zero. The loss
-    here, initial weights of variance 1/fan_in without biases and the published rate keep them alive.
-
-    Arguments, results and errors are those of `train_encoders`.
+    Results and errors are those of `train_encoders`.
 
     Args:
         trajectories: As in `train_encoders`.
         key: As in `train_encoders`.
         encoder: As in `train_encoders`.
-        decoder: Network from a vector of features to one state, or a function from a key to one; needed unless states
-            are images of 28 x 28 pixels.
+        decoder: Network from a vector of features to one state, or a function from a key to one. Default: the decoder
+            of images of 28 x 28 pixels.
         features: Width of the latent space with the default encoder, 5 if not given.
         lag: As in `train_encoders`.
         trajectory_axis: As in `train_encoders`.
         num_seeds: As in `train_encoders`.
         num_epochs: As in `train_encoders`.
         batch_size: As in `train_encoders`.
-        learning_rate: As in `train_encoders`; see above for larger rates.
+        learning_rate: As in `train_encoders`. Large rates may deactivate all units of the convolutional
+            encoder.
         weight_decay: As in `train_encoders`.
         orthogonal: If True, the latent map is kept orthogonal.
         upsampling: "nearest" or "bilinear", of the default decoder.
@@ -212,12 +203,14 @@ def train_autoencoders(
         **options: As in `train_encoders`.
 
     References:
-        Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
+        Lusch, Kutz and Brunton (2018), see `autoencoder_loss`.
     """
     pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
     _check_batches(len(pairs.x), batch_size)
     width = _encoder_width(encoder, features, pairs.x[0], key)
     _check_decoder(decoder, width, pairs.x[0], key)
+    # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of the convolutional
+    # encoder were dead after 20 steps. Weights of variance 1/fan_in and the published rate keep them active.
     settings = {"encoder": encoder, "decoder": decoder, "orthogonal": orthogonal, "upsampling": upsampling}
     build, adamw = partial(Autoencoder, width, **settings, init=init), _adamw(learning_rate, weight_decay, num_seeds)
     observe = _observe("reconstruction", validation, lag, trajectory_axis, pairs.x)
@@ -242,7 +235,7 @@ def train_classifiers(
 ) -> FitResult:
     """Train encoders as classifiers, by cross entropy.
 
-    Arguments, results and errors are those of `train_encoders`, with states in the place of pairs.
+    Results and errors are those of `train_encoders`.
 
     Args:
         states: Images of 28 x 28 pixels, or states of any shape that `encoder` takes, [n, ...], finite.
@@ -277,12 +270,9 @@ def validation_loss(
     trajectory_axis: int | None = None,
     batch_size: int | None = None,
 ) -> Float[Array, ""]:
-    """Return the loss of `train_encoders` on trajectories: of all pairs at once, or as the mean over batches.
+    """Return the loss of `train_encoders` on trajectories, of all pairs at once or as the mean over batches.
 
-    The two differ, and the mean over batches looks better for the same network. The contrastive loss leaves out i = j,
-    a pair of one class. Of five classes in turn that leaves (12.8 - 1) / 63 = 0.187 equal pairs in a batch of 64, and
-    0.199 of 999 pairs: with perfect features, 25 times the share minus 10 is -5.32 and -5.02. VAMP gains a little from
-    covariances that are noisier in a batch.
+    The two differ, and the mean over batches is lower for the same network.
 
     Args:
         kind: "vamp", "contrastive" or "dpnets".
@@ -290,7 +280,7 @@ def validation_loss(
         trajectories: As in `train_encoders`.
         lag: Steps between the two states of a pair.
         trajectory_axis: As in `train_encoders`.
-        batch_size: Pairs in a batch, in order; the last, smaller one counts as much as the others. None: all at once.
+        batch_size: Pairs in a batch, in order. The last batch may be smaller, with the same weight. None: all at once.
 
     Raises:
         ValueError: If `model` is a stack, no trajectory has a pair at this lag, or a batch has fewer pairs than the
@@ -302,12 +292,14 @@ def validation_loss(
     least = _least_pairs(kind, model.lagged_head.weight.shape[0])
     size = len(x) if batch_size is None else batch_size
     _check_batches(len(x), size, least)
+    # The contrastive loss omits i = j, a pair of one class. Of five classes in turn (12.8 - 1) / 63 = 0.187 of the
+    # other pairs in a batch of 64 are equal, of 999 pairs 0.199. VAMP gains from noisier covariances.
     starts = range(0, len(x), size)
     return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + size], y[i : i + size]) for i in starts]))
 
 
 def _check_one(model: Any) -> None:
-    """Raise if a feature map or an autoencoder is a stack of several."""
+    """Raise if a feature map or an autoencoder is a stack."""
     weight = {FeatureMap: lambda m: m.lagged_head.weight, Autoencoder: lambda m: m.dynamics}.get(type(model))
     if weight is not None and np.ndim(weight(model)) > 2:
         fail("model", "be one model", f"{len(weight(model))} stacked ones", "Take one of them: `member(models, 0)`")
@@ -328,8 +320,9 @@ def _check_batches(number: int, batch_size: int, least: int = 1) -> None:
         fail("batch_size", wanted, f"a batch of {smallest} ({number} pairs by {batch_size})")
 
 
+# Modules of equal kinds are equal, unlike closures, so that a second training does not compile.
 class _Loss(eqx.Module):
-    """Loss of a batch. It is equal for equal kinds, unlike closures, so that training twice compiles once."""
+    """Loss of a batch."""
 
     kind: str = eqx.field(static=True)
 
@@ -342,7 +335,7 @@ class _Loss(eqx.Module):
 
 
 class _Validation(eqx.Module):
-    """Observation of the loss of other pairs."""
+    """Observation of the validation loss."""
 
     kind: str = eqx.field(static=True)
     x: Array
@@ -358,14 +351,14 @@ def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int
     given: Any = [trajectories] if one else trajectories
     try:
         return lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
-    except WrongValue as error:  # of `lagged_pairs`, which has its own name for them
+    except WrongValue as error:  # it names the argument of `lagged_pairs`
         raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
 
 
 def _observe(
     kind: str, validation: Trajectories | None, lag: int, trajectory_axis: int | None, states: Array, least: int = 1
 ) -> _Validation | None:
-    """Return the observation of `validation`, if given, whose states must have the shape of those of training."""
+    """Return the observation of `validation`, or None, after a check of its states."""
     if validation is None:
         return None
     pairs = _pairs("validation", validation, lag, trajectory_axis)
@@ -410,7 +403,7 @@ def _output_shape(name: str, network: Network, example: Array, key: PRNGKey) -> 
     made = eqx.filter_eval_shape(lambda k: build_network(name, network, key=k), key)
     try:
         out = eqx.filter_eval_shape(lambda model, x: model(x), made, example)
-    except Exception as error:  # whatever the caller's network raises, it is about the example's shape or kind
+    except Exception as error:  # any error of the network is about the example
         got = repr(first_line(error))
         raise ValueError(f"`{name}` must take one example of shape {example.shape}, got {got}.") from error
     if not isinstance(out, jax.ShapeDtypeStruct):
@@ -419,7 +412,7 @@ def _output_shape(name: str, network: Network, example: Array, key: PRNGKey) -> 
 
 
 class _Rates(NamedTuple):
-    """Settings of AdamW, one per seed; traced. A schedule takes the place of the learning rates."""
+    """AdamW settings, one per seed; traced. A schedule replaces the learning rates."""
 
     learning_rate: Array
     weight_decay: Array
@@ -427,7 +420,7 @@ class _Rates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _AdamW:
-    """Optimiser of one seed's rates. It is equal for equal schedules."""
+    """Optimiser of one seed's rates, equal for equal schedules."""
 
     schedule: Schedule | None
 

@@ -1,7 +1,6 @@
 """Losses for learning features of a dynamical system, to minimise.
 
-`x` are features of states, and `y` those one lag later, both [n, d], row by row. Covariances are divided by n:
-C_x = x^T x / n and C_xy = x^T y / n, after the column means are subtracted if `center_covariances` is True.
+C_x = x^T x / n and C_xy = x^T y / n, about the column means if `center_covariances` is True.
 """
 
 from functools import partial
@@ -24,36 +23,32 @@ Loss = Float[Array, ""]
 
 @validated
 def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covariances: bool = True) -> Loss:
-    r"""Return minus the VAMP-p score: how well the present features determine the next ones linearly.
+    """Return minus the VAMP-p score, a measure of how well the features determine the next ones linearly.
 
         -sum_i s_i^p,     s_i the singular values of C_x^{-1/2} C_xy C_y^{-1/2},     p in {1, 2}
 
-    The s_i are the canonical correlations of x and y. Uncentred, the constant function counts where the features span
-    it: five one-hot states in a perfect cycle score 5, centred 4, for either p. Linear maps of the features leave the
-    score as it is. The score of n independent pairs is not zero: for p = 2 it is d^2 / (n - 1) on average, centred.
+    The s_i are the canonical correlations of x and y, invariant to linear maps of the features. Uncentred, the constant
+    function counts if the features span it: five one-hot states in a perfect cycle score 5, centred 4. For p = 2, n
+    independent pairs score d^2 / (n - 1) on average, centred.
 
-    With n <= d + 1 samples (n <= d uncentred) the score is the rank of any features.
-
-    Directions of a covariance below its relative cut-off are left out and have no part in the gradient, which is finite
-    for any batch (a constant or repeated feature). Covariances square condition numbers, so whitening takes two steps:
-    in float32 features of condition number 1e5 still score to 1e-3, and directions below about 3e-6 of the largest are
-    left out.
+    Directions of a covariance below a relative cut-off are left out, with finite gradients. In float32 the cut-off is
+    about 3e-6, and features of condition number 1e5 score to 1e-3.
 
     Args:
         x: Features of the states, [n, d].
         y: Features one lag later, [n, d].
-        schatten_norm: The power p, 1 or 2.
+        schatten_norm: Power p, 1 or 2.
         center_covariances: If True, the means are subtracted.
 
     Returns:
-        Number from -d to 0, whatever the units of the features.
+        Number from -d to 0.
 
     Warns:
         UserWarning: Outside `jit` and not centred, if a feature's variance is below the rounding of its squared mean;
-            so do the other losses that depend on means.
+            so do the other losses of uncentred features.
 
     Raises:
-        ValueError: If there are too few samples.
+        ValueError: If n <= d + 1 (n <= d uncentred).
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, VAMP-r score.
@@ -91,34 +86,32 @@ def vamp_score(
     center_covariances: bool = True,
     rank: int | None = None,
 ) -> Loss:
-    r"""Return the cross-validated VAMP-p score of functions fitted on `x, y`, on test data.
+    """Return the cross-validated VAMP-p score of functions fitted on `x, y`, on test data.
 
     With u, v the leading `rank` pairs of singular functions (linear in the features) on the training pairs,
 
-        | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs,
+        | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs.
 
-    so the score compares the spans of u and of v. With `rank=None` it is minus `vamp_loss` of the test data, since all
-    features together have one span (if the training covariances are regular): pass a rank below d to test the fit. Test
-    data are centred by their means.
+    Test data are centred by their means. With `rank=None` it is minus `vamp_loss` of the test data, if the training
+    covariances are regular: pass a rank below d to test the fit.
 
     Args:
         x: Training features, [n, d].
         y: Training features one lag later, [n, d].
         x_test: Test features, [m, d].
         y_test: Test features one lag later, [m, d].
-        schatten_norm: The power p, 1 or 2.
+        schatten_norm: Power p, 1 or 2.
         center_covariances: If True, the means are subtracted.
-        rank: Number of singular functions, from 1 to d; None takes all.
+        rank: Number of singular functions, from 1 to d. None: d.
 
     Returns:
-        Number from 0 to the rank. Differentiable in the test features; the fitted functions count as constants.
+        Number from 0 to the rank, differentiable in the test features at fixed functions.
 
     Raises:
         ValueError: If there are too few samples, as in `vamp_loss`, or too few test data for `rank` features.
 
     References:
-        Wu and Noe (2020), Variational approach for learning Markov processes from time series data, eq. 33 of
-        arXiv:1707.04659.
+        Wu and Noe (2020), see `vamp_loss`, eq. 33 of arXiv:1707.04659.
     """
     _check_schatten_norm(schatten_norm)
     size: int = x.shape[1]
@@ -135,7 +128,7 @@ def vamp_score(
 def _score(x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int, center: bool, rank: int) -> Array:
     maps, cross = _whitened(x, y, center)
     left, values, right = jnp.linalg.svd(cross)
-    # Functions without any correlation are rounding noise where the covariances are deficient.
+    # If covariances are deficient, functions without correlation are rounding.
     held = values > x.shape[1] * float(jnp.finfo(cross.dtype).eps)
     turn = jnp.stack([left, right.T])[..., :rank] * held[None, None, :rank]
     functions = lax.stop_gradient(product(maps, turn))
@@ -153,14 +146,13 @@ def dpnets_loss(
     metric_deformation: Scalar = 1.0,
     center_covariances: bool = True,
 ) -> Loss:
-    r"""Return minus the score of deep projection networks: a VAMP-2 score, and a pull of the covariances towards I.
+    """Return minus the score of deep projection networks: VAMP-2 with a metric regulariser of the covariances.
 
         -|C_x^{-1/2} C_xy C_y^{-1/2}|_F^2 + metric_deformation / (2 d) (R(C_x) + R(C_y)),
-        R(C) = tr(C^2 - C - log C) >= 0,   zero for C = I alone
+        R(C) = tr(C^2 - C - log C) >= 0,   zero only for C = I
 
-    The relaxed score |C_xy|_F^2 / (|C_x| |C_y|), with operator norms, inverts nothing and is never above the other; the
-    two agree if the covariances are multiples of I. The paper weighs R by gamma: metric_deformation = 2 d gamma, so
-    that one setting serves all widths (as in the authors' library).
+    The relaxed score |C_xy|_F^2 / (|C_x| |C_y|), with operator norms, needs no inverse. It is a lower bound, equal if
+    the covariances are multiples of I. The paper's weight is gamma = metric_deformation / (2 d).
 
     Args:
         x: Features of the states, [n, d].
@@ -173,7 +165,7 @@ def dpnets_loss(
         At least -d. Eigenvalues of a covariance below its cut-off count as d times rounding and have no gradient.
 
     Raises:
-        ValueError: If there are too few samples for the score that is not relaxed, as in `vamp_loss`.
+        ValueError: If not relaxed, for too few samples, as in `vamp_loss`.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
@@ -201,22 +193,20 @@ def _dpnets(x: Array, y: Array, metric_deformation: Scalar, relaxed: bool, cente
 
 @validated
 def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
-    r"""Return the spectral contrastive loss, which aligns true pairs and makes all others orthogonal.
+    """Return the spectral contrastive loss, which aligns true pairs and makes all others orthogonal.
 
         1 / (n (n - 1)) sum_{i != j} <x_i, y_j>^2  -  2 / n sum_i <x_i, y_i>
 
-    For independent pairs it is an unbiased estimate of |K - x y^T|^2 - |K|^2, K the kernel of the evolution operator:
-    minimised, x and y hold its leading singular functions, and the loss is minus the sum of squared singular values.
-    The constant function counts.
-
-    A single pair of enormous inner product loses digits: scale such features.
+    For independent pairs it is an unbiased estimate of |K - x y^T|^2 - |K|^2, K the kernel of the evolution operator.
+    Its minimum is minus the sum of the d largest squared singular values of K, at their singular functions; the
+    constant function counts. A pair of very large inner product loses digits.
 
     Args:
         x: Features of the states, [n, d], n at least 2.
         y: Features one lag later, [n, d].
 
     Returns:
-        The loss, not below minus the sum of squared singular values on average.
+        The loss, a scalar.
 
     References:
         HaoChen, Wei, Gaidon and Ma (2021), Provable guarantees for self-supervised deep learning with spectral
@@ -250,7 +240,7 @@ def autoencoder_loss(
     alpha_lin: Scalar = 1.0,
     alpha_pred: Scalar = 1.0,
 ) -> Loss:
-    r"""Return the loss of an autoencoder whose latent state moves by a linear map K: three mean squares.
+    """Return the loss of an autoencoder with a linear map K of its latent state: three mean squares.
 
         alpha_rec mean (x - dec(enc(x)))^2  +  alpha_lin mean (enc(y) - K enc(x))^2
             +  alpha_pred mean (y - dec(K enc(x)))^2
@@ -265,8 +255,8 @@ def autoencoder_loss(
         x_evo: K enc(x), in the shape of `y_enc`.
         y_pred: dec(K enc(x)), in the shape of `x`.
         alpha_rec: Weight of the reconstruction, non-negative. May be traced, as may the others.
-        alpha_lin: Weight of linearity in the latent space.
-        alpha_pred: Weight of the prediction.
+        alpha_lin: Weight of the latent step, non-negative.
+        alpha_pred: Weight of the prediction, non-negative.
 
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
@@ -279,7 +269,7 @@ def autoencoder_loss(
     terms = []
     for name, weight, first, target, second, guess in parts:
         check_non_negative(name, weight)
-        if np.shape(target) != np.shape(guess):  # they would broadcast
+        if np.shape(target) != np.shape(guess):  # otherwise they broadcast
             fail(second, f"have the shape of `{first}` {np.shape(target)}", np.shape(guess))
         terms.append(weight * jnp.mean((jnp.asarray(target) - jnp.asarray(guess)) ** 2))
     return terms[0] + terms[1] + terms[2]
@@ -289,36 +279,28 @@ def autoencoder_loss(
 def energy_loss(
     x: Features, jac: Float[Array | np.ndarray, "n d m"], *, grad_weight: Scalar = 1e-3, form: str = "energy"
 ) -> Loss:
-    r"""Return a loss for the generator L of a reversible diffusion, from features and gradients, without pairs in time.
+    """Return a loss for the generator L of a reversible diffusion, from features and gradients, without pairs in time.
 
     With D = sum_k E[d_k x d_k x^T], so that <f, -L g> = E[grad f . grad g] (overdamped Langevin, unit diffusion):
 
         "energy":   tr(W^2) - 2 tr(C),              W = C + a D,   C = E[x x^T],   a = grad_weight
         "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k x(t)>
 
-    The energy form is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 less a constant, for A = 1 - a L and the inner product
-    (f, g) = <f, A g>. Its minimum over all features is -sum_{i < d} (1 + a e_i)^{-2}, with e_i the smallest eigenvalues
-    of -L; minimisers span their eigenfunctions and have covariance (1 + a e_i)^{-2} there.
-
-    The pooled form is kooplearn's. It does not rank eigenfunctions, as <d_k x_l, x_j>^2 stands where
-    |d_k x_l|^2 |x_j|^2 would. To first order in a it charges only the part of a gradient that lies in the span of the
-    features: on an interval with reflecting ends {1, cos 2t} has a lower loss than {1, cos t}.
-
-    Expectations are means over the batch, in pairs with the diagonal: the estimate of the first term is biased upwards,
-    by order 1 / n.
+    The minimum of the energy form is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues e_i of -L; minimisers
+    span their eigenfunctions. The pooled form is kooplearn's. It does not rank eigenfunctions: on an interval with
+    reflecting ends {1, cos 2t} has a lower loss than {1, cos t}. Both first terms are biased upwards, by order 1 / n.
 
     Args:
         x: Features of samples of the invariant distribution, [n, d].
         jac: Derivatives of the features by the m coordinates of the state, [n, d, m].
-        grad_weight: a, non-negative; one over the shift of the resolvent, in units of time. May be traced.
-        form: "energy", which learns eigenfunctions, or "pooled", for comparison with that library.
+        grad_weight: a, non-negative, in units of time; one over the shift of the resolvent. May be traced.
+        form: "energy", which learns eigenfunctions, or "pooled", for comparison with kooplearn.
 
     Returns:
         At least -d.
 
     References:
-        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
-        diffusion processes.
+        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), see `fit_generator`.
         Devergne, Kostic, Parrinello and Pontil (2024), From biased to unbiased dynamics: an infinitesimal generator
         approach.
     """
@@ -331,9 +313,12 @@ def energy_loss(
 def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
     n, d = x.shape
     if form == "energy":
+        # This is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 less a constant, A = 1 - a L, in the inner product <f, A g>.
         rows = jnp.moveaxis(jac, 2, 1).reshape(-1, d)
         squares = jnp.sum((product(x.T, x) + grad_weight * product(rows.T, rows)) ** 2)
     else:
+        # <d_k x_l, x_j>^2 replaces |d_k x_l|^2 |x_j|^2. To first order in a this penalises only the part of a gradient
+        # in the span of the features.
         flat = jac.reshape(n, -1)
         if n <= d + flat.shape[1]:
             squares = jnp.sum((product(x, x.T) + grad_weight * product(flat, flat.T)) ** 2)
@@ -346,26 +331,23 @@ def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
 @validated
 @jax.jit
 def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
-    r"""Return an unbiased estimate of how far features are from orthonormal and centred.
+    """Return an unbiased estimate of the distance of features from orthonormal and centred.
 
         1/d (|C - I|_F^2 + 2 |m|^2)  =  1/d (tr C^2 - 2 tr C + d + 2 |m|^2),     C the covariance, m the mean of x
 
-    The expectation over batches of independent samples is exactly the value for their distribution. The plug-in
-    tr(C^2) of the batch is too large, by about ((tr C)^2 + tr C^2) / n for normal samples: its pairs include a sample
-    with itself, also with a permuted batch (as in kooplearn). Here, with K the inner products of the centred samples,
+    With K the inner products of the centred samples,
 
         tr C^2  ~  1 / (n (n - 3)) [sum_{i != j} K_ij^2 + (tr K)^2 / ((n - 1) (n - 2)) - 2 / (n - 2) sum_i K_ii^2],
 
-    the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples; with a key, the average
-    over n random ones, which costs n d operations in place of n d min(n, d) and has a larger variance (six times the
-    deviation for 64 samples of 5 normal features): for hundreds of features only.
+    the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples. With a key n random
+    quadruples are averaged, which costs n d in place of n d min(n, d), with a larger variance.
 
     Args:
         x: Features, [n, d], n at least 4.
-        key: Key of random quadruples, or None for the average over all.
+        key: Key of random quadruples, for hundreds of features. None: the average over all.
 
     Returns:
-        The estimate. As an unbiased estimate of a non-negative number it may be negative.
+        The estimate, which may be negative.
 
     References:
         Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
@@ -377,11 +359,13 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     centred = centre(x)
     norms = jnp.sum(centred**2, 1)
     trace = jnp.sum(norms) / (n - 1)
+    # The plug-in tr(C^2) is too large by about ((tr C)^2 + tr C^2) / n for normal samples, because its pairs include a
+    # sample with itself, also with a permuted batch (as in kooplearn).
     if key is None:
         square = _off_diagonal_squares(centred, centred) - 2.0 / (n - 2) * jnp.sum(norms**2)
         square = (square + (n - 1) / (n - 2) * trace**2) / float(n * (n - 3))
     else:
-        # Along a random cycle through the samples, two steps that share no sample.
+        # Two steps of a random cycle share no sample. For 64 samples of 5 features the deviation is six times larger.
         cycle = jax.random.permutation(key, centred)
         steps = cycle - jnp.roll(cycle, 1, 0)
         square = jnp.mean(jnp.sum(steps * jnp.roll(steps, 2, 0), 1) ** 2) / 4
@@ -392,7 +376,7 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
 @validated
 @jax.jit
 def orthonormal_logfro_reg(x: Features) -> Loss:
-    r"""Return how far features are from orthonormal and centred, with a barrier against their collapse.
+    """Return the distance of features from orthonormal and centred, with a barrier against collapse.
 
         1/d tr(C^2 - C - log C) + 2 |m|^2,     C the covariance, m the mean of x
 
@@ -400,12 +384,11 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         x: Features, [n, d].
 
     Returns:
-        Non-negative, and zero for covariance I and mean zero. Eigenvalues of C below its cut-off, d times rounding
-        times the largest (or 1), count as d times rounding and have no gradient.
+        Non-negative, and zero for covariance I and mean zero. Eigenvalues of C below d times rounding times the largest
+        (or 1) count as d times rounding and have no gradient.
 
     References:
-        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
-        stochastic dynamical systems, metric distortion loss.
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`, metric distortion loss.
     """
     return _deformation(jnp.linalg.eigvalsh(_covariance(centre(x)))) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
 
@@ -432,23 +415,20 @@ def _covariance(x: Array) -> Array:
 
 
 def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
-    """Return whitening maps of x and of y [2, d, d], and C_xy between the whitened features [d, d].
-
-    In single precision a covariance holds deviations down to a thousandth of the largest. So the features are first
-    divided by their deviations, then nearly whitened, and only then whitened with a cut-off. The first two maps count
-    as constants: linear maps do not change what is computed, so neither do their derivatives.
-    """
+    """Return whitening maps of x and of y [2, d, d], and C_xy between the whitened features [d, d]."""
     n, d = x.shape
     eps = float(jnp.finfo(x.dtype).eps)
-    # Sums over n samples round: null directions of three features were seen at 0.2 sqrt(n) units, of more at 2.
+    # Sums over n samples round: null directions of three features have 0.2 sqrt(n) units, of more features 2.
     rtol = eps * max(d, 0.5 * n**0.5)
 
+    # A covariance in float32 resolves deviations down to a thousandth of the largest: features are scaled, nearly
+    # whitened, and then whitened with a cut-off. The first two maps are constants, as linear maps keep the result.
     columns, roots, maps = [], [], []
     last = jnp.zeros((), x.dtype)
     for raw in (x, y):
         side = centre(raw) if center else raw
         size, level = (_root_mean_square(lax.stop_gradient(part)) for part in (side, raw))
-        kept = size > 8 * eps * level  # else constant up to rounding
+        kept = size > 8 * eps * level  # otherwise constant up to rounding
         scale = jnp.where(kept, 1 / jnp.where(kept, size, 1.0), 0.0)
         side = side * scale[None]
         values, vectors = jnp.linalg.eigh(_after(last, lax.stop_gradient(_covariance(side))))
@@ -464,19 +444,19 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
 
 
 def _root_mean_square(x: Array) -> Array:
-    """Return the root mean square of every column, also if squares of the data overflow or vanish."""
+    """Return the root mean square of every column, also if squares overflow or vanish."""
     top = jnp.max(jnp.abs(x), 0)
     return top * jnp.sqrt(jnp.mean((x / jnp.where(top > 0, top, 1.0)[None]) ** 2, 0))
 
 
 def _after(earlier: Array, array: Array) -> Array:
-    """Return `array`, known only once the scalar `earlier` is."""
+    """Return `array`, ordered after the scalar `earlier`."""
     # Independent decompositions in one program, each batched by `vmap`, can hang on a CPU.
     return array + 0 * lax.stop_gradient(earlier)
 
 
 def _check_enough(name: str, x: Array | np.ndarray, size: int, center: bool) -> None:
-    """Raise if so few samples are correlated perfectly by any features."""
+    """Raise if there are so few samples that any features are perfectly correlated."""
     least = size + (2 if center else 1)
     if x.shape[0] < least:
         fail(

@@ -27,20 +27,20 @@ def first_line(error: Exception) -> str:
 
 
 def build_encoder(encoder: Network | None, features: int, init: str, *, key: PRNGKey) -> Any:
-    """Return the encoder that was given, or else that of images of 28 x 28 pixels."""
+    """Return `encoder`, or by default that of images of 28 x 28 pixels."""
     if encoder is None:
         return Encoder(features, init=init, key=key)
     return build_network("encoder", encoder, key=key)
 
 
 def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
-    """Return a network that was given, or the one that a function returns from `key`, with arrays of JAX."""
+    """Return `network`, or the one that a function returns from `key`, with JAX arrays."""
     wanted = "be an Equinox module that takes one example, or a function from a key to one"
     if isinstance(network, type):
         fail_kind(name, wanted, f"the class {network.__name__}")
     try:
         made = network if isinstance(network, eqx.Module) else network(key)
-    except Exception as error:  # whatever it raises, it does not take a key
+    except Exception as error:  # any error means that it does not take a key
         got = f"a function that fails on a key: {first_line(error)!r}"
         raise TypeError(f"`{name}` must {wanted}, got {got}.") from error
     if not isinstance(made, eqx.Module) or not callable(made):
@@ -49,16 +49,11 @@ def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
 
 
 class FeatureMap(eqx.Module):
-    """Encoder, whose output may be brought to a fixed norm, and a linear head for the features one lag later.
+    """Encoder with an optional fixed norm of its output, and a linear head for the features one lag later.
 
-    The norm matters to losses that compare scales. Features of norm 1 in d directions have C_x = I / d at best, and
-    the spectral contrastive loss then has its minimum at weights W = C_x^{-1} C_xy C_y^{-1} of the lagged head of
-    singular values d. PyTorch starts them below 1, and Adam moves a weight by no more than the learning rate in a step,
-    so W is too small for anything but a constant feature for thousands of steps: the loss waits on a plateau of -1.
-    Features of norm sqrt(d) have C_x = I and W orthogonal at the optimum, and training leaves the plateau in a few
-    epochs (the norm is the temperature of contrastive learning). VAMP does not depend on it.
-
-    A fixed norm suits features of classes. If the size of a state matters, as in a linear system, pass None.
+    VAMP does not depend on the norm. With norm sqrt(d) in d directions the spectral contrastive loss trains in a few
+    epochs, with norm 1 it stays at -1 for thousands of steps. A fixed norm suits features of classes. If the size of a
+    state matters, as in a linear system, pass None.
 
     Attributes:
         encoder: Network from a state to features.
@@ -68,6 +63,8 @@ class FeatureMap(eqx.Module):
 
     encoder: Any
     lagged_head: Affine
+    # With norm 1, C_x = I / d at best and the contrastive minimum has lagged weights of singular values d, far from
+    # their initial values below 1. With norm sqrt(d), C_x = I and they are orthogonal.
     feature_norm: float | None = eqx.field(static=True)
 
     @validated
@@ -99,14 +96,14 @@ class FeatureMap(eqx.Module):
         self.lagged_head = Affine(features, features, bias=False, init=init, key=second)
 
     def __call__(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
-        """Return the features of one state, of norm `feature_norm` if there is one."""
+        """Return the features of one state, of norm `feature_norm` unless it is None."""
         features = self.encoder(jnp.asarray(state))
         width = self.lagged_head.weight.shape[-2]
         if jnp.shape(features) != (width,):
             fail("encoder", f"make a vector of {width} features, as `features` says", f"shape {jnp.shape(features)}")
         if self.feature_norm is None:
             return features
-        # The norm's root has no finite slope at zero, hence the clip inside it.
+        # The root has no finite derivative at zero, hence the clip inside it.
         return features * (self.feature_norm * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24)))
 
     def lagged(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
@@ -115,14 +112,14 @@ class FeatureMap(eqx.Module):
 
 
 class Autoencoder(eqx.Module):
-    """Encoder, linear dynamics of the features, and decoder.
+    """Autoencoder with linear dynamics of the features.
 
     Attributes:
         encoder: Network from a state to features.
         decoder: Network from features to a state.
-        dynamics: The linear map K, or A if it is orthogonal: [features, features].
+        dynamics: Linear map K, or A if it is orthogonal: [features, features].
         orthogonal: If True, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T is orthogonal, so that features neither decay
-            nor grow. Without the square an angle near 180 degrees needs a large S, which learning rates reach late.
+            nor grow.
     """
 
     encoder: Any
@@ -146,14 +143,11 @@ class Autoencoder(eqx.Module):
 
         Args:
             features: Width of the latent space.
-            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
-                images of 28 x 28 pixels.
-            decoder: Network from [features] to one state, or a function from a key to one.
+            encoder: As in `FeatureMap`.
+            decoder: Network from [features] to one state, or a function from a key to one. Default: that of images.
             orthogonal: If True, the latent map is kept orthogonal.
             upsampling: "nearest" or "bilinear", of the default decoder.
-            init: Initial weights of the default networks, "pytorch" or "lecun". The latent map always starts as
-                PyTorch's linear layers do, with a spectral radius around 0.6: a direction that no data excite keeps its
-                initial value, and must not grow.
+            init: Initial weights of the default networks, "pytorch" or "lecun". The latent map always has PyTorch's.
             key: Key of the weights.
         """
         check_count("features", features, minimum=1)
@@ -163,14 +157,16 @@ class Autoencoder(eqx.Module):
             self.decoder = Decoder(features, upsampling=upsampling, init=init, key=keys[1])
         else:
             self.decoder = build_network("decoder", decoder, key=keys[1])
+        # PyTorch's initial spectral radius is around 0.6. A direction that no data excite keeps it, and must not grow.
         self.dynamics = Affine(features, features, bias=False, key=keys[2]).weight.T
         self.orthogonal = orthogonal
 
     def matrix(self) -> Float[Array, "f f"]:
-        """Return the map K of one lag: features times it."""
+        """Return the map K of one lag, which multiplies features from the right."""
         if not self.orthogonal:
             return self.dynamics
         skew, eye = self.dynamics - self.dynamics.T, jnp.eye(self.dynamics.shape[0])
+        # Without the square an angle near 180 degrees needs a large S, which training reaches late.
         half = jnp.linalg.solve(eye + skew, eye - skew)
         return half @ half
 

@@ -1,4 +1,4 @@
-"""Warnings about data and options that spoil an estimator's numbers. Traced values are not looked at."""
+"""Warnings about data and options that spoil an estimator's numbers. Traced values are not checked."""
 
 import warnings
 from functools import cache
@@ -12,19 +12,20 @@ from jaxtyping import Array
 from dissociation._core.checks import WrongValue, fail, is_traced, warn
 from dissociation.training._memory import free_memory
 
-# Rows of the data that `warn_offset` looks at: means and variances of as many are known to 3 %.
+# `warn_offset` reads this many rows: they give means and variances to 3 %.
 _ROWS = 1000
 ROWS = 4000
 """Number of rows that `warn_regression` is given, or four per feature."""
 
 
 def _warn(message: str) -> None:
-    """Warn with this module as the place, so that `warnings.filterwarnings("ignore", module="koopman")` holds."""
+    """Warn from this module."""
+    # The filter `warnings.filterwarnings("ignore", module="koopman")` matches the module that warns.
     warnings.warn(message, stacklevel=1)
 
 
 def warn_narrowed(*arrays: Array | np.ndarray) -> None:
-    """Warn, once per process, if NumPy's float64 is to be computed in float32 because JAX's x64 mode is off."""
+    """Warn, once per process, if NumPy's float64 data are computed in float32 because x64 mode is off."""
     given = any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays)
     if given and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         _warn_narrowed()
@@ -39,7 +40,8 @@ def _warn_narrowed() -> None:
 
 
 def hint_columns(x: Array | np.ndarray, rank: Any) -> None:
-    """Warn, once per process, if an operator of more directions than pairs may come of snapshots in columns."""
+    """Warn, once per process, if the operator has more directions than there are pairs."""
+    # The usual cause is snapshots in columns.
     if not any(map(is_traced, (x, rank))) and min(x.shape[1], rank or x.shape[1]) > x.shape[0]:
         _hint_columns()
 
@@ -54,7 +56,7 @@ def _hint_columns() -> None:
 
 
 def refuse_large_gram(x: Array, matrices: int) -> None:
-    """Raise if matrices k(x, x) of all states, as many as a fit without centres holds at once, exceed free memory."""
+    """Raise if `matrices` kernel matrices k(x, x) of all states exceed the free memory."""
     try:
         wanted, free = matrices * len(x) ** 2 * x.dtype.itemsize, free_memory([] if is_traced(x) else [x])
     except WrongValue:  # the free memory is not known
@@ -65,13 +67,7 @@ def refuse_large_gram(x: Array, matrices: int) -> None:
 
 
 def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> None:
-    """Warn if a column varies by less than the rounding of its squared mean, so that second moments lose it.
-
-    Columns that are constant, as the function 1 in a dictionary, have nothing to lose. Columns that float32 rounds are
-    left to `dissociation._core.conversion.warn_narrowed`.
-
-    `x`: Features that are not centred, [..., d], as the caller passed them.
-    """
+    """Warn if a column of `x` [..., d] varies by less than the rounding of its squared mean."""
     if is_traced(x) or not x.size:
         return
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -80,7 +76,9 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
     some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
     with np.errstate(all="ignore"):
         mean, deviation = np.abs(some.mean(0)), some.std(0)
+        # Columns that float32 rounds are left to `dissociation._core.conversion.warn_narrowed`.
         lost = (deviation < eps**0.5 * mean) & (some == some.astype(dtype)).all(0)
+    # A constant column, as the function 1 in a dictionary, has no variance to lose.
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
         worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
         _warn(
@@ -90,11 +88,8 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
 
 
 def warn_constant(x: Array, gram: Array) -> None:
-    """Warn if different states are all but one to a kernel, or if most of them have no neighbour.
-
-    `x`: States, [n, d].
-    `gram`: k(x, x), up to a factor: [n, n].
-    """
+    """Warn if the kernel matrix `gram` [n, n] of states `x` [n, d] is nearly constant or diagonal."""
+    # Either way the operator cannot be learned: all states look equal, or none has a neighbour.
     trace = float(jnp.trace(gram))
     about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
     eps = float(jnp.finfo(gram.dtype).eps)
@@ -114,7 +109,7 @@ def warn_constant(x: Array, gram: Array) -> None:
 
 
 def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
-    """Warn if the regularisation outweighs what it is added to."""
+    """Warn if the regularisation exceeds the variance that it is added to."""
     given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
     if given > held and given > 1.01e-6 * total:
         _warn(
@@ -134,14 +129,14 @@ def warn_regression(
     alpha: float | None,
     size: int,
 ) -> None:
-    """Warn if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
+    """Warn if `alpha` suppresses predictive directions, or if an intercept is missing, by F tests.
 
-    `x`: Rows of the states' features in the order of time, or rows with the same products, [m, d].
-    `y`: Rows of the successors' features, [m, d].
-    `ones`: Column of ones in such rows, [m]; None for data about their means.
+    `x`, `y`: Features of states and successors in the order of time, or rows with the same products, [m, d].
+    `ones`: Column of ones, [m]; None for centred data.
     """
     width, largest = x.shape[1], np.abs(x).max(0)
     if alpha is None:  # rank cuts on columns of one size
+        # Without `alpha` the rank must not depend on the units of the columns.
         x = x / np.where(largest > 0, largest, 1.0)
     series = (x, y) if len(x) == count else None
     if len(x) > 2 * width + 1:
@@ -185,7 +180,7 @@ def warn_regression(
 
 
 def warn_small_columns(squares: Any, alpha: Any) -> None:
-    """Warn of columns so small beside others that the default `alpha`, which is in proportion to all, hides them."""
+    """Warn of columns that the default `alpha`, in proportion to all columns, suppresses."""
     hidden = np.flatnonzero((np.asarray(squares) > 0) & (np.asarray(squares) < 3 * float(alpha)))
     if len(hidden):
         _warn(
@@ -195,10 +190,9 @@ def warn_small_columns(squares: Any, alpha: Any) -> None:
 
 
 def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> None:
-    """Warn of a fit whose directions are missing, chosen by rounding, or not orthonormal.
+    """Warn of latent functions that are missing, chosen by rounding, or not orthonormal.
 
-    `basis`: Solution of the estimator, whose singular values below `cutoff` times the largest are zero.
-    `asked`: Rank of the estimator.
+    `asked`: Rank of the estimator. Singular values of `basis` below `cutoff` times the largest are zero.
     """
     rank, held = operator.core.shape[0], int(operator.effective_rank)
     if asked is not None and held < rank:
@@ -221,7 +215,7 @@ def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> Non
 
 
 def _warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
-    """Warn if the rank cuts through equal singular values, so that rounding chooses what is kept."""
+    """Warn if the rank separates equal singular values, so that rounding chooses the directions."""
     if not rest.size or values[-1] <= cutoff * values[0]:
         return
     tolerance = np.finfo(values.dtype).eps ** 0.75 * values[-1]
@@ -238,6 +232,7 @@ def _warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
 
 
 def warn_unconverged(residual: Array | None, eps: float) -> None:
-    """Warn if an iterative solver left eigenvalues with less than half of their digits."""
+    """Warn if the residual of an iterative solver exceeds the fourth root of the rounding unit."""
+    # An eigenvalue then has less than half of its digits.
     if residual is not None and not is_traced(residual) and residual > eps**0.25:
         _warn(f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.")

@@ -1,10 +1,4 @@
-"""Compare two linear evolution operators up to a rotation of their coordinates.
-
-Dynamical similarity analysis compares x_{t+1} = A x_t and y_{t+1} = B y_t by d(A, B) = min over orthogonal C of
-|A - C B C^T| (Frobenius norm, both signs of det C), or by the angle between A and C B C^T at the same C. It is a
-metric, zero if and only if B is A in other orthonormal coordinates. E(C) = |A - C B C^T|^2 / 2 has local minima, so
-that `_rotations` descends from many starts.
-"""
+"""Compare two linear evolution operators up to an orthogonal change of coordinates."""
 
 from functools import partial
 from typing import NamedTuple
@@ -27,25 +21,25 @@ from koopman._operators._rotations import Point, descend, norm
 FORMS = ("frobenius", "angular")
 Matrix = Float[Array | np.ndarray, "r r"]
 
-_SEARCH = 1e-3, 12  # gradient at which ends of runs can be told apart, and steps of conjugate gradients on the way
-_POLISH = 60  # such steps in one of Newton's for the best run, which goes on to rounding
-_SAME = 1e-4  # difference in E between runs that count as one minimum
-_AGREED = 3  # runs that make one credible
-_LANES = 8192  # runs at once on an accelerator; a CPU takes pair after pair, which wait for no other
+_SEARCH = 1e-3, 12  # gradient that separates minima, conjugate gradient steps
+_POLISH = 60  # conjugate gradient steps for the best run, which converges to rounding
+_SAME = 1e-4  # difference in E = |A - C B C^T|^2 / 2 within which runs share a minimum
+# At 20 x 20 distances that had converged were above the lowest known by up to 0.2 % of |A| + |B|.
+_AGREED = 3  # runs at one minimum that make it credible
+_LANES = 8192  # runs in parallel on an accelerator; a CPU is faster with sequential pairs
 
 
 class DynamicalAlignment(Result):
-    """Best orthogonal change of coordinates between two linear dynamics, and the evidence for it.
+    """Best orthogonal change of coordinates between two linear dynamics, with evidence of the minimum.
 
     Attributes:
         distance: |A - C B C^T|, or the angle between the two in radians.
         rotation: C, orthogonal of either determinant: [r, r].
-        lower_bound: Lower bound of the distance for all C. If it equals `distance`, that is the minimum.
+        lower_bound: Lower bound of the distance over all C. If it equals `distance`, that is the minimum.
         gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero if C is stationary.
-        agreement: Number of the 2 `num_starts` runs that ended at this minimum: as low, at norms of 1, to 1e-4 in E.
-        converged: True if the gradient is zero to rounding, and either three runs or more agree or the bound is met.
-            Of 200 unrelated pairs of up to 12 x 12 all that had converged were right, of those of 20 x 20 one in ten
-            was above the least known, by up to 0.2 % of |A| + |B|; more starts help.
+        agreement: Number of the 2 `num_starts` runs that ended at this minimum.
+        converged: True if the gradient is zero to rounding, and three runs agree or the bound is met. Of 200
+            pairs up to 12 x 12 all converged ones were right, of 20 x 20 all but one in ten. More starts help.
     """
 
     distance: Float[Array, "*pairs"]
@@ -60,20 +54,20 @@ class DynamicalAlignment(Result):
 def align_dynamics(
     a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
 ) -> DynamicalAlignment:
-    """Return the orthogonal C that brings C B C^T closest to A, with the distance and the evidence for it.
+    """Return the orthogonal C that brings C B C^T closest to A, with evidence of the minimum.
 
-    `delay_embed`, `koopman.fit` (in the paper with `PrincipalComponents`) and `transition_matrix` make A and B of
-    trajectories. The derivative is that at fixed C, which is the derivative of the minimum (envelope theorem) if the
-    best C is unique up to changes that keep C B C^T. At zero a distance has a tip: take the derivative of its square.
+    `delay_embed`, `koopman.fit` (in the paper with `PrincipalComponents`) and `transition_matrix` compute A and B from
+    trajectories. The derivative is taken at fixed C, which by the envelope theorem is that of the minimum, if the best
+    C is unique up to changes that keep C B C^T. At zero only the square of the distance is differentiable.
 
     Args:
-        a: A, transition matrix of one system, [r, r], in orthonormal coordinates.
-        b: B, transition matrix of another, [r, r]. Pad the smaller with zeros if ranks differ.
+        a: A, transition matrix of one system in orthonormal coordinates, [r, r].
+        b: B, transition matrix of another, [r, r]. If ranks differ, pad with zeros.
         key: Key of the starts.
-        num_starts: Number of starts, each taken with its mirror image, 1 or more.
-        num_steps: Most Newton steps from each start, 1 or more.
+        num_starts: Number of starts, 1 or more. Each is also run with its mirror image.
+        num_steps: Maximal number of Newton steps from each start, 1 or more.
         form: "frobenius" for the distance in units of the matrices; "angular" for arccos <A, C B C^T> / (|A| |B|), from
-            0 to pi, which scales do not change and which is undefined (NaN) for a matrix of zeros. C is the same.
+            0 to pi and invariant to scale, NaN for a matrix of zeros. C is the same.
 
     Returns:
         The alignment. Traced matrices that are not finite give NaN, not converged.
@@ -94,10 +88,10 @@ def align_dynamics(
 def dynamical_distance(
     a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
 ) -> Float[Array, ""]:
-    """Return the minimum over orthogonal C of |A - C B C^T|, or the angle there: the distance of `align_dynamics`.
+    """Return the distance of `align_dynamics`: the minimum over orthogonal C of |A - C B C^T|, or the angle.
 
-    For symmetric, and for skew, A and B it is the distance of sorted eigenvalues. For normal ones it is never below
-    `eigenvalue_distance`, and equal to it where that matching keeps conjugates together, as it says.
+    For symmetric or skew A and B it is the distance of the sorted eigenvalues. For normal ones it is at least
+    `eigenvalue_distance`.
 
     Args:
         a: A, [r, r].
@@ -135,18 +129,18 @@ def pairwise_dynamical_distance(
     num_steps: int = 100,
     form: str = "frobenius",
 ) -> Float[Array, "m n"]:
-    """Return `dynamical_distance` of all pairs by one compiled program; every pair has the same starts.
+    """Return `dynamical_distance` of all pairs, computed in one compiled program.
 
     Args:
         operators: Transition matrices, [m, r, r].
-        others: A second set for the pairs across, [n, r, r]; default all pairs within the first, each taken once.
-        key: Key of the starts, for every pair those of `dynamical_distance` with this key.
+        others: Second set of matrices, [n, r, r]. Default: the first set.
+        key: Key of the starts, the same for every pair.
         num_starts: As in `align_dynamics`.
         num_steps: As in `align_dynamics`.
         form: As in `align_dynamics`.
 
     Returns:
-        Distances [m, n]; within one set [m, m], symmetric, of zero diagonal.
+        Distances [m, n]; within one set symmetric with zero diagonal.
 
     Warns:
         UserWarning: For known values, if pairs have not converged.
@@ -196,7 +190,7 @@ def _warn_unsure(converged: Array) -> None:
 def _align(
     matrices: Array, rows: np.ndarray, columns: np.ndarray, key: PRNGKey, num_starts: int, num_steps: int, form: str
 ) -> DynamicalAlignment:
-    """Return the alignments of pairs of matrices, by their indices."""
+    """Return the alignments of pairs of matrices, given by their indices."""
     check_choice("form", form, FORMS)
     starts, steps = (
         check_count(name, count, minimum=1) for name, count in (("num_starts", num_starts), ("num_steps", num_steps))
@@ -217,7 +211,7 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
-    rounding = float(jnp.finfo(matrices.dtype).eps) ** (2 / 3)  # a gradient of zero: the rest of E is its square
+    rounding = float(jnp.finfo(matrices.dtype).eps) ** (2 / 3)  # a gradient of zero: the error of E is its square
     prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
@@ -249,7 +243,7 @@ def _solve(
 
 
 def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> tuple[Array, Array]:
-    """Return the distance at C, and in the same form the bound on that of unit matrices."""
+    """Return the distance at C, and the bound of unit matrices in the same form."""
     unit = scale_of(jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))))
     a, b = a / unit, b / unit
     size_a, size_b = norm(a), norm(b)
@@ -262,7 +256,7 @@ def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> t
 
 
 class _Prepared(NamedTuple):
-    """Factors of a matrix for all of its pairs."""
+    """Factors of a matrix that all of its pairs share."""
 
     unit: Array  # of norm 1: [r, r]
     bases: Array  # eigenvectors of symmetric functions of it: [k, r, r]
@@ -271,11 +265,9 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, Array]:
-    """Return the factors of all matrices [m, r, r], and random orthogonal matrices.
-
-    Half of the starts match, by rank, eigenvectors of a symmetric function of A, a random combination of its symmetric
-    part, A A^T, A^T A and A^2 + A^{2T}, to those of the same function of B. If B = Q A Q^T, they are Q.
-    """
+    """Return the factors of all matrices [m, r, r], and random orthogonal matrices."""
+    # E(C) has local minima. Half of the starts match, by rank, eigenvectors of a symmetric function of A, a random
+    # combination of its symmetric part, A A^T, A^T A and A^2 + A^{2T}, to those of B. If B = Q A Q^T, they are Q.
     draw_functions, draw_turns = jax.random.split(key)
     count, size = matrices.shape[0], matrices.shape[-1]
     matched = (num_starts + 1) // 2
@@ -287,12 +279,12 @@ def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, A
     weights = jax.random.normal(draw_functions, (matched, len(features)), unit.dtype)
     weights = weights.at[0].set(jnp.asarray([1.0, 0.0, 0.0, 0.0], unit.dtype))
     functions = jnp.einsum("kf,fmij->mkij", weights, jnp.stack(features), precision="highest")
-    # Eigenvectors of a random symmetric matrix are a random orthogonal one, in the one call there is for all.
+    # Eigenvectors of a random symmetric matrix are a random orthogonal matrix, from the same batched call.
     noise = jax.random.normal(draw_turns, (num_starts - matched, size, size), unit.dtype)
     every = jnp.concatenate([functions.reshape(-1, size, size), noise])
     values, vectors = jnp.linalg.eigh(0.5 * (every + every.mT), symmetrize_input=False)
     held = count * matched
-    # After the other, for batched calls of LAPACK side by side can hang on the CPU.
+    # A barrier orders the two, because batched LAPACK calls in parallel can hang on the CPU.
     unit, values = lax.optimization_barrier((unit, values))
     singular = jnp.linalg.svd(jnp.stack([0.5 * (unit - unit.mT), unit], 1), compute_uv=False)
     bases = vectors[:held].reshape(count, matched, size, size)
@@ -300,23 +292,18 @@ def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, A
 
 
 def _chord_bound(a: _Prepared, b: _Prepared) -> Array:
-    """Return a lower bound of |A - C B C^T| for unit matrices.
-
-    It is the distance of sorted eigenvalues of the symmetric parts together with sorted singular values of the skew
-    parts, or that of sorted singular values: each part obeys Hoffman and Wielandt.
-    """
+    """Return a lower bound of |A - C B C^T| for unit matrices, by Hoffman and Wielandt (1953)."""
+    # The bound holds for the symmetric and the skew parts separately, and for the whole matrices.
     parts = jnp.sum((a.singular - b.singular) ** 2, 1)
     return jnp.sqrt(jnp.maximum(parts[1], parts[0] + jnp.sum((a.eigenvalues - b.eigenvalues) ** 2)))
 
 
 def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
-    """Return C = V_a D V_b^T with the signs D that fit best, greedily, and with one of them reversed: [2, r, r].
-
-    <A, C B C^T> = sum_ij d_i d_j W_ij. The next sign is the one that those before it determine best.
-    """
+    """Return C = V_a D V_b^T with greedily chosen signs D, and with one sign reversed: [2, r, r]."""
     table = product(basis_a.T, product(a, basis_a)) * product(basis_b.T, product(b, basis_b))
     table = (table + table.T) * (1 - jnp.eye(table.shape[0], dtype=table.dtype))
 
+    # <A, C B C^T> = sum_ij d_i d_j W_ij. The next sign is the one that the earlier signs determine best.
     def settle(_: Array, signs: Array) -> Array:
         pull = product(table, signs[:, None])[:, 0]
         chosen = jnp.argmax(jnp.where(signs == 0, jnp.abs(pull), -1.0))
@@ -334,15 +321,13 @@ def eigenvalue_distance(
 ) -> Float[Array, ""]:
     """Return sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2), the optimal matching of two spectra.
 
-    For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`, and equal to it if a
-    best matching takes conjugate pairs to conjugate pairs, or to two real eigenvalues. It need not: eigenvalues
-    {1 + iy, 1 - iy, 0} and {iy, -iy, 1} with a small y match best with the first pair torn apart, which no real C does.
-    Matrices that are not normal may have equal spectra and be far apart, or be close and have different ones. Divided
-    by sqrt(r) it is the Wasserstein distance of the two spectra as distributions.
+    For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`. The two are equal if
+    a best matching maps conjugate pairs to conjugate pairs or to two real eigenvalues. For other matrices neither
+    bounds the other. Divided by sqrt(r) it is the Wasserstein distance of the two spectra as distributions.
 
     Args:
         eigenvalues_a: Complex eigenvalues, [r], for example `koopman.eigenvalues` of an operator.
-        eigenvalues_b: As many others. Pad with zeros if ranks differ.
+        eigenvalues_b: Complex eigenvalues, [r]. If ranks differ, pad with zeros.
 
     Returns:
         A non-negative number. Its derivative is that of the matching, and zero at zero.
@@ -354,6 +339,7 @@ def eigenvalue_distance(
     >>> eigenvalue_distance([1.0, 0.5j, -0.5j], [0.5j, -0.5j, 0.0])
     Array(1., dtype=float32)
     """
+    # No real C separates a conjugate pair, but a matching may: with a small y, {1 + iy, 1 - iy, 0} and {iy, -iy, 1}.
     gaps = lax.stop_gradient(eigenvalues_a[:, None] - eigenvalues_b[None])
     rows, columns = optax.assignment.hungarian_algorithm(jnp.real(gaps) ** 2 + jnp.imag(gaps) ** 2)
     apart = eigenvalues_a[rows] - eigenvalues_b[columns]
@@ -365,20 +351,20 @@ def eigenvalue_distance(
 def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
     """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of an operator's latent functions.
 
-    With latent functions u, E[u_{t+1} | u_t] = u_t K (a row) and a Gram matrix N of u, v = N^(-1/2) u has
-    A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix, on which `dynamical_distance` does
-    not depend, and A has the eigenvalues of `koopman.eigenvalues`.
+    With latent functions u, E[u_{t+1} | u_t] = u_t K (a row), and their Gram matrix N, v = N^(-1/2) u has
+    A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix. A has the eigenvalues of
+    `koopman.eigenvalues`.
 
     Args:
         operator: A fitted operator.
-        metric: "data": N = E[u u^T] on the training states, so that v is white, as in the paper (its A_v, if the
-            estimator is `PrincipalComponents`). A reversible process has a symmetric A then, one that preserves its
-            distribution an orthogonal A, and a linear change of the features changes nothing at full rank. "features":
-            N is the inner product of the features' space; for `PrincipalComponents` on explicit features A is the
-            matrix of projected dynamic mode decomposition, in units of the features.
+        metric: "data": N = E[u u^T] on the training states, so that v is white (A_v of the paper, with
+            `PrincipalComponents`). A is then symmetric for a reversible process, orthogonal for one that preserves its
+            distribution, and at full rank invariant to a linear change of the features. "features": N is the inner
+            product of the features' space. For `PrincipalComponents` on explicit features A is then the matrix of
+            projected dynamic mode decomposition, in units of the features.
 
     Returns:
-        [r, r]; latent functions beyond a traced rank, or that vanish on the data, give rows and columns of zeros.
+        A, [r, r], with rows and columns of zeros for latent functions beyond a traced rank, or that vanish on the data.
 
     References:
         Ostrow et al. (2023), see `align_dynamics`; Schmid (2010), Dynamic mode decomposition of numerical and

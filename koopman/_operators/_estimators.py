@@ -1,21 +1,6 @@
-"""Estimators of an evolution operator, as objects handed to `koopman.fit`.
+"""Estimators G = U U^T C_xy of an evolution operator, U^T (C_x + alpha I) U = I, with different spans of U.
 
-With C_x = X^T X / n and C_xy = X^T Y / n (divided by n, not centred unless asked), every estimator is
-G = U U^T C_xy with U^T (C_x + alpha I) U = I; they differ in the span of U:
-
-- `Ridge`: everything, G = (C_x + alpha I)^(-1) C_xy;
-- `PrincipalComponents`: the leading eigenvectors of C_x (classical, extended and kernel dynamic mode decomposition);
-- `ReducedRank`: the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy, which minimise the regularised risk.
-
-In the space of a kernel, with K = k(X, X) / n and L = k(Y, Y) / n, U = sum_i c_i phi(x_i) / sqrt(n) with
-
-- principal components: c = P Lambda^(-1/2) (Lambda + alpha)^(-1/2) for the leading eigenpairs of K; ridge is all of
-  them;
-- reduced rank: c = (K + alpha I)^(-1) v with the leading eigenvectors of L T v = sigma^2 v, T = K (K + alpha I)^(-1),
-  normalised to v^T T v = 1.
-
-Functions of U U^T have the derivative that is written out here, by perturbation theory and with no rotation among the
-columns of U, also where singular values coincide in the span. A new estimator is a class in this file.
+C_x = X^T X / n and C_xy = X^T Y / n, not centred by default.
 """
 
 from abc import abstractmethod
@@ -53,15 +38,15 @@ Slopes = tuple[Array, Array]
 
 
 class Estimator(eqx.Module):
-    """Base of the estimators."""
+    """Base class of the estimators."""
 
     alpha: Scalar | None  # in units of C_x; None for `koopman._operators._pairs.default_alpha`
-    size: int | None = eqx.field(static=True)  # number of latent functions if it is known; None for all
-    masked: Array | None  # number of latent functions if it is traced
-    solver: str | None = eqx.field(static=True)  # None: `feature_solver`, and "auto" on centres and with a kernel
+    size: int | None = eqx.field(static=True)  # static number of latent functions; None for all
+    masked: Array | None  # traced number of latent functions
+    solver: str | None = eqx.field(static=True)  # None: `feature_solver`; "auto" with a kernel
     feature_solver: ClassVar[str] = "dense"
     kernel_solvers: ClassVar[tuple[str, ...]] = ("auto", "dense", "krylov")
-    inverts_all: ClassVar[bool] = False  # C_x is inverted in every direction, and not in those alone that are kept
+    inverts_all: ClassVar[bool] = False  # True if C_x is inverted in all directions
 
     def __init__(self, rank: Rank | None, alpha: Scalar | None, solver: str | None):
         if alpha is not None:
@@ -75,16 +60,16 @@ class Estimator(eqx.Module):
 
     @property
     def rank(self) -> int | Array | None:
-        """Return the rank asked for; None for all."""
+        """Return the rank that was passed, or None for full rank."""
         return self.size if self.masked is None else self.masked
 
     @abstractmethod
     def features(self, problem: FeatureRegression) -> Basis:
-        """Return U and the singular values on explicit features; columns that are not in use may hold anything."""
+        """Return U and the singular values on explicit features; unused columns are arbitrary."""
 
     @abstractmethod
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
-        """Return the derivatives of both along `tangent`."""
+        """Return the derivatives of vectors and values along `tangent`."""
 
     @abstractmethod
     def kernel(self, problem: KernelRegression) -> Basis:
@@ -92,20 +77,21 @@ class Estimator(eqx.Module):
 
     @abstractmethod
     def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
-        """Return the derivatives of both along `tangent`, which keeps the rank of K."""
+        """Return the derivatives of vectors and values along `tangent`, which keeps the rank of K."""
 
     def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
-        """Return the solver of "auto": an iterative one for a few directions of many samples."""
+        """Return the solver for "auto": an iterative one for a few directions of many samples."""
         return "dense" if gram.shape[0] <= 1000 or size > gram.shape[0] // 16 else "krylov"
 
 
 def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
-    """Return the basis of the latent functions. Functions of U U^T have a derivative in the data and in alpha."""
+    """Return the basis of the latent functions. Functions of U U^T are differentiable in the data and in alpha."""
     basis = _compiled_span(eqx.filter(estimator, False), problem)
     warn_unconverged(basis.residual, float(jnp.finfo(problem.x.dtype).eps))
     return basis
 
 
+# Derivatives leave out rotations among the columns of U, so that they exist if singular values coincide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
     basis = estimator.features(problem) if isinstance(problem, FeatureRegression) else estimator.kernel(problem)
@@ -128,10 +114,10 @@ _compiled_span = jax.jit(_span, static_argnums=0)
 
 
 class _Principal:
-    """Kernel part of estimators along principal directions."""
+    """Kernel part of estimators along principal directions, c = P Lambda^(-1/2) (Lambda + alpha)^(-1/2)."""
 
     def kernel(self, problem: KernelRegression) -> Basis:
-        """Return W = V F^(1/2) with V the leading eigenvectors of K, and F = lambda^-1 (lambda + alpha)^-1."""
+        """Return W = V F^(1/2) with the leading eigenvectors V of K, F = lambda^-1 (lambda + alpha)^-1."""
         if problem.solver == "krylov":
             number, dtype = problem.x.shape[0], problem.x.dtype
             leading = find_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
@@ -154,22 +140,22 @@ class _Principal:
         inside = -0.5 * both * scale[:, None] ** 2 * scale[None] * mixed[:size]
         inside = inside - jnp.diag(0.5 * tangent.alpha * scale / (jnp.where(leading, squares[:size], 1.0) + alpha))
         d_own = product(vectors, outside) + product(vectors[:, :size], inside)
-        # The solver's own columns: they differ by a rotation where eigenvalues coincide.
+        # Columns of the solver differ from these by a rotation if eigenvalues coincide.
         pull = scale * squares[:size] * (squares[:size] + alpha)
         turn = pull[:, None] * product(vectors[:, :size].T, solution.vectors)
         return product(d_own, turn), halved(jnp.diagonal(mixed), solution.values)
 
 
 class Ridge(_Principal, Estimator):
-    """Ridge regression, G = (C_x + alpha I)^{-1} C_xy: of rank d on features, and n with a kernel.
+    """Ridge regression, G = (C_x + alpha I)^{-1} C_xy: rank d on features, n with a kernel.
 
     Attributes:
-        alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)), so that it may be
-            swept by `jax.vmap` and learned by `jax.grad`; a sweep decomposes the data once. None is rounding, in
-            proportion to tr(C_x) of columns of one size; with a kernel, 1e-6 times the mean of k(x, x).
+        alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)). A `jax.vmap` over it
+            decomposes the data once. None is rounding, in proportion to tr(C_x) of columns of one size; with a kernel,
+            1e-6 times the mean of k(x, x).
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
+        Kostic et al. (2022), eq. 7, see `koopman.fit`.
     """
 
     @validated
@@ -190,27 +176,27 @@ class Ridge(_Principal, Estimator):
         return -0.5 * product(whiten, product(whiten.T, product(slope, solution.vectors))), d_values
 
     def kernel(self, problem: KernelRegression) -> Basis:
-        """W, of all directions."""
+        """Return W, of all directions."""
         return super().kernel(problem)._replace(variance=jnp.trace(problem.x))
 
 
 class PrincipalComponents(_Principal, Estimator):
-    """Principal component regression: ridge regression on the leading `rank` principal directions of x.
+    """Principal component regression: ridge regression on the leading `rank` eigenvectors of C_x.
 
-    With a kernel and alpha = 0 this is kernel extended dynamic mode decomposition.
+    It is classical or extended dynamic mode decomposition; with a kernel and alpha = 0, kernel extended dynamic mode
+    decomposition.
 
     Attributes:
-        rank: Directions kept, from 1 to d (with a kernel, n). If it is traced, all shapes are those of the highest rank
-            and latent functions beyond `rank` are zero, so that ranks too can be swept by `jax.vmap`.
+        rank: Number of directions, from 1 to d (with a kernel, n). If it is traced, as in a `jax.vmap` over ranks,
+            shapes are those of the highest rank and latent functions beyond `rank` are zero.
         alpha: Tikhonov regularisation, as in `Ridge`.
-        solver: "dense" (all directions) or, for a few directions of many, "krylov" or on features and centres
-            "randomized", see `find_left_vectors`: both square the condition number, as route="covariance" does.
-            "auto" is "krylov" for a few directions of many (with a kernel, above 1000 samples), otherwise "dense". None
-            is "dense" on features, and "auto" on centres and with a kernel.
+        solver: "dense" (all directions), "krylov" or, on features and centres, "randomized". The last two are for a few
+            directions of many, and square the condition number. "auto" is "krylov" for a few directions of many (with a
+            kernel, above 1000 samples), else "dense". None is "dense" on features, otherwise "auto".
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 8; Williams,
-        Rowley and Kevrekidis (2015), A kernel-based method for data-driven Koopman spectral analysis.
+        Kostic et al. (2022), eq. 8, see `koopman.fit`; Williams, Rowley and Kevrekidis (2015), A kernel-based method
+        for data-driven Koopman spectral analysis.
     """
 
     @validated
@@ -226,7 +212,7 @@ class PrincipalComponents(_Principal, Estimator):
         return Basis(vectors, values, rest, values[-1] ** 2, residual)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
-        """Differentiate U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha I) V."""
+        """Differentiate U = V G^(-1/2) with the leading directions V, G = V^T (C_x + alpha I) V."""
         size, basis = problem.size, solution.vectors
         slope, squares, right, whiten, scale = problem.perturbed(tangent)
         mixed = product(product(right, slope), right.T)
@@ -241,20 +227,21 @@ class PrincipalComponents(_Principal, Estimator):
 
 
 class ReducedRank(Estimator):
-    """Reduced rank regression: the minimiser of the regularised risk among operators of rank at most `rank`.
+    """Reduced rank regression: minimiser of the regularised risk among operators of rank at most `rank`.
+
+    It spans the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy.
 
     Attributes:
         rank: Rank, from 1 to d (with a kernel, n); may be traced, as in `PrincipalComponents`.
         alpha: Tikhonov regularisation, as in `Ridge`.
-        solver: On features and centres "dense", "krylov", "randomized" or "auto", see `find_left_vectors`. With a
-            kernel "dense" (two whole eigendecompositions), "krylov" (one Cholesky factor of K + alpha I per `alpha`,
-            which has to lie above zero, and the leading eigenvectors), "spectral" (one eigendecomposition of K and the
-            leading eigenvectors: slower once, but a `vmap` over `alpha` shares it) or "auto": above 1000 samples
-            "krylov" where `alpha` is known to lie above rounding, 100 times the rounding unit times the mean of
-            k(x, x), or the dtype is float64; else "spectral". None is "auto".
+        solver: On features and centres "dense", "krylov", "randomized" or "auto". With a kernel "dense" (two
+            eigendecompositions), "krylov" (a Cholesky factor of K + alpha I per positive `alpha`), "spectral" (one
+            eigendecomposition of K, which a `vmap` over `alpha` shares) or "auto": "dense" up to 1000 samples; above,
+            "krylov" if `alpha` exceeds 100 times the rounding unit times the mean of k(x, x) (if it is traced, in
+            float64), else "spectral". None is "auto".
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 9 and appendix.
+        Kostic et al. (2022), eq. 9 and appendix, see `koopman.fit`.
     """
 
     feature_solver: ClassVar[str] = "auto"
@@ -292,7 +279,7 @@ class ReducedRank(Estimator):
         left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
         squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
         d_square = product(d_rows, rows.T)
-        # The solver's own columns of U, and not the decomposition's: the two differ by a rotation.
+        # Columns of the solver differ from these by a rotation.
         turn = product(product(left[:, :size].T, problem.pull(whiten)), basis)
         mixed = product(product(left.T, d_square + d_square.T), left)
         outside = mixing(mixed[:, :size], squares, problem.active)
@@ -301,10 +288,11 @@ class ReducedRank(Estimator):
         return d_basis, halved(jnp.diagonal(mixed)[:size], solution.values)
 
     def kernel(self, problem: KernelRegression) -> Basis:
-        """Solve in the eigenbasis P of K: T = P diag(g)^2 P^T, and P^T L P does not depend on `alpha`."""
+        """Return W from the leading eigenvectors of g P^T L P g, in the eigenbasis P of K."""
         if problem.solver == "krylov":
             return _reduced_krylov(problem)
         vectors, values, scale, gain, turned = problem.in_eigenbasis()
+        # T = P diag(g)^2 P^T, and P^T L P does not depend on `alpha`, so that a sweep shares it.
         if problem.solver == "spectral":
             leading = find_eigenpairs(
                 lambda block: gain * product(turned, gain * block), scale.shape[0], problem.size, dtype=problem.x.dtype
@@ -343,11 +331,7 @@ class ReducedRank(Estimator):
 
 
 def _from_moments(problem: FeatureRegression) -> Basis:
-    """Return the basis of reduced rank from second moments.
-
-    With the Cholesky factor C_x + alpha I = L L^T it is U = L^(-T) Q, with the leading left singular vectors Q of
-    L^(-1) C_xy. Under a `vmap` over `alpha` the eigenvectors of C_x, which all values share, take its place.
-    """
+    """Return U = L^(-T) Q with C_x + alpha I = L L^T and the leading left singular vectors Q of L^(-1) C_xy."""
     size, solver = problem.size, problem.solver
 
     def factored(square: Array, cross: Array, alpha: Array) -> Basis:
@@ -358,6 +342,7 @@ def _from_moments(problem: FeatureRegression) -> Basis:
         variance = find_left_vectors(square, size, solver="randomized").values[-1]
         return Basis(vectors, values, rest, variance, residual)
 
+    # Under a `vmap` over `alpha` all values share the eigenvectors of C_x, which replace the Cholesky factor.
     def shared(square: Array, cross: Array, alpha: Array) -> Basis:
         squares, vectors = jnp.linalg.eigh(square)
         gain = lax.rsqrt(jnp.maximum(squares, 0.0) + alpha)
@@ -389,10 +374,9 @@ def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
 def refuse_singular(
     estimator: Estimator, problem: FeatureRegression | KernelRegression, values: np.ndarray, cutoff: float, *what: str
 ) -> None:
-    """Raise if `alpha` is zero and the data do not hold all directions that the estimator inverts.
+    """Raise if `alpha` is zero and the data lack directions that the estimator inverts.
 
-    `values`: Singular values of the features or eigenvalues of K, [k].
-    `what`: Name of the matrix, and its symbol.
+    `values`: Singular values of the features or eigenvalues of K, [k]. `what`: Name and symbol of the matrix.
     """
     width = problem.x.shape[1]
     needed, rank = width if estimator.inverts_all else problem.size, int((values > cutoff * values[0]).sum())
@@ -405,7 +389,7 @@ def refuse_singular(
 
 
 def check_factor(problem: KernelRegression, basis: Basis) -> None:
-    """Raise if the factor of K + alpha I, which "krylov" needs for reduced rank, is not finite."""
+    """Raise if the Cholesky factor of K + alpha I is not finite."""
     if not bool(jnp.isfinite(basis.values[0])):
         raise ValueError(
             f"`alpha` must make K + alpha I positive definite in {problem.x.dtype}, got {float(problem.alpha):.3g}. "
@@ -415,6 +399,7 @@ def check_factor(problem: KernelRegression, basis: Basis) -> None:
 
 def _reduced_krylov(problem: KernelRegression) -> Basis:
     gram_x, alpha, number = problem.x, problem.alpha, problem.x.shape[0]
+    # c = (K + alpha I)^(-1) v with the leading eigenvectors L T v = sigma^2 v, T = K (K + alpha I)^(-1), v^T T v = 1.
     factor = jnp.linalg.cholesky(gram_x + alpha * jnp.eye(number, dtype=gram_x.dtype))
 
     def solve(block: Array) -> Array:

@@ -1,8 +1,4 @@
-"""Fit an evolution operator: an estimator, on explicit features, with a kernel, or on Nystroem features.
-
-Covariances enter as the QR factor of the data, so that float32 does not square the condition number. One decomposition
-serves all values of `alpha` under `jax.vmap`.
-"""
+"""Fit an evolution operator with an estimator, on explicit features, with a kernel, or on Nystroem features."""
 
 import warnings
 from functools import partial
@@ -65,53 +61,50 @@ def fit(
 ) -> Operator:
     """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
-    The arrays are features, in which the operator is linear; or, with a kernel, states: then it acts in the kernel's
-    space, on the span of all samples, or with `centres` on the span of these for states and successors. (Meanti et al.
-    2023 project successors on other centres, and estimate M and D at the centres alone; here all samples serve.)
+    The arrays are features, in which the operator is linear. With a kernel they are states, and the operator acts in
+    the kernel's space, on the span of all samples or of `centres`. With `centres` all samples are used, unlike in
+    Meanti et al. (2023).
 
-    Gram matrices hold the squares of what feature matrices hold: with a kernel and no centres, eigenvalues of C_x below
-    8 times the rounding unit of the largest (1e-6 in float32) count as zero in the dense solvers, and `alpha` has to
-    lie well above rounding in the one that factors K + alpha I. Use x64 for smaller ones.
+    With a kernel and no centres, the dense solvers set eigenvalues of C_x below 8 times the rounding unit of the
+    largest (1e-6 in float32) to zero.
 
     Args:
-        estimator: `Ridge`, `PrincipalComponents` or `ReducedRank` of `koopman`, with its regularisation.
+        estimator: `Ridge`, `PrincipalComponents` or `ReducedRank`.
         x: Features of the states, or states: [n, d]. Without kernel also `Moments`.
-        y: Features of the successors, one lag later, or successors, [n, d]; see `lagged_pairs`. None if `x` are
-            moments.
+        y: Features of the successors, or successors, [n, d]; see `lagged_pairs`. None if `x` are moments.
         kernel: Kernel of `koopman`, or any function of two arrays of states to their kernel matrix.
-        centres: Z, for instance `x[choose_centres(...)]`. A default `alpha` is 1e-6 times the mean of k(x, x) on their
-            span.
-        observable: Quantity that forecasts return, at the successors' times: [n, ...]. Default: `y`.
-        center: If True, features and observable are taken about their means, and the operator carries the intercept,
-            so that affine maps are exact and trends are drifts. The constant function, whose eigenvalue is 1, is no
-            latent function then: drop a constant feature. Not with a kernel.
-        route: "qr" takes the QR factor of the features; "covariance" takes C_x, which is faster (0.20 against 0.53 s
-            for 5000 digits of 784 pixels, rank 5, float64, on two cores) and squares the condition number: in float32
-            directions of x below 1e-3 of the largest are lost, as is an `alpha` below 1e-7 of C_x's largest
-            eigenvalue. "auto" is "qr" in float32, for fewer than 64 features and for fewer than twice as many pairs
-            as features; else "covariance" if all eigenvalues of C_x exceed 10^6 eps tr(C_x) (2e-10 tr(C_x) in float64),
-            and else "qr", at run time (for all members of a `vmap` together). Not for a kernel without centres.
-        rtol: Relative size below which a singular value of the features counts as zero; default d times rounding
-            ("qr", and "auto" with it), or the root of 8 times that ("covariance"). Not for a kernel without centres.
+        centres: Z, [m, d], for instance `x[choose_centres(...)]`. The default `alpha` is then 1e-6 times the mean of
+            k(x, x) on their span.
+        observable: Quantity to forecast, at the successors' times: [n, ...]. Default: `y`.
+        center: If True, features and observable are centred and the operator has an intercept: affine maps are exact,
+            trends are drifts. The constant function is then not a latent function: drop a constant feature. Not with a
+            kernel.
+        route: "qr" takes the QR factor of the features. "covariance" takes C_x, which is faster and squares the
+            condition number: in float32 it loses directions of x below 1e-3 of the largest, and an `alpha` below 1e-7
+            of C_x's largest eigenvalue. "auto" is "covariance" in float64 with at least 64 features, twice as many
+            pairs, and all eigenvalues of C_x above 2e-10 tr(C_x) (for all members of a `vmap`); else "qr". Not for a
+            kernel without centres.
+        rtol: Relative size below which a singular value of the features counts as zero. It makes "auto" "qr". Default:
+            d times rounding ("qr"), or the root of 8 times rounding ("covariance"). Not for a kernel without centres.
 
     Returns:
         The fitted operator, a function of features or states as in `x`.
 
     Warns:
-        UserWarning: For known values, if an `alpha` that was given suppresses directions of features that predict, or
-            exceeds eigenvalue number `rank` of k(X, X) / n (for ridge regression, the mean of k(x, x)); if `center` is
-            False and a column of ones lowers the residual (F > 25), or a column's variance is below the rounding of its
-            squared mean; if k(x, x) varies by less than its rounding; if rounding outweighs `alpha`; if the data hold
-            fewer directions than `rank`; if singular values `rank` and `rank` + 1 agree to rounding; once per process,
-            if explicit features are more than pairs and no lower rank is asked for.
+        UserWarning: For known values, if a given `alpha` suppresses predictive directions, or exceeds eigenvalue number
+            `rank` of k(X, X) / n (for `Ridge`, the mean of k(x, x)). If `center` is False and a column of ones lowers
+            the residual (F > 25), or a column's variance is below the rounding of its squared mean. If k(x, x) varies
+            by less than its rounding, or rounding outweighs `alpha`. If the data hold fewer directions than `rank`, or
+            singular values `rank` and `rank` + 1 agree to rounding. Once per process, if there are more features than
+            pairs and no lower rank.
 
     Raises:
-        ValueError: If there are fewer than two pairs, known data are not finite (the error names the row), their mean
-            square is out of the dtype's range, the rank is above the number of features or samples, the estimator's
-            solver is none for these data, `alpha` is zero and C_x or K is singular (the error names its rank),
-            K + alpha I is factored and not positive definite in the dtype's precision, or the kernel's values are no
-            symmetric [n, n], not finite, negative for a state with itself, or out of range.
-        TypeError: If the kernel does not give an array of real numbers.
+        ValueError: If there are fewer than two pairs, known data are not finite (the error names the row), or their
+            mean square is out of range. If the rank exceeds the number of features or samples, or the solver does not
+            apply. If `alpha` is zero and C_x or K is singular (the error names its rank), or K + alpha I is factored
+            and not positive definite. If the kernel's values are not a finite, symmetric [n, n] in range with a
+            non-negative diagonal.
+        TypeError: If the kernel does not return an array of real numbers.
 
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7 to 9; Meanti et
@@ -151,18 +144,18 @@ def fit(
 
 
 class _Problem(NamedTuple):
-    """Rows with the products of the data: data, or the factor of their moments."""
+    """Rows of data, or of the factor of their moments, with the same products."""
 
     x: Array  # [m, d], x^T x = m C_x
     y: Array  # [m, d], x^T y = m C_xy
     observable: Array | None  # [m, o]; None: y
-    offset: Array  # [d], of x; with that of y and the observable zero unless centred
+    offset: Array  # [d], of x; zero unless centred, as the next two
     offset_y: Array  # [d]
     mean_observable: Array  # [o]
-    drift: Array  # [d], from the one offset to the other
+    drift: Array  # [d], difference of the offsets
     mean: Array  # [d], of x about its offset
     scale: Array | np.ndarray  # of the rows, m^(-1/2) for data; applied by `_in_units`
-    pairs: Array | int  # their number
+    pairs: Array | int  # number of pairs
 
 
 def _problem(
@@ -188,12 +181,13 @@ def _fit(
 ) -> Operator:
     (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
     asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
-    # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
+    # Without regularisation the span does not depend on the sizes of columns, and rank cuts must not either.
     free = estimator.rank is None or estimator.inverts_all or estimator.size == width
     level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
     problem, alpha, largest, trace, units = _in_units(problem, asked, level)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
+    # The QR factor of the data does not square the condition number, which float32 needs.
     few = isinstance(number, int) and number < 2 * width
     if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or few):
         route = "qr"
@@ -201,7 +195,7 @@ def _fit(
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
         check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
-    if known and float(alpha) == 0.0:  # by default, too, where all features are zero
+    if known and float(alpha) == 0.0:  # the default, too, if all features are zero
         if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
             got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
             fail("x", "hold features that vary", got)
@@ -224,18 +218,18 @@ def _fit(
 def _in_units(
     problem: _Problem, alpha: Array | None, level: bool
 ) -> tuple[_Problem, Array, Array, Array, tuple[Array, Array, Array]]:
-    """Return the problem and alpha in a unit in which squares neither overflow nor vanish.
+    """Return the problem, alpha, the largest entry of x, tr(C_x), and (unit, column divisors, ratio of the traces).
 
-    With `level` columns of x are divided by powers of two near their sizes. Further results: the largest entry of x;
-    the trace of C_x in that unit; the unit, the divisors, and the trace over that of levelled columns.
+    With `level` columns of x are divided by powers of two near their sizes.
     """
     scale = problem.scale
+    # In this unit squares neither overflow nor vanish.
     largest = jnp.max(jnp.abs(problem.x)) * scale
     unit = scale_of(largest)
     observable = None if problem.observable is None else problem.observable * scale
     x, y = problem.x * (scale / unit), problem.y * (scale / unit)
     sizes = scale_of(jnp.max(jnp.abs(x), 0))
-    # About its mean a constant column is the rounding of that mean, which would be levelled.
+    # A constant column about its mean is rounding, which levelling would amplify.
     floor = 4 * jnp.finfo(x.dtype).eps * jnp.abs(problem.offset) / unit / sizes
     x = jnp.where((jnp.sqrt(jnp.sum((x / sizes[None]) ** 2, 0)) < floor)[None], 0.0, x)
     trace = jnp.sum(x**2)
@@ -261,7 +255,7 @@ def _fit_on_centres(
     features = nystroem_map(kernel, centres)
     features_x, features_y = features(x), features(y)
     fallback = kernel_alpha(kernel, jnp.sum(features_x**2) / x.shape[0])
-    with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
+    with warnings.catch_warnings():  # the caller has no such columns; `nystroem_map` has warned
         warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
         problem, _ = _from_pairs(features_x, features_y, flat, center=False)
     fitted = _fit(estimator, problem, shape, fallback, estimator.solver or "auto", route, rtol)
@@ -285,7 +279,7 @@ def _from_pairs(
     offsets, mean = (means, zeros[0]) if center else (zeros, means[0])
     parts = [x, y, flat] if observable is not None else [x, y]
     if center:
-        # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
+        # The operator subtracts the same rounded mean.
         parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
     else:
         warn_offset(given)
@@ -319,7 +313,7 @@ def _warn_regression(
     center: bool,
     kernel: Kernel | None = None,
 ) -> None:
-    """Warn if a regression of known successors on explicit features, or by a linear kernel, is improved by others."""
+    """Warn, for explicit features or a linear kernel, if `alpha` or a missing intercept spoils the regression."""
     if is_traced(operator.core) or is_traced(operator.alpha):
         return
     if kernel is not None and not (isinstance(kernel, Linear) and not isinstance(x, Moments) and x.shape[1] < len(x)):
@@ -329,7 +323,7 @@ def _warn_regression(
         count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
         root = np.asarray(x.root, float)[: 2 * width]
         now, later = (np.pad(root[:, at : at + width], ((0, 1), (0, 0))) for at in (0, width))
-        # Of ones only the products with the data are known: in the span of x, of y beyond, and in a row beyond both.
+        # Moments hold only the products of ones with the data: in the span of x, of y beyond, and in a row beyond both.
         total, block = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None), later[width:-1]
         ones = np.linalg.lstsq(now[:width].T, total[:width])[0]
         rest = total[width : 2 * width] - later[:width].T @ ones
@@ -357,7 +351,7 @@ def _assemble(
     shape: tuple[int, ...],
     given: bool,
 ) -> tuple[Operator, Array]:
-    """Return the operator, and the relative size below which values count as zero."""
+    """Return the operator, and the relative size below which singular values count as zero."""
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
     unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
@@ -365,7 +359,7 @@ def _assemble(
     latent_y, across = product(problem.y, basis), product(latent_x, unshrinking(penalty))
     dual = product(problem.y.T, across)
     gram_x = product(latent_x.T, latent_x)
-    # Singular values tell nothing of directions if successors have columns of different units.
+    # Singular values do not count directions if successors have columns of different units.
     heights = jnp.max(jnp.abs(problem.y), 0)
     uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
     held = jnp.where(uneven, jnp.diagonal(gram_x + penalty) > 0.5, values > cutoff * jnp.max(values))

@@ -1,4 +1,4 @@
-"""Forecasts of a fitted operator, and how good they are."""
+"""Forecasts of a fitted operator, and their scores."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,14 +25,12 @@ Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
 
 @validated
 def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Steps = 1) -> Float[Array, "..."]:
-    """Return E[o(x_{t + steps}) | x_t] of the observable that the operator was fitted with, by default the features.
-
-    It is [1, u(x)] T^(s-1) [mean; D] by repeated squaring: step 1000 costs ten products of T.
+    """Return E[o(x_{t + steps}) | x_t] of the fit's observable, by default the features.
 
     Args:
         operator: A fitted operator.
         x: Features of the present states (states, for a kernel operator), [n, d].
-        steps: Lags ahead, at least 1: a number, or a list [T] for many horizons at once. May be traced.
+        steps: Lags ahead, at least 1: a number, or a list [T] of horizons. May be traced.
 
     Returns:
         Forecasts [n, ...] for a number, [T, n, ...] for a list; NaN for rows of x with NaN.
@@ -41,8 +39,8 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
         UserWarning: For known values and up to 500 latent functions, if modes lose 1 % of the forecast to `alpha`.
 
     Raises:
-        ValueError: If x has another width than the operator was fitted on, a step is below 1, or beyond the integers
-            that JAX computes with (2^31 - 1, and 2^63 - 1 in x64).
+        ValueError: If the width of x is not that of the fit, or a step is below 1 or beyond JAX's integers (2^31 - 1,
+            and 2^63 - 1 in x64).
 
     References:
         Kostic et al. (2022), section 2.
@@ -52,6 +50,7 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     _warn_lost(operator, ahead)
     latent = jnp.pad(operator.encode(x), ((0, 0), (1, 0)), constant_values=1.0)
     step = jnp.pad(jnp.concatenate([operator.drift[None], operator.core]), ((0, 0), (1, 0))).at[0, 0].set(1.0)
+    # The forecast is [1, u(x)] T^(s-1) [mean; D]. Step 1000 costs ten products of T by repeated squaring.
     powers = matrix_powers(step, (ahead - 1).reshape(-1))
     latent = product(latent[None], powers) if ahead.ndim else product(latent, powers[0])
     flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))
@@ -63,7 +62,7 @@ def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
     if any(is_traced(leaf) for leaf in (operator.core, operator.alpha, steps)) or operator.core.shape[0] > 500:
         return
     ahead = np.asarray(steps, float).reshape(-1, 1)
-    # A bound first, which is the least of a decomposition's work: of most operators there is nothing to say.
+    # This bound is cheaper than the decomposition, and rules out most operators.
     if ahead.max(initial=0.0) * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
         return
     with jax.ensure_compile_time_eval():  # also where a known operator is used under a trace
@@ -97,7 +96,7 @@ def _checked(steps: Steps) -> np.ndarray | Array:
 
 
 def _check_integers(name: str, known: np.ndarray) -> None:
-    """Raise if a known number would wrap around."""
+    """Raise if a known number would overflow."""
     largest = jnp.iinfo(jax.dtypes.canonicalize_dtype(np.int64)).max
     if known.max(initial=0) > largest:
         fail(name, f"be at most {largest}", known.max())
@@ -110,11 +109,11 @@ def matrix_powers(
     """Return powers of one matrix, by one squaring per binary digit for all exponents.
 
     Args:
-        matrix: A square matrix.
-        exponents: Non-negative; may be traced, which costs the 31 squarings of the largest there could be.
+        matrix: A square matrix, [r, r].
+        exponents: Non-negative integers, [t]. If they are traced, 31 squarings are computed.
 
     Returns:
-        The powers, in the order of the exponents; NaN for a traced exponent below zero.
+        The powers, [t, r, r]; NaN for a traced exponent below zero.
 
     Raises:
         ValueError: If a known exponent is negative or beyond JAX's integers.
@@ -134,7 +133,7 @@ def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
         powers, square = state
         left = exponents >> digit
         used = ((left & 1) == 1)[:, None, None]
-        # What is not used is neither multiplied nor squared: it may overflow, here or in a gradient.
+        # Unused powers are neither multiplied nor squared, since they may overflow, here or in a gradient.
         powers = jnp.where(used, product(powers, jnp.where(used, square[None], eye[None])), powers)
         square = jnp.where(jnp.any(left > 1), square, 0.0)
         return powers, product(square, square)
@@ -147,7 +146,7 @@ def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
 def risk(
     operator: Operator, x: Float[Array | np.ndarray, "n d"], y: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, ""]:
-    """Return E |phi(y) - G^* phi(x)|^2 in the space of the features, the mean squared error of their forecast.
+    """Return E |phi(y) - G^* phi(x)|^2, the mean squared error of the forecast in the space of the features.
 
     Args:
         operator: A fitted operator.
@@ -173,9 +172,9 @@ def risk(
 
 @validated
 def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]) -> Array:
-    """Return 1 - sum of squared errors / sum of squared deviations, averaged over the entries of the observable.
+    """Return 1 - squared errors / squared deviations, averaged over the entries of the observable.
 
-    Entries that are constant in `target` count as 1 if they are forecast exactly and as 0 if not, as in scikit-learn.
+    An entry that is constant in `target` scores 1 if its forecast is exact, else 0, as in scikit-learn.
     """
     if np.shape(target) != np.shape(forecast):
         fail("forecast", f"have the shape of `target` {np.shape(target)}", np.shape(forecast))
@@ -188,8 +187,8 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
 @jax.jit
 def _r2_score(target: Array, forecast: Array) -> Array:
     away, off = target - jnp.mean(target, 0)[None], target - forecast
-    unit = lax.stop_gradient(jnp.max(jnp.abs(away), 0))  # squares of the data may overflow, or vanish
-    constant = jnp.all(target == target[:1], 0)  # whose mean may have rounded
+    unit = lax.stop_gradient(jnp.max(jnp.abs(away), 0))  # otherwise squares may overflow or vanish
+    constant = jnp.all(target == target[:1], 0)  # the mean may be rounded
     unit = jnp.where(constant | (unit == 0), 1.0, unit)[None]
     error, spread = jnp.sum((off / unit) ** 2, 0), jnp.sum((away / unit) ** 2, 0)
     ratio = 1.0 - error / jnp.where(constant, 1.0, spread)
@@ -210,10 +209,11 @@ def score(
 
     Args:
         operator: An operator fitted on pairs of this lag.
-        trajectory: Features (states, for a kernel operator) in the order of time. A frame is read as by `lagged_pairs`.
-        lag: Samples from x to y in the pairs of the fit.
+        trajectory: Features (states, for a kernel operator) in the order of time, [time, d], or a frame as for
+            `lagged_pairs`.
+        lag: Lag of the fit, in samples.
         steps: Lags ahead.
-        observable: Observable of the fit, at the same times as `trajectory`; default `trajectory` itself.
+        observable: Observable of the fit at the same times, [time, ...]. Default: `trajectory`.
         metric: Function of targets and forecasts, [n, ...] each.
 
     Returns:

@@ -1,8 +1,4 @@
-"""Generator of reversible overdamped Langevin dynamics, from samples of its equilibrium in any order.
-
-For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint in L2 of the invariant measure, and its
-quadratic form needs gradients only: -<f, L g> = D E[grad f . grad g].
-"""
+"""Generator of reversible overdamped Langevin dynamics, from samples of its equilibrium in any order."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,10 +22,10 @@ class Generator(NamedTuple):
 
     Attributes:
         eigenvalues: Rates, non-positive and falling from the slowest: [r].
-        coefficients: Eigenfunctions are features times these columns, of mean square 1 on the samples; the largest
-            coefficient is positive: [d, r].
-        support: Number of samples that carry each eigenfunction: n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate on
-            a few samples may be theirs alone.
+        coefficients: Coefficients of the eigenfunctions in the features, in columns: [d, r]. Eigenfunctions have mean
+            square 1 on the samples, and the largest coefficient is positive.
+        support: Effective number of samples of each eigenfunction, n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate
+            on a few samples may be an artefact.
     """
 
     eigenvalues: Float[Array, " r"]
@@ -47,18 +43,16 @@ def fit_generator(
     alpha: Scalar | None = None,
     shift: Scalar | None = None,
 ) -> Generator:
-    r"""Fit the resolvent (shift - L)^{-1} in the energy space by Rayleigh and Ritz, with Tikhonov regularisation.
+    """Fit the resolvent (shift - L)^{-1} in the energy space by Rayleigh and Ritz, with Tikhonov regularisation.
 
         C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E = D E[J J^T]
 
-    In the energy space, where <f, g> = shift E[f g] - E[f L g] = f^T (shift C + E) g, the resolvent has the quadratic
-    form E[f^2] = f^T C f. So -rate is (E + shift alpha I) / C along c: regularisation makes directions that the samples
-    hardly hold (C << alpha) fast and sorts them last; added to C alone it would make them slow. The shift sets how
-    much: without alpha it cancels.
+    For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad f . grad g].
+    The rate is -(E + shift alpha I) / C along c, so that directions with C << alpha are fast and come last.
 
-    By the variational principle rates of the exact moments lie at or below the true ones, and below those at alpha = 0
-    for any alpha. Samples err to either side. If a few lie alone in a tail, features that are flat there make a
-    function of them with a rate near 0, which only a larger alpha or wider features remove: see `Generator.support`.
+    Rates of exact moments lie at or below the true ones, for any alpha. Samples err to either side. If a few samples
+    lie alone in a tail, flat features there give a rate near 0, which only a larger alpha or wider features remove: see
+    `Generator.support`.
 
     Args:
         x: Features phi of samples of the invariant measure, [n, d].
@@ -66,16 +60,15 @@ def fit_generator(
         rank: Number of slowest eigenpairs, at most d.
         diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
             sigma^2 / (2 friction^2) for `datasets.overdamped_langevin`.
-        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `koopman.fit`,
-            of features that are brought to one size. Of narrow features it leaves slow rates on few samples, which
-            `alpha=1e-6 * mean(x**2)` may remove.
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, of features scaled to
+            one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove slow rates on few samples.
         shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
-            lose digits.
+            lose digits. Without alpha it cancels.
 
     Returns:
-        The slowest eigenpairs; the constant function, if it is in the features' span, comes first with rate 0, or
-        -shift alpha |c|^2. Directions that the samples do not hold at all come last, with rate minus infinity.
-        Derivatives are not finite if rates coincide.
+        The slowest eigenpairs. The constant function, if the features span it, comes first with rate 0, or
+        -shift alpha |c|^2. Directions that the samples do not hold come last, with rate minus infinity. Derivatives are
+        not finite if rates coincide.
 
     Warns:
         UserWarning: For known values, if `alpha` exceeds tr(C) / d, or a feature's variance is below the rounding
@@ -101,7 +94,7 @@ def fit_generator(
     width = x.shape[1]
     diffusion = jnp.asarray(diffusion, jnp.asarray(x).dtype)
     x, root, slope, units, pace, held, energy = _forms(jnp.asarray(x), jnp.asarray(jac), diffusion, alpha is None)
-    if shift is None:  # any will do where there is no energy, or nothing at all
+    if shift is None:  # without energy, or without features, any shift serves
         known = (held > 0) & (energy > 0)
         shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
     else:
@@ -117,11 +110,9 @@ def fit_generator(
 
 @partial(jax.jit, static_argnames="level")
 def _forms(x: Array, jac: Array, diffusion: Array, level: bool) -> tuple[Any, ...]:
-    """Return features, roots of both forms, units in which squares neither overflow nor vanish, and traces.
-
-    The units of features are one for all, and with `level` powers of two near the sizes of the columns.
-    """
+    """Return features, roots of both forms, (unit, column sizes, if `level`), pace, and traces."""
     number, width = x.shape
+    # In these units squares neither overflow nor vanish. Column sizes are powers of two.
     flat = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
     unit = scale_of(jnp.max(jnp.abs(x)))
     x, flat = x / unit, flat / unit * jnp.sqrt(diffusion)
@@ -144,9 +135,11 @@ def _generator(
     size: int,
 ) -> Generator:
     number, width = x.shape
+    # In the energy space <f, g> = shift E[f g] - E[f L g] the resolvent has the quadratic form E[f^2]. The shift
+    # weighs alpha there; added to C alone, alpha would make directions that the samples hardly hold slow.
     rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
     vectors = _pencil(rows, ridge)[:, :size]
-    # Rayleigh's quotient, whose numerator cannot turn negative and does not cancel.
+    # The numerator of Rayleigh's quotient cannot become negative and does not cancel.
     held, energy = jnp.sum(product(rows, vectors[None]) ** 2, 1)
     held_up = held > (width * jnp.finfo(x.dtype).eps) ** 2
     square = jnp.where(held_up, held / shift, 1.0)
@@ -161,12 +154,13 @@ def _generator(
 
 @jax.custom_jvp
 def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]) -> Float[Array, "d d"]:
-    """Return eigenvectors v of H v = s^2 A v with v^T A v = 1, s falling; A = H + rows[1]^T rows[1] + ridge I.
+    """Return eigenvectors v of H v = s^2 A v with v^T A v = 1, s falling.
 
-    H = rows[0]^T rows[0]. The cosines of the stacked rows' singular vectors do not square the condition number.
+    A = H + rows[1]^T rows[1] + ridge I, H = rows[0]^T rows[0].
     """
     width = rows.shape[-1]
     stack = jnp.concatenate([*rows, jnp.sqrt(ridge) * jnp.eye(width, dtype=rows.dtype)])
+    # Cosines of the singular vectors of the stacked rows do not square the condition number.
     left, sizes, right = jnp.linalg.svd(stack, full_matrices=False)
     kept = sizes > width * jnp.finfo(rows.dtype).eps * sizes[0]
     whiten = right.T * jnp.where(kept, 1.0 / jnp.where(kept, sizes, 1.0), 0.0)[None]
@@ -184,5 +178,5 @@ def _pencil_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
     squares = jnp.sum(seen[0] ** 2, 0)
     gap = squares[None] - squares[:, None]
     unresolved = (jnp.abs(gap) <= 64 * jnp.finfo(rows.dtype).eps) & ~jnp.eye(len(squares), dtype=bool)
-    turn = couplings(d_held - d_energy * squares[None], gap, unresolved)  # lengths cancel in all that is made of them
+    turn = couplings(d_held - d_energy * squares[None], gap, unresolved)  # lengths cancel in all results
     return vectors, product(vectors, turn)

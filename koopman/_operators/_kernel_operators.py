@@ -1,7 +1,4 @@
-"""Fit an operator with a kernel, by exact Gram matrices.
-
-With K = k(X, X) / n an estimator is U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
-"""
+"""Fit an operator with a kernel, by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +25,7 @@ def fit_with_kernel(
 ) -> Operator:
     """Return `koopman.fit` with a kernel and no centres."""
     x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
-    refuse_large_gram(x, 7 if estimator.rank is None else 3)  # measured: eigenvectors of all directions take more
+    refuse_large_gram(x, 7 if estimator.rank is None else 3)  # measured: a full eigendecomposition takes more
     kernel, number = as_module(kernel), x.shape[0]
     solver, solvers = estimator.solver or "auto", estimator.kernel_solvers
     size, active, solver = latent(estimator.rank, number, "samples", solver, solvers)
@@ -43,7 +40,7 @@ def fit_with_kernel(
     if solver == "auto":
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
         if solver == "krylov" and estimator.inverts_all and isinstance(kernel, Linear) and not given:
-            solver = "spectral"  # rounding is too little for a factor of K + alpha I
+            solver = "spectral"  # the default `alpha` of rounding is too small for a factor
     problem = KernelRegression(gram_x, gram_y, alpha, active, size, solver)
     basis = span(estimator, problem)
     if known and estimator.inverts_all and solver == "krylov":
@@ -71,7 +68,8 @@ def fit_with_kernel(
 
 @jax.jit
 def _in_units(gram_x: Array, gram_y: Array) -> tuple[Array, Array, Array, Array]:
-    """Return both in a unit of features in which squares neither overflow nor vanish, the unit, and the trace of K."""
+    """Return both matrices in a unit of features, the unit, and the trace of K."""
+    # In this unit squares neither overflow nor vanish.
     unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
     gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
     return gram_x, gram_y, unit, jnp.trace(gram_x)
@@ -83,6 +81,7 @@ def _moments(
 ) -> tuple[Array, Array, dict[str, Array]]:
     """Return coefficients of the latent functions and of their duals, and the other fields of the operator."""
     gram_x, gram_y, number = problem.x, problem.y, problem.x.shape[0]
+    # U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
     latent_x = product(gram_x, basis.vectors) * number**0.5
     coefficients = basis.vectors / unit / unit * number**-0.5
     latent_y = product(across, coefficients)

@@ -1,7 +1,6 @@
-"""Kernels: modules that turn two arrays of states into their matrix of kernel values, [n, d] and [m, d] to [n, m].
+"""Kernels: modules that map two arrays of states, [n, d] and [m, d], to their matrix of kernel values [n, m].
 
-Any function of that shape serves as a kernel; these are the common ones. Their parameters are arrays, so they can be
-swept by `vmap` and learned by `grad`.
+Any function of those shapes serves as a kernel. Parameters are arrays, for `vmap` and `grad`.
 """
 
 from abc import abstractmethod
@@ -35,13 +34,13 @@ States = Float[Array | np.ndarray, "n d"]
 
 
 def plain_number(value: Any) -> Any:
-    """Return a known number of NumPy or JAX as Python's, which may be static, and anything else as it is."""
+    """Return a known scalar of NumPy or JAX as Python's, which may be static, and other values unchanged."""
     known = isinstance(value, np.generic | np.ndarray | Array) and not is_traced(value) and np.ndim(value) == 0
     return value.item() if known else value
 
 
 class Linear(eqx.Module):
-    """k(x, y) = x . y: explicit features through their Gram matrix."""
+    """Linear kernel, k(x, y) = x . y."""
 
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
@@ -63,7 +62,7 @@ class _Stationary(eqx.Module):
         """Return the matrix of kernel values."""
         x, y = jnp.asarray(x), jnp.asarray(y)
         length = jnp.asarray(self.length_scale, x.dtype)
-        unit = scale_of(length)  # squares overflow or vanish in other units
+        unit = scale_of(length)  # otherwise squares overflow or vanish
         return self._values(x / unit, y / unit, length / unit)
 
     @abstractmethod
@@ -72,7 +71,7 @@ class _Stationary(eqx.Module):
 
 
 class RBF(_Stationary):
-    """k(x, y) = exp(-|x - y|^2 / (2 l^2)).
+    """Gaussian kernel, k(x, y) = exp(-|x - y|^2 / (2 l^2)).
 
     Attributes:
         length_scale: l, in units of the states; `median_distance` is a common choice.
@@ -83,10 +82,10 @@ class RBF(_Stationary):
 
 
 class Laplacian(_Stationary):
-    """k(x, y) = exp(-|x - y| / l), with the Euclidean norm: the Matern kernel of smoothness 1/2.
+    """Laplacian kernel, k(x, y) = exp(-|x - y| / l) with the Euclidean norm: Matern of smoothness 1/2.
 
     Attributes:
-        length_scale: l.
+        length_scale: l, in units of the states.
     """
 
     def _values(self, x: Array, y: Array, length: Array) -> Array:
@@ -94,13 +93,12 @@ class Laplacian(_Stationary):
 
 
 class Matern(_Stationary):
-    """The Matern kernel of smoothness 1/2, 3/2 or 5/2.
+    """Matern kernel of smoothness nu (Rasmussen and Williams 2006, eq. 4.17).
 
-    With s = sqrt(2 nu) |x - y| / l: exp(-s), (1 + s) exp(-s), (1 + s + s^2 / 3) exp(-s) (Rasmussen and Williams 2006,
-    eq. 4.17).
+    With s = sqrt(2 nu) |x - y| / l it is exp(-s), (1 + s) exp(-s) or (1 + s + s^2 / 3) exp(-s).
 
     Attributes:
-        length_scale: l.
+        length_scale: l, in units of the states.
         nu: 0.5, 1.5 or 2.5.
     """
 
@@ -118,7 +116,7 @@ class Matern(_Stationary):
 
 
 class Polynomial(eqx.Module):
-    """k(x, y) = (gamma x . y + c)^p.
+    """Polynomial kernel, k(x, y) = (gamma x . y + c)^p.
 
     Attributes:
         degree: p, at least 1.
@@ -144,12 +142,10 @@ class Polynomial(eqx.Module):
 
 
 class Function(eqx.Module):
-    """Plain function as a kernel. It is static, so that `jax.jit` takes and returns operators that hold it.
+    """Plain function as a kernel."""
 
-    Values to sweep or learn belong in the fields of a module: a traced value in a function's closure does not outlive
-    the transformation.
-    """
-
+    # Static, so that `jax.jit` takes and returns operators that hold it. A traced value in its closure would not
+    # outlive the transformation.
     function: Callable[[Array, Array], Array] = eqx.field(static=True)
 
     def __call__(self, x: Array, y: Array) -> Any:
@@ -158,14 +154,14 @@ class Function(eqx.Module):
 
 
 def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
-    """Return the kernel itself if it is a PyTree, and a plain function as a `Function`."""
+    """Return a kernel that is a PyTree unchanged, and a plain function as a `Function`."""
     if isinstance(kernel, type):
         fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
     return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
 
 
 def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
-    """Return the matrix of kernel values of states, checked for its kind and shape."""
+    """Return the matrix of kernel values, checked for type and shape."""
     values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
     if not isinstance(values, Array | np.ndarray | np.generic | float):
         fail_kind("kernel", "give an array of kernel values", describe(values))
@@ -196,20 +192,18 @@ def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) ->
 
 
 def kernel_alpha(kernel: Callable[[Array, Array], Array], trace: Float[Array, ""]) -> Float[Array, ""]:
-    """Return the regularisation to use if none is given, 1e-6 times the mean of k(x, x).
-
-    A linear kernel is explicit features, so that its regularisation is rounding.
-    """
+    """Return the default regularisation, 1e-6 times the mean of k(x, x), or rounding for a linear kernel."""
+    # A linear kernel is equivalent to explicit features.
     return 8 * float(jnp.finfo(trace.dtype).eps) * trace if isinstance(kernel, Linear) else 1e-6 * trace
 
 
 @validated(finite=("x",))
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
-    """Return the median Euclidean distance between two states, the usual length scale of an RBF kernel.
+    """Return the median Euclidean distance of two states, the usual length scale of an RBF kernel.
 
     Args:
         x: States, [n, d], two or more and finite.
-        max_samples: Number of states that are compared at most, drawn by a fixed permutation.
+        max_samples: Maximal number of states to compare, drawn by a fixed permutation.
 
     Returns:
         A length in the units of x.
@@ -228,15 +222,16 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
 
 
 def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-    """Return |x_i - y_j|^2 by one product, about the mean of y against cancellation, and never below zero."""
+    """Return |x_i - y_j|^2 by one product, never below zero."""
+    # Centring reduces cancellation.
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
     x, y = x - mean, y - mean
     return jnp.maximum(jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y), 0.0)
 
 
-@jax.jit  # or the branches would be compiled at every call
+@jax.jit  # otherwise the branches are compiled at every call
 def _gaussian(x: Array, y: Array, length: Array) -> Array:
-    # Products of states that are many lengths from their mean would leave rounding in the exponent.
+    # If states are many lengths from their mean, products leave rounding in the exponent.
     largest = jnp.max(jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1))
     lost = jnp.finfo(x.dtype).eps * largest > 1e-4 * length**2
     square = lax.cond(lost, lambda: _distances(x, y) ** 2, lambda: squared_distances(x, y))
@@ -244,9 +239,10 @@ def _gaussian(x: Array, y: Array, length: Array) -> Array:
 
 
 def _distances(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, "n m"]:
-    """Return |x_i - y_j| by differences, a row at a time: the root of a product's rounding would not be small."""
+    """Return |x_i - y_j| by differences, a row at a time."""
 
-    @jax.checkpoint  # or a gradient would keep all n m d differences
+    # The root of a product's rounding would not be small.
+    @jax.checkpoint  # otherwise a gradient stores all n m d differences
     def from_one(one: Array) -> Array:
         square = jnp.sum((one[None] - y) ** 2, 1)
         apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero

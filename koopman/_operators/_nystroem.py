@@ -1,4 +1,4 @@
-"""Nystroem features k(x, Z) k(Z, Z)^(-1/2) of centres Z: explicit, so that cost falls from n^3 to n m^2."""
+"""Nystroem features k(x, Z) k(Z, Z)^(-1/2) of centres Z, which reduce cost from n^3 to n m^2."""
 
 from collections.abc import Callable
 
@@ -21,22 +21,22 @@ States = Float[Array | np.ndarray, "n d"]
 
 @validated(finite=("centres",))
 def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, rtol: float | None = None) -> KernelMap:
-    """Return the Nystroem features of some centres, whose products are the kernel's best approximation from these.
+    """Return the Nystroem features of centres, whose products are the kernel's best approximation from them.
 
     Args:
-        kernel: The kernel.
-        centres: States, for instance of `choose_centres`.
-        rtol: Relative size below which an eigenvalue of k(Z, Z) counts as zero; default m times rounding.
+        kernel: Kernel of `koopman`, or a function of two arrays of states.
+        centres: Z, [m, d], for instance from `choose_centres`.
+        rtol: Relative size below which an eigenvalue of k(Z, Z) counts as zero. Default: m times rounding.
 
     Returns:
-        The feature map, for `koopman.fit` and for streaming moments.
+        The feature map, for `koopman.fit` and `moments`.
 
     Warns:
         UserWarning: If k(Z, Z) varies by less than its rounding.
 
     Raises:
-        ValueError: If centres are not finite, or the kernel's values are not those of a kernel.
-        TypeError: If the kernel does not give an array of real numbers.
+        ValueError: If centres are not finite, or the kernel's values are invalid.
+        TypeError: If the kernel does not return an array of real numbers.
 
     References:
         Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
@@ -60,16 +60,16 @@ def choose_centres(
     kernel: Kernel | None = None,
     alpha: Scalar | None = None,
 ) -> Int[Array, " m"]:
-    """Choose samples that serve as centres, without repetition.
+    """Choose samples as centres, without repetition.
 
     Args:
         x: States, [n, d].
         num_centres: m, from 1 to n.
         key: Key of the draw.
-        method: "uniform", or "leverage": with probabilities that follow the ridge leverage scores of the samples,
-            [K (K + alpha I)^{-1}]_ii, themselves estimated from m uniform centres.
+        method: "uniform", or "leverage": by ridge leverage scores [K (K + alpha I)^{-1}]_ii, estimated from m uniform
+            centres.
         kernel: Kernel of "leverage".
-        alpha: Regularisation of "leverage"; None is 1e-6 times the mean of k(x, x) on the span of the centres.
+        alpha: Regularisation of "leverage". None is 1e-6 times the mean of k(x, x) on the span of the centres.
 
     Returns:
         Indices into x, [m].
@@ -99,5 +99,6 @@ def _by_leverage(features: Array, alpha: Scalar, key: PRNGKey) -> Array:
     number, count = features.shape
     gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
     scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
+    # The largest m of log score plus Gumbel noise are a draw without repetition.
     noise = jax.random.gumbel(key, (number,), features.dtype)
     return jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]

@@ -1,17 +1,4 @@
-"""Fitted evolution operators: functions u of the state, and the map of their expectations.
-
-Every estimator here spans latent functions u(x) = U^T phi(x) with U^T (C_x + alpha I) U = I (Kostic et al. 2022),
-whether features are explicit or a kernel's. As fitted, M = U^T C_xy U loses the share b = alpha / (c + alpha) per step
-of a function with mean square c. Four steps of iterated Tikhonov regularisation leave b^4:
-
-    B = alpha U^T U,   F = I + B + B^2 + B^3,   K = F M,   D = F E[u(x_t) o(x_{t+1})^T],
-    E[o(x_{t+s}) | x_t]  =  [1, u(x_t)] T^(s-1) [mean of o; D],   T = [[1, m], [0, K]],  m = (mean of y - mean of x) U.
-
-Without centring m and the mean are zero.
-
-References:
-    Engl, Hanke and Neubauer (1996), Regularization of inverse problems, section 5.1 (iterated Tikhonov regularisation).
-"""
+"""Fitted evolution operators: latent functions u(x) = U^T phi(x) and the map of their expectations."""
 
 from collections.abc import Callable
 
@@ -27,7 +14,7 @@ from koopman._operators._kernels import gram
 
 
 class LinearMap(eqx.Module):
-    """x -> (x - offset) matrix, for explicit features. `offset` is their mean if they are centred, else zero."""
+    """Map x -> (x - offset) matrix of explicit features. `offset` is their mean if they are centred, else zero."""
 
     offset: Float[Array, " d"]
     matrix: Float[Array, "d r"]
@@ -41,7 +28,7 @@ class LinearMap(eqx.Module):
 
 
 class KernelMap(eqx.Module):
-    """x -> k(x, centres) coefficients, for the features of a kernel."""
+    """Map x -> k(x, centres) coefficients of states."""
 
     kernel: Callable[[Array, Array], Array]
     centres: Float[Array, "m d"]
@@ -55,30 +42,36 @@ class KernelMap(eqx.Module):
         return product(gram(self.kernel, jnp.asarray(x), self.centres), self.coefficients)
 
 
+# M = U^T C_xy U loses b = alpha / (c + alpha) of a function with mean square c per step. Four steps of iterated
+# Tikhonov regularisation leave b^4 (Engl, Hanke and Neubauer 1996, Regularization of inverse problems, section 5.1).
 class Operator(eqx.Module):
-    """Fitted evolution operator of rank r.
+    """Fitted evolution operator of rank r, U^T (C_x + alpha I) U = I (Kostic et al. 2022).
+
+        B = alpha U^T U,   F = I + B + B^2 + B^3,   M = U^T C_xy U,   K = F M,   D = F E[u(x_t) o(x_{t+1})^T],
+        E[o(x_{t+s}) | x_t]  =  [1, u(x_t)] T^(s-1) [mean of o; D],   T = [[1, m], [0, K]],
+        m = (mean of y - mean of x) U if centred, else m and the mean of o are zero.
 
     Attributes:
         encode: u, from features (or states, for a kernel) [n, d] to [n, r].
-        dual: phi -> <C_yx U F, phi>, from features to [n, r]; left eigenfunctions are combinations of it.
-        core: K = F M: [r, r].
-        drift: m, zero unless centred: [r].
-        readout: D: [r, o], for the observable's entries in one row.
+        dual: phi -> <C_yx U F, phi>, from features to [n, r].
+        core: K: [r, r].
+        drift: m: [r].
+        readout: D, for the flattened observable: [r, o].
         mean_observable: Mean of the observable, zero unless centred: [o].
         mean_latent: E[u(x)], zero if centred: [r].
         gram_x: U^T C_x U, which is I - B: [r, r].
         gram_y: U^T C_y U: [r, r].
-        cross_gram: M = U^T C_xy U: [r, r].
+        cross_gram: M: [r, r].
         dual_gram: F U^T C_xy C_yx U F: [r, r].
         basis_gram: U^T U: [r, r].
-        penalty: B = alpha U^T U, the share of alpha in the latent functions: [r, r].
+        penalty: B: [r, r].
         singular_values: Singular values of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square roots of C_x's
-            eigenvalues for principal components and ridge: [r]. A full-rank fit with a default `alpha`, or with zero,
-            divides columns by powers of two near their sizes first.
-        alpha: Tikhonov regularisation, a default one as its share of tr(C_x).
+            eigenvalues for principal components and ridge: [r]. A full-rank fit with `alpha` None or zero first divides
+            columns by powers of two near their sizes.
+        alpha: Tikhonov regularisation; a default one is in proportion to tr(C_x).
         effective_rank: Number of singular values above rounding; the other latent functions are zero or rounding.
         observable_shape: Shape of one observable.
-        given: If True, `alpha` was given; if False, it is the default.
+        given: If False, `alpha` is the default.
     """
 
     encode: LinearMap | KernelMap
@@ -101,7 +94,7 @@ class Operator(eqx.Module):
     given: bool = eqx.field(static=True, default=True)
 
     def __repr__(self) -> str:
-        """Return one line: the rank, the regularisation, and the number of directions that the data do not hold."""
+        """Return one line: rank, regularisation, and number of directions that the data do not hold."""
         if is_traced(self.alpha) or jnp.ndim(self.alpha):
             return eqx.tree_pformat(self)
         rank, held = self.core.shape[0], int(self.effective_rank)

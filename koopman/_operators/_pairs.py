@@ -1,7 +1,4 @@
-"""Pairs (x_t, x_{t+lag}) of trajectories, and second moments that merge, for data larger than memory.
-
-Covariances are kept as their QR factors, which do not square the condition number.
-"""
+"""Pairs (x_t, x_{t+lag}) of trajectories, and second moments that merge, for data larger than memory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +22,7 @@ Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array |
 Placed = TypeVar("Placed")
 
 
-_QUICK_QR = 2**27  # rows times columns squared: about 0.1 s
+_QUICK_QR = 2**27  # rows times columns squared of a QR in about 0.1 s, as compiling takes
 
 
 class Pairs(NamedTuple):
@@ -33,7 +30,7 @@ class Pairs(NamedTuple):
 
     Attributes:
         x: States, [n, ...].
-        y: Their successors, one lag later: [n, ...].
+        y: States one lag later, [n, ...].
     """
 
     x: Array
@@ -48,23 +45,23 @@ def lagged_pairs(
     max_lag: int | None = None,
     trajectory_axis: int | None = None,
 ) -> Pairs:
-    """Return pairs (x_t, x_{t+lag}) of one or of many trajectories.
+    """Return pairs (x_t, x_{t+lag}) of one or many trajectories.
 
     Args:
-        trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
-            one state shape; or with `trajectory_axis` many of equal length in one array. For one trajectory of images
-            pass `[images]`. Lists of numbers, [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of
-            lists of such rows is several. A frame is one trajectory if its index has even steps, and one for each run
-            if its index is (run, time).
-        lag: Steps between the two members of a pair, at least 1.
-        max_lag: Largest lag. With it `lag` may be traced, so that lags can be swept by `jax.vmap`: every trajectory
-            gives the pairs of its first time - max_lag states, whatever the lag. States must be floating point then,
-            and successors at a traced lag that is out of range are NaN.
-        trajectory_axis: Axis of the array that counts trajectories, 0 for those of `koopman.datasets`; the first of the
-            other axes is time.
+        trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any lengths and one
+            state shape; or with `trajectory_axis` one array of equally long ones. For one trajectory of images pass
+            `[images]`. Lists of numbers, [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of
+            such rows is several. A frame is one trajectory if its index has even steps, and one per run if its index is
+            (run, time).
+        lag: Steps from x to y, at least 1.
+        max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, each trajectory gives the pairs
+            of its first time - max_lag states, and states must be floating point. Successors at a traced lag out of
+            range are NaN.
+        trajectory_axis: Axis of the array that indexes trajectories, 0 for those of `koopman.datasets`; the first other
+            axis is time.
 
     Returns:
-        All pairs, trajectory after trajectory, each in the order of time; none crosses from one to the next.
+        All pairs within trajectories, trajectory after trajectory in the order of time.
 
     Warns:
         UserWarning: If trajectories of a list have no pair at this lag, and are skipped.
@@ -74,7 +71,7 @@ def lagged_pairs(
             or known data are not finite.
 
     References:
-        Wu and Noe (2020), Variational approach for learning Markov processes from time series data, section 2.
+        Wu and Noe (2020), see `vamp_loss`, section 2.
 
     >>> lagged_pairs([jnp.arange(4.0), jnp.arange(10.0, 12.0)]).y
     Array([ 1.,  2.,  3., 11.], dtype=float32)
@@ -105,7 +102,7 @@ def lagged_pairs(
 
 @partial(jax.jit, static_argnames="longest")
 def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
-    """Cut pairs at a `steps` of up to `longest` that the program need not know."""
+    """Return x and y of pairs at a traced lag `steps` of at most `longest`."""
     seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
     return jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks]), jnp.concatenate(seconds)
 
@@ -117,20 +114,20 @@ def delay_embed(
     """Return the rows (x_t, x_{t - s}, ..., x_{t - (q - 1) s}): the Hankel matrix of each trajectory.
 
     Args:
-        trajectory: States in the order of time, in the forms that `lagged_pairs` takes.
+        trajectory: States in the order of time, in the forms of `lagged_pairs`.
         num_delays: q, states in a row, 1 or more.
         stride: s, steps between them, 1 or more.
-        trajectory_axis: Axis of the array that counts trajectories.
+        trajectory_axis: Axis of the array that indexes trajectories.
 
     Returns:
-        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of these for a list of trajectories, and
-        [trajectories, time - (q - 1) s, q d] with `trajectory_axis`: `lagged_pairs` takes each as it is.
+        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of trajectories, and
+        [trajectories, time - (q - 1) s, q d] with `trajectory_axis`.
 
     Warns:
         UserWarning: If trajectories of a list are too short for one row, and are skipped.
 
     Raises:
-        ValueError: If every trajectory is too short for one row.
+        ValueError: If every trajectory is too short.
 
     References:
         Takens (1981), Detecting strange attractors in turbulence; Brunton et al. (2017), Chaos as an intermittently
@@ -143,7 +140,7 @@ def delay_embed(
     count, step = check_count("num_delays", num_delays, minimum=1), check_count("stride", stride, minimum=1)
     reach = (count - 1) * step
     stacks = _stacked("trajectory", trajectory, trajectory_axis, reach, f"(num_delays - 1) * stride ({reach})")
-    # One gather at known places: slices compile a program for each place and length.
+    # One gather with static indices: slices compile a program for each start and length.
     places = [np.arange(reach, stack.shape[1])[:, None] - step * np.arange(count) for stack in stacks]
     rows = [stack[:, at].reshape(len(stack), len(at), -1) for stack, at in zip(stacks, places, strict=True)]
     rows = [_placed(row if trajectory_axis is not None else row[0]) for row in rows]
@@ -151,10 +148,7 @@ def delay_embed(
 
 
 def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = "") -> list[Any]:
-    """Return checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype.
-
-    They are NumPy's if all are known and on the host: slices of JAX's arrays compile a program per place and length.
-    """
+    """Return checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype."""
     several = not isinstance(trajectories, Array | np.ndarray)
     arrays = list(trajectories) if several else [trajectories]
     if several and axis is not None:
@@ -164,6 +158,7 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
         check_finite(which, array)
     warn_narrowed(*arrays)
     dtype, known = common_dtype(names, arrays), all(map(_on_host, arrays))
+    # NumPy if possible: slices of JAX's arrays compile a program per start and length.
     arrays = [(np if known else jnp).asarray(array, dtype) for array in arrays]
     stacks = [array[None] for array in arrays] if several else [_one_stack(name, arrays[0], axis)]
     for which, stack in zip(names if len(stacks) > 1 else [name], stacks, strict=True):
@@ -182,7 +177,7 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
 
 
 def _on_host(array: Array | np.ndarray) -> bool:
-    """Return True if NumPy can read an array, and the result be placed by default, without a change of device."""
+    """Return True if NumPy can read an array, and its result be placed by default, without a change of device."""
     if is_traced(array):
         return False
     known = isinstance(array, np.ndarray)
@@ -190,7 +185,8 @@ def _on_host(array: Array | np.ndarray) -> bool:
 
 
 def _placed(array: Array | np.ndarray) -> Array:
-    """Return a fresh host array as a JAX array; `jnp.asarray` would compile a program for each shape."""
+    """Return a host array as a JAX array."""
+    # `jnp.asarray` would compile a program for each shape.
     return jax.device_put(array) if isinstance(array, np.ndarray) else array
 
 
@@ -215,7 +211,7 @@ def checked_pairs(
     observable: Array | np.ndarray | None,
     place: Callable[[Any], Placed],
 ) -> tuple[Placed, Placed, Placed, tuple[int, ...]]:
-    """Return checked x [n, d], y [n, d], the observable, by default y, as [n, o], and the shape of one observable."""
+    """Return checked x [n, d], y [n, d], the observable (default: y) as [n, o], and the shape of one observable."""
     for name, array in (("x", x), ("y", y), ("observable", observable)):
         if array is not None:
             check_finite(name, array)
@@ -227,16 +223,14 @@ def checked_pairs(
 
 
 def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
-    """Return an array of the host as NumPy's, in JAX's dtype, so that nothing is compiled."""
+    """Return an array on the host as NumPy's, in JAX's dtype, to avoid compilation."""
     return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else jnp.asarray(array)
 
 
 def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
-    """Return as many rows as columns with the products x^T x, x^T y, ... of all parts, which are joined.
-
-    Every number of rows then runs the same compiled programs. Parts that are not NumPy's, or whose QR would take about
-    as long as compiling, are returned as they are.
-    """
+    """Return as many rows as columns with the same products x^T x, x^T y, ... of all parts."""
+    # Every number of rows then runs the same compiled programs. Other parts are not reduced: their QR takes about as
+    # long as compiling.
     number, width = len(parts[0]), sum(part.shape[1] for part in parts)
     if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
         return tuple(map(jnp.asarray, parts))
@@ -248,19 +242,14 @@ def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
 
 
 def default_alpha(trace: Float[Array, ""], rank: Array | int) -> Float[Array, ""]:
-    """Return the regularisation of explicit features to use if none is given, in proportion to the trace of C_x.
-
-    max((k eps)^2, k 2^-52) with k = `rank` is k eps in float64. (k eps)^2 would let forecasts blow up there if few
-    pairs have nearly dependent features; k eps in float32 hides directions that predict.
-    """
+    """Return the default regularisation of explicit features, max((k eps)^2, k 2^-52) tr(C_x) with k = `rank`."""
+    # In float64 (k eps)^2 would let forecasts diverge if few pairs have nearly dependent features. In float32 k eps
+    # would hide directions that predict.
     return jnp.maximum((rank * jnp.finfo(trace.dtype).eps) ** 2, rank * 2.0**-52) * trace
 
 
 def check_square(name: str, square: float, what: str, dtype: Any) -> None:
-    """Raise unless a known size of second moments leaves room to both sides of it in the dtype.
-
-    Operators hold inverses of second moments.
-    """
+    """Raise unless a known second moment and its inverse are in the dtype's range."""
     limits = jnp.finfo(dtype)
     low, high = float(limits.tiny / limits.eps), float(limits.max) * float(limits.eps) ** 0.75
     if not low < square < high:
@@ -271,10 +260,6 @@ def check_square(name: str, square: float, what: str, dtype: Any) -> None:
 class Moments(eqx.Module):
     """Means and second moments of pairs and of an observable of the successors.
 
-    With `center`, moments are about the means and merging accounts for their difference; without, about zero. The count
-    and the means go on in `rest` where the dtype ends: float32 counts by ones up to 2^24, and a mean far from zero
-    would stop at its rounding.
-
     Attributes:
         count: Number of pairs.
         mean_x: Mean of the states, [d], with or without `center`.
@@ -282,25 +267,25 @@ class Moments(eqx.Module):
         mean_observable: Mean of the observable, [o].
         rest: Rounding errors of the count and of the means, joined: [1 + d + dy + o].
         root: R with R^T R = sum_i z_i z_i^T for z = (x, y, o) joined, upper triangular: [d + dy + o, d + dy + o].
-        center: If True, moments are about the means.
+        center: If True, moments are about the means, else about zero.
     """
 
     count: Float[Array, ""]
     mean_x: Float[Array, " d"]
     mean_y: Float[Array, " dy"]
     mean_observable: Float[Array, " o"]
-    rest: Float[Array, " numbers"]
+    rest: Float[Array, " numbers"]  # float32 counts only to 2^24, and a mean far from zero stops at its rounding
     root: Float[Array, "all all"]
     center: bool = eqx.field(static=True)
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """d, dy and o."""
+        """Widths d, dy and o."""
         return self.mean_x.shape[0], self.mean_y.shape[0], self.mean_observable.shape[0]
 
     @property
     def total(self) -> tuple[Array, Array]:
-        """The count and the means, joined as `rest` is, and `rest`."""
+        """Count and means, joined as `rest` is, and `rest`."""
         return jnp.concatenate([self.count[None], self.mean_x, self.mean_y, self.mean_observable]), self.rest
 
 
@@ -317,11 +302,11 @@ def moments(
     Args:
         x: Features of the states, [n, d].
         y: Features of the successors, [n, dy].
-        observable: Quantities to predict, at the successors' times, [n, o]; default `y`.
+        observable: Quantities to predict, at the successors' times, [n, o]. Default: `y`.
         center: If True, moments are about the means.
 
     Returns:
-        The moments. `merge_moments` adds those of more pairs, `scan_moments` goes through batches.
+        The moments.
 
     Raises:
         ValueError: If known data are not finite (the error names the row).
@@ -332,7 +317,7 @@ def moments(
 def _parts(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[Array, Array, Array]:
-    """Return x, y and the observable, by default y, as JAX's, after warnings of rounding."""
+    """Return x, y and the observable, by default y, as JAX arrays, after warnings of rounding."""
     observable = y if observable is None else observable
     warn_narrowed(x, y, observable)
     if not center:
@@ -358,21 +343,19 @@ def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], c
 def mean_of(
     x: Float[Array | np.ndarray, "n d"],
 ) -> tuple[Float[Array | np.ndarray, " d"], Float[Array | np.ndarray, " d"]]:
-    """Return the mean of every column, and its rounding error.
-
-    The first mean carries the rounding of a large offset; the mean of what it leaves has none.
-    """
+    """Return the mean of every column, and its rounding error."""
+    # The first mean carries the rounding of a large offset; the mean of the remainder does not.
     if isinstance(x, np.ndarray):
         mean = x.mean(0)
         return _sum_of_two(mean, (x - mean[None]).mean(0))
-    # As products: XLA would divide within the sum of two numbers, which would then round once.
+    # As products: XLA would fuse the division into the sum of two numbers, which would then round once.
     shares = jnp.full((1, x.shape[0]), 1 / x.shape[0], x.dtype)
     mean = product(shares, x)[0]
     return _sum_of_two(mean, product(shares, x - mean[None])[0])
 
 
 def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return a sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
+    """Return a sum and its exact rounding error (Knuth 1969, section 4.2.2, theorem B)."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
@@ -380,13 +363,13 @@ def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
 
 @validated
 def merge_moments(first: Moments, second: Moments) -> Moments:
-    """Return the moments of two sets of pairs together.
+    """Return the joint moments of two sets of pairs.
 
-    About means, R of both is the factor of [R_1; R_2; sqrt(n_1 n_2 / n) (mean_1 - mean_2)] (Chan et al. 1983).
+    About means, R of both is the factor of [R_1; R_2; sqrt(n_1 n_2 / n) (mean_1 - mean_2)].
 
     Args:
         first: Moments of some pairs.
-        second: Moments of others, of the same widths, both or neither centred.
+        second: Moments of others, of the same widths and `center`.
 
     References:
         Chan, Golub and LeVeque (1983), Algorithms for computing the sample variance, eq. 2.1.
@@ -398,7 +381,7 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
     (total, rest), (other, other_rest) = first.total, second.total
     step = (other - total) + (other_rest - rest)
     share = second.count / (first.count + second.count)
-    # Means move by a share of the step between them, the count by all of the second's.
+    # Means move by a share of their difference, the count by the second count.
     is_count = jnp.arange(total.shape[0]) == 0
     total, lost = _sum_of_two(total, jnp.where(is_count, second.count, share * step))
     total, rest = _sum_of_two(total, lost + rest + jnp.where(is_count, other_rest, 0.0))
@@ -420,15 +403,14 @@ def scan_moments(
     Args:
         x: Features of the states, [batches, n, d].
         y: Features of the successors, [batches, n, dy].
-        observable: Quantities to predict, [batches, n, o]; default `y`.
+        observable: Quantities to predict, [batches, n, o]. Default: `y`.
         center: If True, moments are about the means.
 
     Returns:
-        The same as `moments` of all rows, up to rounding. Beside the stacked rows it takes the memory of one batch; for
-        data that do not fit in memory, merge `moments` of parts with `merge_moments`.
+        The `moments` of all rows, up to rounding. If they do not fit in memory, use `merge_moments`.
 
     Raises:
-        ValueError: As `moments`; the error names the batch and the row.
+        ValueError: If known data are not finite (the error names the batch and the row).
     """
     return _scan_moments(_parts(x, y, observable, center), center)
 
@@ -446,13 +428,11 @@ def _scan_moments(data: tuple[Array, Array, Array], center: bool) -> Moments:
 
 @jax.custom_jvp
 def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
-    """Return the upper triangular R with R^T R = x^T x, by QR.
-
-    The tangent dR has R^T dR + dR^T R = d(x^T x), and stays finite if the rank of x falls short.
-    """
+    """Return the upper triangular R with R^T R = x^T x, by QR."""
     return jnp.linalg.qr(jnp.pad(x, ((0, max(0, x.shape[1] - x.shape[0])), (0, 0))), mode="r")
 
 
+# The tangent dR has R^T dR + dR^T R = d(x^T x), and is finite if x is rank-deficient, unlike that of QR.
 @gram_root.defjvp
 def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents

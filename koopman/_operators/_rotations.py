@@ -1,4 +1,4 @@
-"""Newton's method over rotations, for two matrices of norm 1; `_dynamical_similarity` chooses the starts."""
+"""Newton's method over rotations, for two matrices of norm 1."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from dissociation._core.distances import root
 from dissociation._core.linalg import product
 
 RADIUS = 1.4
-"""Largest step in Frobenius norm: no plane turns by more than one radian."""
+"""Largest step in Frobenius norm, at which no plane turns by more than one radian."""
 
 
 def norm(x: Array) -> Array:
-    """Return Frobenius norms of matrices; flat at zero."""
+    """Return Frobenius norms of matrices, with zero gradient at zero."""
     return root(jnp.sum(x**2, (-2, -1)))
 
 
@@ -32,11 +32,7 @@ class Point(NamedTuple):
 
 
 def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, tolerance: float, inner: int) -> Point:
-    """Take trust-region Newton steps until the gradient is below a tolerance, or `num_steps` are taken.
-
-    With M = C B C^T, R = A - M and commutators [X, Y] = X Y - Y X, a step C -> exp(W) C along a skew W has
-
-        E -> E - <skew [R, M^T], W> + <[W, A], [W, M]> / 2 + O(|W|^3).
+    """Take trust-region Newton steps until the gradient is below `tolerance` or `num_steps` are taken.
 
     Source: Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds, algorithms 10 and 11.
     """
@@ -44,6 +40,8 @@ def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, toleran
 
     def at(rotation: Array, radius: Array, step: Array) -> Point:
         moved = product(rotation, product(b, rotation.T))
+        # E -> E - <skew [R, M^T], W> + <[W, A], [W, M]> / 2 + O(|W|^3) for a step C -> exp(W) C along a skew W, with
+        # M = C B C^T, R = A - M and commutators [X, Y] = X Y - Y X.
         rest = a - moved
         return Point(rotation, moved, 0.5 * jnp.sum(rest**2), skew(_commutator(rest, moved.T)), radius, step)
 
@@ -55,7 +53,7 @@ def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, toleran
         turn, bent, at_edge = newton_step(here.slope, curvature, here.radius, inner)
         promised = jnp.sum(turn * here.slope) - 0.5 * jnp.sum(turn * bent)
         there = at(_turned(turn, here.rotation), here.radius, here.step)
-        noise = rounding * jnp.sqrt(here.energy)  # what rounding makes of equal energies is no reason to stay
+        noise = rounding * jnp.sqrt(here.energy)  # equal energies differ by this, which must not reject a step
         ratio = (here.energy - there.energy + noise) / (promised + noise)
         wider = jnp.where((ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, RADIUS), here.radius)
         taken = jax.tree.map(lambda new, old: jnp.where(ratio > 0.05, new, old), there, here)
@@ -75,10 +73,8 @@ def skew(x: Array) -> Array:
 
 
 def _turned(turn: Array, rotation: Array) -> Array:
-    """Return an orthogonal matrix that is exp(W) C to second order.
-
-    M = I + W + W^2 / 2 + W^3 / 8 has M^T M = I - W^6 / 64, and Newton-Schulz steps to the polar factor do the rest.
-    """
+    """Return an orthogonal matrix that is exp(W) C to second order."""
+    # I + W + W^2 / 2 + W^3 / 8 is orthogonal up to -W^6 / 64; Newton-Schulz steps converge to the polar factor.
     square = product(turn, turn)
     moved = rotation + product(turn + 0.5 * square + 0.125 * product(square, turn), rotation)
     for _ in range(3):
@@ -92,7 +88,7 @@ class _Step(NamedTuple):
     turn: Array  # W
     bent: Array  # H W
     rest: Array  # slope - H W
-    ahead: Array  # the direction to go
+    ahead: Array  # search direction
     number: Array
     at_edge: Array  # of the trust region
     done: Array
@@ -101,23 +97,24 @@ class _Step(NamedTuple):
 def newton_step(
     slope: Array, curvature: Callable[[Array], Array], radius: Array, inner: int
 ) -> tuple[Array, Array, Array]:
-    """Return W, H W and if W is at the edge, by Steihaug's truncated conjugate gradients.
+    """Return W within a radius that minimises -<slope, W> + <W, H W> / 2, H W, and if W is at the edge.
 
-    W makes -<slope, W> + <W, H W> / 2 small within a radius. Negative curvature is followed away from saddles.
+    Algorithm: Steihaug's truncated conjugate gradients.
     """
     size = norm(slope)
-    target = size * jnp.minimum(size, 0.1)  # of a quadratic method
+    target = size * jnp.minimum(size, 0.1)  # for quadratic convergence
 
     def body(now: _Step) -> _Step:
         bent_ahead = curvature(now.ahead)
         bend = jnp.sum(now.ahead * bent_ahead)
         old = jnp.sum(now.rest**2)
         length = old / jnp.where(bend > 0, bend, 1.0)
-        # The positive root of |W + t ahead| = radius: where to stop if the region ends, or if there is no bottom.
+        # `to_edge` is the positive root of |W + t ahead| = radius.
         square, along = jnp.sum(now.ahead**2), jnp.sum(now.turn * now.ahead)
         room = jnp.maximum(radius**2 - jnp.sum(now.turn**2), 0.0)
+        # Negative curvature is followed to the edge, away from saddles.
         to_edge = room / (along + jnp.sqrt(along**2 + square * room))
-        # Turns within an eigenspace bend nothing but by rounding, up or down: once on the way, they lead nowhere.
+        # Turns within an eigenspace have zero curvature up to rounding. After the first step they do not lower E.
         flat = (now.number > 0) & (jnp.abs(bend) <= 100 * float(jnp.finfo(slope.dtype).eps) * square)
         out = ~flat & ((bend <= 0) | (length >= to_edge))
         length = jnp.where(flat, 0.0, jnp.where(out, to_edge, length))

@@ -1,4 +1,4 @@
-"""Leading singular vectors of a matrix, or of an operator known by its products."""
+"""Leading singular vectors of a matrix, or of an operator given by its products."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from dissociation._core.keys import named_key
 from dissociation._core.linalg import finite_part, product, scale_of
 
 SOLVERS = ("auto", "dense", "krylov", "randomized")
-# Up to so many rows or columns "auto" is always "dense".
+# "auto" is "dense" up to this number of rows or columns.
 DENSE_UP_TO = 256
 # Columns beyond those asked for, and blocks of one Krylov space before it is restarted with its best vectors: few
-# columns and long spaces where a product is cheap; wider and short ones where each inner product costs a solve.
+# columns and long spaces if a product is cheap, wider and short ones if each inner product costs a solve.
 _OVERSAMPLING, _BLOCKS = 4, 8
 _OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
 
@@ -26,7 +26,7 @@ class Leading(NamedTuple):
 
     vectors: Array  # eigenvectors or left singular vectors, [size, number]
     values: Array  # falling: [number]
-    rest: Array  # values that follow: all from a dense solver, a few and from below from an iterative one
+    rest: Array  # values that follow: all from a dense solver, lower bounds of a few from an iterative one
     residual: Array | None = None  # over the largest eigenvalue (of the operator, or of M M^T); None without iterations
 
 
@@ -35,20 +35,14 @@ def find_eigenpairs(
 ) -> Leading:
     """Find leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
 
-    A space [Q, A Q, A^2 Q, ...] is orthonormalised, the operator is diagonalised in it (Rayleigh and Ritz), and its
-    best vectors start the next space, until all residuals are below 30 times rounding or stop falling.
-    The first block is drawn from a fixed key, so the result is a pure function of the operator. If the first such
-    space would be the whole space, it is replaced by the whole space.
-
-    `apply`: A on a block [size, columns]; self-adjoint and non-negative in the inner product. With `inner`: A T^+, so
-    that A of a block is `apply(inner(block))` and one evaluation of T serves both.
+    `apply`: Self-adjoint A on a block [size, columns]. With `inner`, A of a block is `apply(inner(block))`.
 
     Source: Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm
     2.
     """
     extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
     width = number + extra
-    if size <= blocks * width:  # one block alone would never grow, and the start of two is as good as all
+    if size <= blocks * width:  # the Krylov space would be the whole space
         width, blocks = size, 1
     limit = 30 * jnp.finfo(dtype).eps
     tiny = jnp.finfo(dtype).tiny
@@ -65,8 +59,8 @@ def find_eigenpairs(
         best = mixing[:, ::-1][:, :width]
         values = values[::-1][:width]
         vectors, images = product(basis, best), product(image, best)
-        # In the inner product, whose null directions carry rounding that means nothing. The largest eigenvalue is the
-        # norm of its vector's image.
+        # Null directions of the inner product hold only rounding. The largest eigenvalue is the norm of its vector's
+        # image.
         off = (images - vectors * values[None])[:, :number]
         off = off / scale_of(jnp.maximum(values[0], tiny))  # squares in units of the operator may overflow
         squares = jnp.sum(off * (off if inner is None else inner(off)), 0)
@@ -75,12 +69,13 @@ def find_eigenpairs(
 
     def going(state: tuple[Array, ...]) -> Array:
         _, _, off, before, count = state
-        # Where rounding keeps the residual from falling any further, so does another space.
+        # If rounding keeps the residual from falling, another space does not help.
         return (off > limit) & ((off < 0.95 * before) | (count < 3)) & (count < max_restarts)
 
     def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
         return *space(state[0]), state[2], state[4] + 1
 
+    # A fixed key makes the result a pure function of the operator.
     start = jnp.linalg.qr(image_of(jax.random.normal(named_key("first vectors"), (size, width), dtype)))[0]
     first = space(start)
     vectors, values, off, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
@@ -94,7 +89,7 @@ def find_left_vectors(
     scale: Float[Array | np.ndarray, " k"] | None = None,
     solver: str = "auto",
 ) -> Leading:
-    """Find leading left singular vectors and singular values of a matrix, or of diag(scale) times it.
+    """Find leading left singular vectors and values of a matrix, or of diag(scale) times it.
 
     Source: Halko, Martinsson and Tropp (2011), Finding structure with randomness.
     """
@@ -103,7 +98,7 @@ def find_left_vectors(
     factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]
     solver = chosen_solver(solver, rows, columns, number)
     if solver == "krylov":
-        # The operator holds squares, which overflow or vanish in other units.
+        # Squares overflow or vanish in other units.
         unit, grade = scale_of(jnp.max(jnp.abs(matrix))), scale_of(jnp.max(jnp.abs(factors)))
         matrix, factors = matrix / unit, factors / grade
 
@@ -130,19 +125,19 @@ def find_left_vectors(
 
 
 def chosen_solver(solver: str, rows: int, columns: int, number: int) -> str:
-    """The solver for so many singular vectors of a matrix, "auto" decided."""
+    """Return the solver for `number` singular vectors, with "auto" resolved."""
     if solver != "auto":
         return solver
     return "krylov" if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16 else "dense"
 
 
 def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[Array, Array]:
-    """Columns Q that span the block, Q^T T Q = I, and T Q; columns are zero where the block's rank falls short."""
+    """Return Q that spans the block with Q^T T Q = I, and T Q; zero columns if the block's rank falls short."""
     block = jnp.linalg.qr(block)[0]
     if inner is None:
         return block, block
     dual = block
-    for _ in range(2):  # once more against rounding
+    for _ in range(2):  # the second time against rounding
         dual = inner(block)
         gram = product(block.T, dual)
         values, vectors = jnp.linalg.eigh(0.5 * (gram + gram.T))

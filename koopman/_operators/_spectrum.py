@@ -1,15 +1,4 @@
-"""Eigenvalues, eigenfunctions and modes of a fitted operator.
-
-With the un-shrunk operator K of `koopman`, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T:
-
-    right eigenfunction   psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1),   E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t),
-    left eigenfunction    xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i,
-
-with <xi_j, psi_i> = delta_ij in the space of the features. The constant of psi_i is there for centred operators alone,
-and not at lambda_i = 1, which is a drift. Derivatives are those of first-order perturbation theory, in the
-normalisation of `decompose`, and not finite if eigenvalues coincide. Those of `right` and `left` leave out a common
-rotation of the latent functions: they hold as functions of the operator's moments, not of the data.
-"""
+"""Eigenvalues, eigenfunctions and modes of a fitted operator."""
 
 from typing import NamedTuple
 
@@ -29,18 +18,20 @@ from koopman._operators._perturbation import couplings, slopes
 
 
 class Spectrum(NamedTuple):
-    """Eigenpairs of an operator, by falling modulus; of a conjugate pair the one with positive imaginary part first.
+    """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T, by falling modulus.
+
+    Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives are not finite if
+    eigenvalues coincide. Those of `right` and `left` hold as functions of the operator's moments, not of the data: they
+    omit a rotation of the latent functions.
 
     Attributes:
         eigenvalues: Complex eigenvalues per lag, [r].
-        right: w_i in columns, scaled so that psi_i has mean square 1 on the training states and the largest of its
-            mode's amplitudes is real and positive, or of w_i's entries if the observable holds nothing of it: [r, r].
+        right: w_i in columns: [r, r]. The eigenfunction psi_i has mean square 1 on the training states, and the largest
+            amplitude of its mode (of w_i, if the mode vanishes) is real and positive.
         left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
-        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs, with an intercept
-            about the means: [r]. For a deterministic system lambda_i is in the pseudospectrum of that size (if the
-            operator is normal, no farther from the spectrum), and a large one unmasks a spurious pair; for a noisy one
-            it contains the noise, sqrt(1 - |lambda_i|^2) for an exact eigenpair. With as many latent functions as
-            samples it vanishes for all pairs.
+        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs, centred if the
+            operator is: [r]. A large residual indicates a spurious pair of a deterministic system. A noisy system has
+            sqrt(1 - |lambda_i|^2) for an exact pair. With as many latent functions as samples it vanishes.
         condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a normal K: [r].
         shrinkage: Factor of `alpha` in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in psi_i's
             regularised norm: [r]. A pair far below 1 depends little on the data.
@@ -63,7 +54,7 @@ def eigenvalues(operator: Operator) -> Complex[Array, " r"]:
         operator: A fitted operator.
 
     Returns:
-        Complex eigenvalues per lag. Latent functions beyond a traced rank count as zeros, last.
+        Complex eigenvalues per lag, [r]. Latent functions beyond a traced rank give zeros, last.
     """
     return eigenpairs(operator.core)[0]
 
@@ -104,7 +95,8 @@ def decompose(operator: Operator) -> Spectrum:
 
 
 def _constants(operator: Operator, spectrum: Spectrum) -> Array:
-    """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], and zero where lambda_i is 1 up to rounding."""
+    """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], or zero if lambda_i is 1 up to rounding."""
+    # At lambda_i = 1 the drift has no fixed point.
     gap = spectrum.eigenvalues - 1
     eps = jnp.finfo(operator.core.dtype).eps
     known = jnp.abs(gap) > 64 * eps * jnp.linalg.norm(operator.core) * spectrum.condition
@@ -113,7 +105,7 @@ def _constants(operator: Operator, spectrum: Spectrum) -> Array:
 
 
 def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
-    """Unit numbers that make the largest entry of each mode [o, r] real and positive; 1 for modes below rounding."""
+    """Return unit numbers that make the largest entry of each mode [o, r] positive; 1 for modes of rounding."""
     largest = jnp.take_along_axis(amplitudes, jnp.argmax(jnp.abs(amplitudes), 0)[None], 0)[0]
     known = jnp.abs(largest) > 64 * jnp.finfo(readout.dtype).eps * size * jnp.linalg.norm(readout)
     largest = jnp.where(known, largest, 1.0)
@@ -121,7 +113,7 @@ def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
 
 
 def _root(squares: Array) -> Array:
-    """Return square roots of numbers that rounding may have made negative; zero, and flat, there."""
+    """Return square roots of numbers that rounding may have made negative, with zero value and gradient there."""
     known = squares > 0
     return jnp.where(known, jnp.sqrt(jnp.where(known, squares, 1.0)), 0.0)
 
@@ -130,15 +122,17 @@ def _root(squares: Array) -> Array:
 def right_eigenfunctions(
     operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
 ) -> Complex[Array, "n r"]:
-    """Return psi_i at features x (states x, for a kernel operator).
+    """Return psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1), with E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t).
+
+    The constant is zero for operators that are not centred, and at lambda_i = 1.
 
     Args:
         operator: A fitted operator.
-        x: Features or states, [n, d], of the width that the operator was fitted on.
-        spectrum: Result of `decompose`, if it is known already.
+        x: Features (states, for a kernel operator), [n, d], of the width of the fit.
+        spectrum: Result of `decompose`, if known.
 
     Returns:
-        Values with mean square 1 on the training states, or with variance 1 if the operator is centred.
+        Values [n, r] with mean square 1 on the training states, or variance 1 if the operator is centred.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
     latent = operator.encode(x).astype(spectrum.right.dtype)
@@ -149,15 +143,15 @@ def right_eigenfunctions(
 def left_eigenfunctions(
     operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
 ) -> Complex[Array, "n r"]:
-    """Return xi_i at features x (states x, for a kernel operator); zero for an eigenvalue of zero.
+    """Return xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i; zero for an eigenvalue of zero.
 
     Args:
         operator: A fitted operator.
-        x: Features or states, [n, d], of the width that the operator was fitted on.
-        spectrum: Result of `decompose`, if it is known already.
+        x: Features (states, for a kernel operator), [n, d], of the width of the fit.
+        spectrum: Result of `decompose`, if known.
 
     Returns:
-        Values, bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in feature space.
+        Values [n, r], bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in feature space.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
     known = spectrum.eigenvalues != 0
@@ -166,21 +160,20 @@ def left_eigenfunctions(
 
 
 class Modes(NamedTuple):
-    """Part of an observable in every eigenfunction.
+    """Contributions of the eigenfunctions to an observable.
 
     Attributes:
         amplitudes: l_i^T D: [r, ...]; the mode at state x is psi_i(x) times it. Modes and `constant` sum to the
             forecast of one lag, and times lambda_i^(s-1) to that of s lags (at lambda_i = 1 without the drift).
         frequency: |arg lambda| / 2 pi, in cycles per unit of `time_step`: [r].
-        half_life: Time after which the mode has fallen to a half; infinite if it does not decay: [r].
-        implied_time_scale: -1 / growth of a mode that decays; infinite for one that does not: [r].
-        growth: log |lambda| / time_step, negative for a mode that decays, minus infinity at lambda = 0: [r].
-        share: Part of the mode in the variance of the forecast of one lag on the training states,
-            Re E[conj(p_i) . p] / E|p|^2 of the modes p_i and their sum p about their means: [r]. Shares sum to 1, those
-            of a conjugate pair belong together, and a negative one is of a mode that cancels others. The order by
-            modulus is not that of shares: true products of modes may come first with a share of 1e-4.
-        constant: Mode of the constant function of a centred operator, which is the observable at the fixed point; else
-            zero: [...].
+        half_life: Time in which the mode falls to a half; infinite if it does not decay: [r].
+        implied_time_scale: -1 / growth; infinite for a mode that does not decay: [r].
+        growth: log |lambda| / time_step, minus infinity at lambda = 0: [r].
+        share: Fraction of the variance of the forecast of one lag on the training states,
+            Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions sum to 1. Add those of
+            a conjugate pair. A negative one is of a mode that cancels others.
+        constant: Mode of the constant function of a centred operator, the observable at the fixed point; else zero:
+            [...].
     """
 
     amplitudes: Complex[Array, "r *o"]
@@ -199,7 +192,7 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
     Args:
         operator: A fitted operator.
         time_step: Time from x to y in the pairs, positive: lag times sampling interval.
-        spectrum: Result of `decompose`, if it is known already.
+        spectrum: Result of `decompose`, if known.
 
     Returns:
         Amplitudes and times, in the order of the spectrum.
@@ -212,7 +205,7 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
     amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
     about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
     held = product(spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right))
-    parts = amplitudes / scale_of(jnp.max(jnp.abs(amplitudes)))  # squares in other units may overflow, or vanish
+    parts = amplitudes / scale_of(jnp.max(jnp.abs(amplitudes)))  # otherwise squares may overflow or vanish
     power = jnp.sum(jnp.real(held * product(parts.conj(), parts.T)), 1)
     total = jnp.sum(power)
     fixed = operator.mean_observable - jnp.real(product(_constants(operator, spectrum)[None], amplitudes)[0])
@@ -237,14 +230,13 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
 def singular_values(operator: Operator) -> Float[Array, " r"]:
     """Return the singular values of G as an operator on the space of the features, in falling order.
 
-    G G^* = U (U^T C_xy C_yx U) U^T, so they are the square roots of the eigenvalues of (U^T U)(U^T C_xy C_yx U).
-
     Args:
         operator: A fitted operator.
 
     Returns:
-        Non-negative values; derivatives are not finite if they coincide.
+        Non-negative values, [r]; derivatives are not finite if they coincide.
     """
+    # G G^* = U (U^T C_xy C_yx U) U^T has the eigenvalues of (U^T U)(U^T C_xy C_yx U).
     half = psd_power(operator.basis_gram, 0.5)
     return _root(_symmetric_eigenvalues(product(half, product(operator.dual_gram, half))))
 
@@ -265,22 +257,22 @@ def _symmetric_eigenvalues_jvp(primals: tuple[Array], tangents: tuple[Array]) ->
 def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Complex[Array, "r r"]]:
     """Return eigenvalues by falling modulus, and unit eigenvectors in columns whose largest entry is real and positive.
 
-    Derivatives, dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i) plus a multiple of
-    w_j that keeps the normalisation, are not finite if eigenvalues coincide up to rounding times a condition number.
+    Derivatives are dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i), plus a multiple
+    of w_j that keeps the normalisation. They are not finite if eigenvalues coincide to rounding.
 
     Args:
-        matrix: A square matrix.
+        matrix: A square matrix, [r, r].
 
     References:
         Magnus (1985), On differentiating eigenvalues and eigenvectors, section 4.
     """
     if jax.default_backend() == "cpu":
         values, right = jnp.linalg.eig(matrix)
-    else:  # one small matrix: the host is faster than any accelerator at it
+    else:  # for one small matrix the host is faster
         kind = jnp.result_type(matrix.dtype, jnp.complex64)
         shapes = jax.ShapeDtypeStruct(matrix.shape[:1], kind), jax.ShapeDtypeStruct(matrix.shape, kind)
         values, right = jax.pure_callback(_eig_on_host, shapes, matrix, vmap_method="expand_dims")
-    # Moduli that differ by rounding are one: a pair must not be torn apart.
+    # Moduli that differ by rounding count as equal, so that conjugate pairs stay adjacent.
     size = jnp.abs(values)
     size, real = snapped(size), snapped(values.real, jnp.max(size))
     order = jnp.lexsort((-values.imag, -real, -size))
@@ -296,7 +288,7 @@ def _eigenpairs_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tupl
     turned = product(left, product(tangents[0].astype(right.dtype), right))
     unresolved = _unresolved(values, jnp.linalg.norm(left, axis=1), primals[0])
     step = product(right, couplings(turned, values[None] - values[:, None], unresolved))
-    # Of norm 1 stays of norm 1, and a real entry stays real.
+    # The normalisation is kept: norm 1, and a real largest entry.
     largest = jnp.argmax(jnp.abs(right), 0)[None]
     turn = jnp.take_along_axis(step, largest, 0).imag / jnp.take_along_axis(right, largest, 0).real
     stretch = jnp.sum(right.conj() * step, 0).real[None]
@@ -304,7 +296,7 @@ def _eigenpairs_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tupl
 
 
 def _unresolved(values: Array, condition: Array, matrix: Array) -> Array:
-    """Return True for pairs of eigenvalues that are closer than the matrix's rounding moves either."""
+    """Return True for pairs of eigenvalues that are closer than their perturbation by rounding."""
     noise = 64 * jnp.finfo(matrix.dtype).eps * jnp.linalg.norm(matrix) * condition
     near = jnp.abs(values[None] - values[:, None]) <= jnp.maximum(noise[None], noise[:, None])
     return near & ~jnp.eye(values.shape[0], dtype=bool)

@@ -1,8 +1,4 @@
-"""Regression problems of estimators, on explicit features or with a kernel, and the bases that solve them.
-
-On features latent functions are columns U with U^T (C_x + alpha I) U = I; with a kernel weights W = sqrt(n) c as in
-`_kernel_operators`, W^T (K^2 + alpha K) W = I for K = k(X, X) / n.
-"""
+"""Regression problems of estimators, on explicit features or with a kernel, and the bases that solve them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +21,7 @@ from koopman._operators._solvers import Leading, find_left_vectors
 Rank = int | Int[Array | np.ndarray, ""]
 
 NUM_CHECKED = 64
-"""Leading eigenvalues that are checked by quotients; beyond so many directions zeros are small."""
+"""Number of leading eigenvalues to check by Rayleigh quotients; zeros beyond so many directions are small."""
 
 
 def latent(
@@ -46,27 +42,17 @@ def latent(
 
 
 class Basis(NamedTuple):
-    """Basis of the latent functions.
-
-    `variance` is to be compared with `alpha`: eigenvalue number `size` of C_x or K (an upper bound, tr(K) / size, from
-    an iterative solver, or a lower one of a few power iterations); for ridge regression the mean eigenvalue of C_x, or
-    the trace of K. It has no derivative, nor has `rest`.
-    """
+    """Basis of the latent functions. `variance` and `rest` have no derivative."""
 
     vectors: Array  # U, [d, size], or W, [n, size]
     values: Array  # the estimator's singular values, falling: [size]
     rest: Array  # values that follow, as far as the solver returns them
-    variance: Array
+    variance: Array  # eigenvalue number `size` of C_x or K, or a bound of it, to compare with `alpha`
     residual: Array | None = None  # as in `_solvers.Leading`
 
 
 class FeatureRegression(eqx.Module):
-    """Regression on explicit features.
-
-    Singular values of the data below `cutoff` times the largest count as zero. None is the route's own: d times the
-    rounding unit, or the root of 8 times it. Where C_x is of deficient rank its zeros come out at 0.2 to 3.2 times the
-    unit, for 10 to 1500 columns and up to 100 000 rows in either precision.
-    """
+    """Regression on explicit features, U^T (C_x + alpha I) U = I."""
 
     x: Array  # rows of the states with x^T x = C_x: [m, d]
     y: Array  # rows of the successors with x^T y = C_xy: [m, dy]
@@ -75,39 +61,38 @@ class FeatureRegression(eqx.Module):
     size: int = eqx.field(static=True)  # latent functions
     solver: str = eqx.field(static=True)  # see `find_left_vectors`
     route: str = eqx.field(static=True)  # "qr", "covariance", or "auto": the second if `suffices`, else the first
-    cutoff: float | None = eqx.field(static=True)
+    cutoff: float | None = eqx.field(static=True)  # None: the default of the route
 
     @property
     def suffices(self) -> Array:
-        """If True, all eigenvalues of C_x exceed 10^6 eps tr(C_x), and rounding changes them by a millionth at most.
-
-        Columns of zeros do not count. Members of a `vmap` decide together, so that one of two programs runs, not both.
-        """
+        """True if all eigenvalues of C_x exceed 10^6 eps tr(C_x), for all members of a `vmap`."""
         x = lax.stop_gradient(self.x)
         square = product(x.T, x)
         sizes = jnp.diagonal(square)
         trace = jnp.sum(sizes)
         # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the eigenvalues.
         least = 1e6 * jnp.finfo(x.dtype).eps * trace - jnp.where(sizes == 0, trace, 0.0)
+        # Members of a `vmap` decide together, so that one of two programs runs, not both.
         return _all_members(jnp.isfinite(jnp.linalg.cholesky(square - jnp.diag(least))).all())
 
     @property
     def threshold(self) -> Array:
-        """The cut-off of the route that is taken."""
+        """Relative size below which a singular value of the data counts as zero."""
         if self.cutoff is not None:
             return jnp.asarray(self.cutoff, self.x.dtype)
         eps = jnp.finfo(self.x.dtype).eps
+        # Zeros of rank-deficient C_x have 0.2 to 3.2 rounding units, for 10 to 1500 columns and up to 100 000 rows.
         qr, covariance = (jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, (8 * eps) ** 0.5))
         if self.route == "auto":
             return jnp.where(self.suffices, covariance, qr)
         return qr if self.route == "qr" else covariance
 
     def either(self, quick: Callable[["FeatureRegression"], Any], whole: Callable[["FeatureRegression"], Any]) -> Any:
-        """`quick` of this where second moments suffice, else `whole` of it; only one of them is computed."""
+        """Return `quick` of the problem if second moments suffice, else `whole` of it, computing only one of them."""
         return lax.cond(self.suffices, quick, whole, self)
 
     def by_route(self, function: Callable[["FeatureRegression"], Any]) -> Any:
-        """A function of this with its route decided."""
+        """Return a function of the problem with its route resolved."""
         if self.route != "auto":
             return function(self)
         return self.either(lambda given: function(given.via("covariance")), lambda given: function(given.via("qr")))
@@ -117,13 +102,13 @@ class FeatureRegression(eqx.Module):
         return dataclasses.replace(self, route=route)
 
     def scaled(self, values: Float[Array, " k"], right: Float[Array, "k d"]) -> tuple[Array, Array]:
-        """W from square roots of C_x's eigenvalues and from eigenvectors in rows, and the scale of its columns."""
+        """Return W, from square roots of C_x's eigenvalues and eigenvectors in rows, and the scale of its columns."""
         kept = values > self.threshold * values[0]
         scale = jnp.where(kept, lax.rsqrt(jnp.where(kept, values**2 + self.alpha, 1.0)), 0.0)
         return right.T * scale[None], scale
 
     def leading(self) -> Leading:
-        """Return the first `size` columns of W, and their deviations, without the others."""
+        """Return the first `size` columns of W, and their deviations."""
         if self.route == "covariance":
             found = find_left_vectors(product(self.x.T, self.x), self.size, solver=self.solver)
             found = found._replace(values=jnp.sqrt(found.values), rest=jnp.sqrt(found.rest))
@@ -137,11 +122,7 @@ class FeatureRegression(eqx.Module):
         return self.whitening(crossed=False)[:2]
 
     def whitening(self, *, crossed: bool) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
-        """Return W, the deviations, and g [k] and f with W^T x^T y = g f(y). Without `crossed`, f is not used.
-
-        W^T (C_x + alpha I) W = I on the range of C_x, W [d, k]. Deviations are square roots of C_x's eigenvalues,
-        falling: [k]. f does not depend on `alpha`, so that all values of a sweep share f(y).
-        """
+        """Return W [d, k], deviations [k], and g [k] and, if `crossed`, f with W^T x^T y = g f(y)."""
         x = self.x
         if self.route == "covariance":
             squares, vectors = jnp.linalg.eigh(product(x.T, x))
@@ -149,7 +130,7 @@ class FeatureRegression(eqx.Module):
             whiten, scale = self.scaled(values, right)
             return whiten, values, scale, lambda y: product(right, product(x.T, y))
         tall = x.shape[0] > x.shape[1]
-        if tall and not crossed:  # which does without Q
+        if tall and not crossed:  # Q is not needed
             orthogonal, root = None, gram_root(x)
         else:
             orthogonal, root = jnp.linalg.qr(x) if tall else (None, x)
@@ -163,7 +144,7 @@ class FeatureRegression(eqx.Module):
         return whiten, values, values * scale, turned
 
     def perturbed(self, tangent: "FeatureRegression") -> tuple[Array, ...]:
-        """The slope of C_x + alpha I; eigenvalues of C_x, falling, and its eigenvectors in rows; W and its scale."""
+        """Return d(C_x + alpha I), eigenvalues of C_x, falling, its eigenvectors in rows, W and its scale."""
         half = product(self.x.T, tangent.x)
         slope = half + half.T + tangent.alpha * jnp.eye(self.x.shape[1], dtype=self.x.dtype)
         squares, vectors = jnp.linalg.eigh(product(self.x.T, self.x))
@@ -171,13 +152,13 @@ class FeatureRegression(eqx.Module):
         return slope, squares, right, *self.scaled(jnp.sqrt(squares), right)
 
     def pull(self, whiten: Float[Array, "d k"]) -> Float[Array, "k d"]:
-        """W^T (C_x + alpha I): takes U = W E back to E."""
+        """Return W^T (C_x + alpha I), which maps U = W E back to E."""
         return product(product(whiten.T, self.x.T), self.x) + self.alpha * whiten.T
 
 
 @custom_vmap
 def _all_members(true: Array) -> Array:
-    """A truth value; under `vmap` whether all are true, for every member."""
+    """Return a boolean; under `vmap`, True if all are, for every member."""
     return true
 
 
@@ -187,7 +168,7 @@ def _(_: int, batched: list[bool], true: Array) -> tuple[Array, bool]:
 
 
 class KernelRegression(eqx.Module):
-    """Regression in the space of a kernel."""
+    """Regression in the space of a kernel, with weights W = sqrt(n) c, W^T (K^2 + alpha K) W = I."""
 
     x: Array  # K = k(X, X) / n: [n, n]
     y: Array  # L = k(Y, Y) / n: [n, n]
@@ -198,38 +179,34 @@ class KernelRegression(eqx.Module):
 
     @property
     def cutoff(self) -> float:
-        """Relative size below which an eigenvalue of K counts as zero: 8 times the rounding unit.
-
-        Kernels of deficient rank have their zeros at 1.3 to 3.3 times the unit for 30 to 2000 samples; larger ones are
-        found by `eigenpairs`. A cut-off that grew with n would drop directions that the regularised risk needs.
-        """
+        """Relative size below which an eigenvalue of K counts as zero: 8 times the rounding unit."""
+        # Zeros of rank-deficient kernels have 1.3 to 3.3 rounding units for 30 to 2000 samples.
+        # A cut-off that grew with n would drop directions that the regularised risk needs.
         return 8 * float(jnp.finfo(self.x.dtype).eps)
 
     def scale(self, values: Float[Array, " k"]) -> tuple[Array, Array]:
-        """(lambda (lambda + alpha))^(-1/2), zero where lambda is cut off, and where it is not."""
+        """Return (lambda (lambda + alpha))^(-1/2), zero if lambda is cut off, and True for each lambda kept."""
         kept = values > self.cutoff * values[0]
         safe = jnp.where(kept, values, 1.0)
         return jnp.where(kept, lax.rsqrt(safe) * lax.rsqrt(safe + self.alpha), 0.0), kept
 
     def in_eigenbasis(self) -> tuple[Array, Array, Array, Array, Array]:
-        """Return P, l, s, g and P^T L P for K = P diag(l) P^T, l falling, s = (l (l + alpha))^(-1/2), T = P g^2 P^T."""
+        """Return P, l, s, g, P^T L P: K = P diag(l) P^T, l falling, s = (l (l + alpha))^(-1/2), T = P g^2 P^T."""
         values, vectors = eigenpairs(self.x)
         scale, _ = self.scale(values)
         return vectors, values, scale, (scale * values)[:, None], product(vectors.T, product(self.y, vectors))
 
 
 def leading_of(matrix: Float[Array, "n n"], size: int) -> Leading:
-    """Return leading eigenpairs of a positive matrix, by its whole decomposition."""
+    """Return leading eigenpairs of a positive matrix, by its full decomposition."""
     values, vectors = eigenpairs(matrix)
     return Leading(vectors[:, :size], values[:size], values[size:])
 
 
 def eigenpairs(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-    """Eigenvalues of a positive matrix, falling, and eigenvectors in columns.
-
-    Where few directions hold everything, LAPACK gives zeros as up to 48 rounding units of the largest eigenvalue (2000
-    equal rows, on one of two processors). Quotients v^T K v, there of 0.3 units at the most, tell them from values.
-    """
+    """Return eigenvalues of a positive matrix, falling, and eigenvectors in columns."""
+    # If few directions hold everything, LAPACK returns zeros of up to 48 rounding units of the largest eigenvalue (2000
+    # equal rows, one processor of two). Quotients v^T K v, there at most 0.3 units, distinguish them.
     values, vectors = jnp.linalg.eigh(matrix)
     values, vectors = values[::-1], vectors[:, ::-1]
     head = vectors[:, :NUM_CHECKED]
@@ -247,12 +224,12 @@ def mixing(
     gap = leading - squares[:, None]
     used = (rows >= active) & (columns < active) & (leading > floor * squares[0])
     eps = jnp.finfo(squares.dtype).eps
-    # Small ones may be rounding themselves, which what is computed from the whole does not see.
+    # Small eigenvalues may be rounding.
     noise = 64 * eps * jnp.where(leading > eps**0.5 * squares[0], squares[0], leading)
     tied = used & (gap <= noise)
     return refused(jnp.where(used, numerator / jnp.where(used & ~tied, gap, 1.0), 0.0), tied)
 
 
 def halved(slopes: Float[Array, " r"], values: Float[Array, " r"]) -> Float[Array, " r"]:
-    """Slopes of roots from those of their squares; zero at zero."""
+    """Return derivatives of roots from those of their squares; zero at zero."""
     return jnp.where(values > 0, 0.5 * slopes / jnp.where(values > 0, values, 1.0), 0.0)

@@ -1,4 +1,4 @@
-"""Simulate trajectories as pure functions of a key, and state what is known of their spectra."""
+"""Simulate trajectories as pure functions of a key, and compute exact spectra of their evolution operators."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Exact spectra of evolution operators, computed in NumPy's float64."""
+"""Exact spectra of evolution operators."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from dissociation._core.validation import validated
 
 
 class ExactSpectrum(NamedTuple):
-    """Leading part of the spectrum of (E f)(x) = E[f(x') | x], where x' follows x.
+    """Leading part of the spectrum of (E f)(x) = E[f(x') | x], with x' the successor of x.
 
-    In the Hilbert space with <f, g> = integral of conj(f) g times the invariant density, E is the sum over i of
-    eigenvalues[i] <left_i, .> right_i, plus further components. A reversible system has left = right.
+    With <f, g> = integral of conj(f) g times the invariant density, E is the sum over i of
+    eigenvalues[i] <left_i, .> right_i, plus further components.
 
     Attributes:
-        eigenvalues: Eigenvalues, modulus descending, the one with positive imaginary part first in each conjugate pair;
-            real if the system is reversible: [components].
-        right: Function of states [n, d] to right eigenfunctions [n, components], E right_i = eigenvalues[i] right_i.
-        left: Function of states to left eigenfunctions, [n, components], <left_i, right_j> = 1 if i = j, else 0; or
-            None.
-        density: Function of states to the invariant density, [n], or None.
+        eigenvalues: Modulus descending, positive imaginary part first in each conjugate pair; real if the system is
+            reversible: [components].
+        right: Function of states [n, d] to right eigenfunctions [n, components].
+        left: Function of states [n, d] to left eigenfunctions [n, components], <left_i, right_j> = delta_ij, equal to
+            `right` for a reversible system; or None.
+        density: Function of states [n, d] to the invariant density, [n]; or None.
     """
 
     eigenvalues: Inexact[np.ndarray, " components"]
@@ -32,8 +32,8 @@ class ExactSpectrum(NamedTuple):
 
 
 def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """Return the order of eigenvalues of a real operator by falling modulus, with conjugate pairs kept together."""
-    # Sorting by modulus alone would tear pairs apart that rounding made unequal.
+    """Return the order of eigenvalues of a real operator by falling modulus, with conjugate pairs adjacent."""
+    # Sorting by modulus alone would separate pairs that rounding made unequal.
     values = np.asarray(eigenvalues, np.complex128)
     height = np.where(np.abs(np.imag(values)) <= 1e-13 * np.abs(values), 0, np.imag(values))
     lower = [int(i) for i in np.flatnonzero(height < 0)]
@@ -49,6 +49,7 @@ def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, "
 @validated(finite=("states",))
 def column(states: Float[Array | np.ndarray, "n 1"]) -> Float[np.ndarray, " n"]:
     """Return states on a line as a vector of float64."""
+    # NumPy computes in float64 also if JAX's x64 mode is off.
     return np.asarray(states, np.float64)[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Overdamped Langevin dynamics in a potential: trajectories, and the spectrum of the reversible diffusion on a line."""
+"""Overdamped Langevin dynamics in a potential: trajectories and spectra."""
 
 import math
 from collections.abc import Callable
@@ -41,24 +41,24 @@ def overdamped_langevin(
 
     Args:
         potential: V, from one state [d] to its energy, differentiable by JAX.
-        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
         initial: State [d], or [num_trajectories, d].
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        num_trajectories: Batch size; None: no batch axis.
         friction: Positive.
         sigma: Strength of the noise, 0 or more.
         time_step: Time between recorded states, positive.
-        substeps: Steps of the scheme for each recorded one, 1 or more.
+        substeps: Steps of the scheme per recorded step, 1 or more.
 
     Raises:
-        ValueError: If a number is out of range, or the potential gives more than one.
+        ValueError: If a number is out of range, or the potential does not return one number.
 
     References:
         Maruyama (1955), Continuous Markov processes and stochastic equations.
     """
     _check_potential(potential, initial)
     one = partial(walk, _scheme(potential, friction, sigma, time_step, substeps), num_steps)
-    # States are not drawn, as they are given.
+    # Initial states are given, not drawn.
     return run_trajectories(one, lambda key: key, key, num_trajectories, initial, np.shape(initial)[-1])
 
 
@@ -103,29 +103,26 @@ def langevin_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """Return the spectrum of the evolution over `time_step` of overdamped Langevin dynamics on a line, on the host.
+    """Return the spectrum over `time_step` of overdamped Langevin dynamics on a line, on the host.
 
-    The generator L f = D exp(V / kT) (exp(-V / kT) f')', with D = sigma^2 / (2 friction^2) and kT = sigma^2 /
-    (2 friction), becomes a chain that jumps between neighbouring cells with rates D / h^2 exp((V_cell - V_edge) / kT):
-    reversible, and symmetric once divided by the root of the density. Its error, of order h^2, is extrapolated away
-    from two grids, h and 2 h.
+    The generator is L f = D exp(V / kT) (exp(-V / kT) f')', D = sigma^2 / (2 friction^2), kT = sigma^2 / (2 friction).
 
     Args:
         potential: V, from a state [1] to its energy, written in jax.numpy.
-        domain: Ends (a, b), which reflect. What lies outside the wells, 36 kT above the minimum, is cut off.
+        domain: Ends (a, b), which reflect. States outside the wells, 36 kT above the minimum, are cut off.
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Lag of the operator, positive.
-        num_components: How many eigenvalues, 1 or more.
+        num_components: Number of eigenvalues, 1 or more.
         num_cells: Cells of the finer grid, even; at least eight per component.
 
     Returns:
         Real eigenvalues exp(time_step times an eigenvalue of L) descending from 1; eigenfunctions orthonormal in L2 of
-        the invariant density and positive at the upper end, left ones equal to right ones; that density.
+        the invariant density, positive at the upper end; that density.
 
     Raises:
-        ValueError: If an argument is out of range, or the potential is not defined throughout, gives more than one
-            number, or has a wall too steep for the cells.
+        ValueError: If an argument is out of range, or the potential is undefined, does not return one number, or has a
+            wall too steep for the cells.
 
     References:
         Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072 (structure-preserving).
@@ -139,10 +136,12 @@ def langevin_spectrum(
     temperature = _temperature(friction, sigma)
 
     def energy(x: np.ndarray) -> np.ndarray:
+        # float64 although x64 mode may be off, and concrete also under a trace.
         with jax.enable_x64(True), jax.ensure_compile_time_eval():
             return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x[:, None])) / temperature
 
     a, b = _within_cut_off(energy, domain)
+    # Richardson extrapolation from h and 2 h removes the error of order h^2.
     fine, coarse = (_reversible_chain(energy, a, b, cells, components) for cells in (num_cells, num_cells // 2))
     rates = temperature / float(friction) * (4 * fine.rates - coarse.rates) / 3
     rates[0] = 0.0
@@ -160,7 +159,7 @@ def langevin_spectrum(
 
 
 def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, float]) -> tuple[float, float]:
-    """Return the part of the domain from the first to the last point below the cut-off."""
+    """Return the interval from the first to the last point of the domain below the cut-off."""
     if not (len(domain) == 2 and np.all(np.isfinite(domain)) and domain[0] < domain[1]):
         fail("domain", "be two ends in ascending order", domain)
     grid = np.linspace(*domain, 4001)
@@ -176,7 +175,7 @@ def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, floa
 
 
 class _Chain(NamedTuple):
-    """Reversible chain on cells: their centres, rates of decay for D = 1, functions [cells, k], log of Z."""
+    """Reversible chain on cells: centres, decay rates for D = 1, functions [cells, k], log of Z."""
 
     centres: np.ndarray
     rates: np.ndarray
@@ -189,8 +188,10 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
     edges, h = np.linspace(a, b, cells + 1, retstep=True)
     centres = (edges[1:] + edges[:-1]) / 2
     cell, edge = energy(centres), energy(edges[1:-1])
+    # Jumps between neighbouring cells have rates D / h^2 exp((V_cell - V_edge) / kT). The chain is reversible, and
+    # symmetric once divided by the root of the density.
     leaving = np.zeros(cells)
-    with np.errstate(all="ignore"):  # what is not finite is refused
+    with np.errstate(all="ignore"):  # values that are not finite raise below
         leaving[:-1] += np.exp(cell[:-1] - edge)
         leaving[1:] += np.exp(cell[1:] - edge)
         between = -np.exp((cell[1:] + cell[:-1]) / 2 - edge)
@@ -200,7 +201,7 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
     rates, vectors = np.linalg.eigh((np.diag(leaving) + np.diag(between, 1) + np.diag(between, -1)) / h**2)
     lowest = np.min(cell)
     partition = np.sum(np.exp(lowest - cell)) * h
-    # By the root of density times cell: a vector of norm 1 becomes a function of norm 1.
+    # Divided by the root of density times cell, a vector of norm 1 becomes a function of norm 1.
     functions = vectors[:, :components] * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]
     return _Chain(centres, rates[:components], functions * np.sign(functions[-1])[None, :], np.log(partition) - lowest)
 
@@ -220,7 +221,7 @@ def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
 
 
 def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
-    """Return the energy of four wells on a line, entry by entry.
+    """Return the energy of four wells on a line.
 
     V(x) = 4 (x^8 + 0.8 exp(-80 x^2) + 0.2 exp(-80 (x - 0.5)^2) + 0.5 exp(-40 (x + 0.5)^2))
 
@@ -244,20 +245,19 @@ def prinz_langevin(
     substeps: int = 10,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time 1"]:
-    """Simulate trajectories of `overdamped_langevin` in `prinz_potential`, from equilibrium.
+    """Simulate trajectories of `overdamped_langevin` in a four-well potential (Prinz et al. 2011), from equilibrium.
 
     With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells are metastable.
-    One substep of 1e-4 at friction 0.1 is too coarse for the spectrum: the slowest rate is 4.3 % too fast, with ten
-    substeps 0.3 %.
 
     Args:
-        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        num_trajectories: Batch size; None: no batch axis.
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Time between recorded states, positive.
-        substeps: Steps of the scheme for each recorded one, 1 or more.
+        substeps: Steps of the scheme per recorded step, 1 or more. With the default friction and time step the slowest
+            rate is 4.3 % too fast with one substep, 0.3 % with ten.
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant density.
     """
     check_positive("sigma", sigma)
@@ -266,6 +266,7 @@ def prinz_langevin(
     def draw_initial(key: Array) -> Array:
         temperature = sigma**2 / (2 * jnp.asarray(friction))
         edge = _prinz_edge(temperature)
+        # On a line, the inverse of the cumulative density samples exactly up to the grid.
         grid = jnp.linspace(-edge, edge, 4097)
         density = jnp.exp(-prinz_potential(grid) / temperature)
         cumulative = jnp.cumsum((density[1:] + density[:-1]) / 2)
@@ -284,13 +285,13 @@ def prinz_spectrum(
     num_components: int = 4,
     num_cells: int = 400,
 ) -> ExactSpectrum:
-    """Return the spectrum of `prinz_langevin`, by `langevin_spectrum`; the eigenvalues are good to about 1e-8.
+    """Return the spectrum of `prinz_langevin`, by `langevin_spectrum`, with eigenvalues accurate to about 1e-8.
 
     Args:
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Lag of the operator, positive.
-        num_components: How many eigenvalues, 1 or more.
+        num_components: Number of eigenvalues, 1 or more.
         num_cells: Cells of the finer grid, even; at least eight per component.
     """
     check_positive("friction", friction)
@@ -301,7 +302,7 @@ def prinz_spectrum(
 
 
 def _prinz_edge(temperature: Any) -> Any:
-    """Return the place where 4 x^8 is at the cut-off and the bumps are past."""
+    """Return the state at which 4 x^8 reaches the cut-off, beyond the bumps."""
     return (CUT_OFF * temperature / 4 + 1) ** 0.125
 
 

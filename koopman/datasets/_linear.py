@@ -1,4 +1,4 @@
-"""Linear systems with Gaussian noise, one regime or several, and the spectra of their evolution operators."""
+"""Linear systems with Gaussian noise, in one regime or several, and their spectra."""
 
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -33,13 +33,13 @@ def linear_system(
     noise: Noise = 0.0,
     initial: Float[Array | np.ndarray, "..."] | None = None,
 ) -> Float[Array, "*trajectories time d"]:
-    """Simulate trajectories of x' = A x + B z with z standard normal, afresh at every step.
+    """Simulate trajectories of x' = A x + B z with z standard normal, independent at every step.
 
     Args:
         matrix: A, [d, d].
-        num_steps: Number of steps after the initial state, 1 or more: time has length num_steps + 1.
+        num_steps: Steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        num_trajectories: Batch size; None: no batch axis.
         noise: B, [d, sources], or a standard deviation for B = noise I.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
     """
@@ -70,7 +70,8 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
         fail("matrix", "have all eigenvalues inside the unit circle to be stationary", f"spectral radius {radius:.6g}")
     b = _noise_matrix(noise, len(a), np.float64, np)
     covariance = np.asarray(b @ b.T)
-    while np.linalg.norm(a) > 1e-9:  # the rest of the series is below rounding
+    # Each pass doubles the number of terms of the series.
+    while np.linalg.norm(a) > 1e-9:  # further terms are below rounding
         covariance, a = covariance + a @ covariance @ a.T, a @ a
     return covariance + a @ covariance @ a.T
 
@@ -79,22 +80,19 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
 def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
     """Return the spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
-    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i, repetition allowed,
-    whatever the noise. Without noise the eigenfunctions are the products of the w_i . x. With it they are the
-    coefficients of t^k in exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary covariance: Hermite
-    polynomials, from u_i = w_i . x and c_ij = w_i . C w_j by
-
-        H_0 = 1,  H_(k + e_i) = u_i H_k - sum_j k_j c_ij H_(k - e_j).
+    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i. Without noise the
+    eigenfunctions are the products of the w_i . x. With noise they are the coefficients of t^k in
+    exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary covariance.
 
     Args:
-        matrix: A, [d, d], diagonalisable for the eigenfunctions to be all; with noise, stable.
+        matrix: A, [d, d]; with noise, stable. If it is not diagonalisable, eigenfunctions are missing.
         degree: Highest degree, 0 or more.
         noise: B, [d, sources], or a standard deviation.
 
     Returns:
-        All C(d + degree, degree) eigenvalues; right eigenfunctions, those of degree one with variance one under the
-        stationary distribution (or |w_i| = 1 where no noise reaches), the others not scaled; no left ones; the
-        stationary density where the noise reaches every direction.
+        All C(d + degree, degree) eigenvalues. Right eigenfunctions: those of degree one with variance one under the
+        stationary distribution (or |w_i| = 1 in directions without noise), others not scaled. The stationary
+        density, if the noise reaches every direction.
 
     Raises:
         ValueError: If a shape does not fit, or there is noise and `matrix` is not stable.
@@ -111,7 +109,7 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
     values, w = np.linalg.eig(a.T)
     if noisy:
         variance = np.einsum("ai,ab,bi->i", w.conj(), covariance, w).real
-        moved = variance > 1e-14 * np.trace(covariance)  # what the noise does not reach keeps |w_i| = 1
+        moved = variance > 1e-14 * np.trace(covariance)  # directions without noise keep |w_i| = 1
         w = w / np.sqrt(np.where(moved, variance, 1.0))[None, :]
     c = w.T @ covariance @ w
     factors = [term for n in range(degree + 1) for term in combinations_with_replacement(range(d), n)]
@@ -120,6 +118,8 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
 
     @validated
     def right_functions(states: Float[Array | np.ndarray, "n d"]) -> np.ndarray:
+        # Hermite polynomials of u_i = w_i . x with c_ij = w_i . C w_j:
+        # H_0 = 1, H_(k + e_i) = u_i H_k - sum_j k_j c_ij H_(k - e_j).
         u = rows(states, d) @ w
         hermite: dict[tuple[int, ...], np.ndarray] = {(): np.ones(len(u), u.dtype)}
         for term in factors[1:]:
@@ -146,11 +146,11 @@ def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
 
 
 class RegimeTrajectory(NamedTuple):
-    """Simulate trajectories of `regime_switching_var`.
+    """Trajectories of `regime_switching_var`.
 
     Attributes:
         states: [time, d], or [trajectories, time, d].
-        regimes: The regime at each of these times, which rules the step that follows; [time] or [trajectories, time].
+        regimes: Regimes at these times, each of the step that follows; [time] or [trajectories, time].
     """
 
     states: Float[Array, "*trajectories time d"]
@@ -178,10 +178,10 @@ def regime_switching_var(
         transition: P, [regimes, regimes], rows that sum to 1.
         num_steps: Number of steps, 1 or more.
         key: A PRNG key.
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        num_trajectories: Batch size; None: no batch axis.
         noise: Standard deviation of the noise in every direction, 0 or more.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
-        initial_regime: The regime of the first step, from 0.
+        initial_regime: Regime of the first step, from 0.
 
     Returns:
         States and regimes, the initial ones first: time has length num_steps + 1.
@@ -214,16 +214,15 @@ def regime_switching_var(
 def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> ExactSpectrum:
     """Return the spectrum of `regime_switching_var` on functions that are affine in the state, on the host.
 
-    f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, whatever the noise: the
-    eigenvalues are those of P and of the matrix of blocks P_sj A_s^T.
+    f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, for any noise. Eigenvalues
+    are those of P and of the matrix of blocks P_sj A_s^T.
 
     Args:
         matrices: The A_s, [regimes, d, d].
         transition: P, [regimes, regimes].
 
     Returns:
-        All regimes (1 + d) eigenvalues; right eigenfunctions, a function of states [n, d] and regimes [n]; neither
-        left ones nor a density.
+        All regimes (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes [n].
 
     References:
         Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2 (first moment).
@@ -248,7 +247,7 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
 
 
 def _noise_matrix(noise: Any, d: int, dtype: Any, xp: Any = jnp) -> Any:
-    """B as a matrix [d, sources]."""
+    """Return B as a matrix [d, sources]."""
     if np.ndim(noise) == 2:
         check_finite("noise", noise)
         return xp.asarray(noise, dtype)

@@ -1,4 +1,4 @@
-"""The noisy logistic map, a chain on the circle whose evolution operator has finite rank and is known exactly."""
+"""Noisy logistic map, a chain on the circle with an evolution operator of finite rank."""
 
 import math
 from functools import partial
@@ -28,15 +28,14 @@ def logistic_map(
 ) -> Float[Array, "*trajectories time 1"]:
     """Simulate trajectories of the logistic map with trigonometric noise on the circle [0, 1).
 
-    x' = (4 x (1 - x) + xi) mod 1, where xi has a density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2].
+    x' = (4 x (1 - x) + xi) mod 1, with the density of xi proportional to cos(pi xi)^(2 order) on [-1/2, 1/2].
 
     Args:
         num_steps: Number of steps, 1 or more.
         key: A PRNG key.
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        num_trajectories: Batch size; None: no batch axis.
         order: Noise order M, 1 or more; the standard deviation of the noise is about 1 / (pi sqrt(2 M)).
-        initial: State [1], or [num_trajectories, 1]. None starts from the invariant distribution: uniformly, with 100
-            steps thrown away, after which what is left of the start is below rounding.
+        initial: State [1], or [num_trajectories, 1]. None draws it from the invariant distribution, to rounding.
 
     Returns:
         States in [0, 1), the initial one first: time has length num_steps + 1.
@@ -58,19 +57,17 @@ def logistic_map(
 
     def draw_initial(key: Array) -> Array:
         key_uniform, key_walk = jax.random.split(key)
+        # After 100 steps the influence of the start is below rounding.
         return walk(advance, 100, key_walk, jax.random.uniform(key_uniform, (1,)))[-1]
 
     return run_trajectories(partial(walk, advance, num_steps), draw_initial, key, num_trajectories, initial, 1)
 
 
 def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float[Array, "..."]:
-    """Draw from the density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2], exactly.
-
-    The angle whose tangent is z_0 / |(z_1, ..., z_nu)|, with normal z and nu = 2 order + 1, has this density times pi:
-    up to sqrt(nu) the tangent is Student's t, whose density (1 + t^2 / nu)^(-(nu + 1) / 2) turns into
-    cos(angle)^(nu - 1). Exponential draws replace pairs of squares. Rejection would take seconds to compile.
-    """
+    """Draw from the density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2]."""
     key_normal, key_pairs = jax.random.split(key)
+    # The angle of tangent z_0 / |(z_1, ..., z_nu)|, nu = 2 order + 1, has this density times pi: sqrt(nu) times its
+    # tangent is Student's t. Exponential draws replace pairs of squares. Rejection would compile for seconds.
     z = jax.random.normal(key_normal, (*shape, 2))
     pairs = jnp.sum(jax.random.exponential(key_pairs, (*shape, order)), axis=-1)
     return jnp.arctan2(z[..., 0], jnp.sqrt(z[..., 1] ** 2 + 2 * pairs)) / math.pi
@@ -78,12 +75,11 @@ def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float
 
 @validated
 def logistic_features(states: Points, order: int = 20) -> Float[Array, "n features"]:
-    """Trigonometric features of s = 4 x (1 - x), in whose span the evolution operator is exact.
+    """Return trigonometric features of s = 4 x (1 - x), in whose span the evolution operator is exact.
 
     [1, sqrt(2) cos(2 pi s), ..., sqrt(2) cos(2 pi M s), sqrt(2) sin(2 pi s), ..., sqrt(2) sin(2 pi M s)]
 
-    The transition density is a trigonometric polynomial of degree M in s, so that the operator maps every function
-    into this span. The eigenfunctions of nonzero eigenvalues need the first M + 1 features only.
+    Eigenfunctions of nonzero eigenvalues need only the first M + 1 features.
 
     Args:
         states: [n, 1], in [0, 1].
@@ -94,6 +90,7 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
     """
     order = check_count("order", order, minimum=1)
     states = jnp.asarray(states)
+    # The transition density is a trigonometric polynomial of degree M in s.
     angle = 2 * math.pi * (4 * states * (1 - states)) * jnp.arange(1, order + 1, dtype=states.dtype)[None, :]
     waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
     return jnp.concatenate([jnp.ones_like(states), math.sqrt(2) * waves], axis=1)
@@ -104,32 +101,31 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     """Return the spectrum of the evolution operator of `logistic_map`, on the host.
 
     With b_n the Fourier basis of [0, 1], S(x) = 4 x (1 - x) and g_n = C(2 M, M + n) / C(2 M, M) the Fourier
-    coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S): a matrix of size 2 M + 1. Its sine rows
-    vanish, for S is even about 1/2: M of its eigenvalues are zero and the others belong to the cosines. The integrals
-    are Gauss-Legendre sums, converged to rounding, which leaves 3e-12 in the eigenvalues at M = 20: the eigenfunctions
-    of those below 1e-8 are of no use.
+    coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S). With M = 20 eigenvalues are accurate to 3e-12.
+    Eigenfunctions of eigenvalues below 1e-8 are unusable.
 
     Args:
         order: Noise order M, 1 or more.
-        num_components: How many of the M + 1 nonzero eigenvalues; None is all.
+        num_components: Number of the M + 1 nonzero eigenvalues; None is all.
 
     Returns:
         Eigenvalues, right eigenfunctions of norm 1, left ones biorthonormal to them, and the invariant density.
 
     References:
-        Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
-        perturbation, section IV.
+        Ostruszka et al. (2000), see `logistic_map`, section IV.
     """
     order = check_count("order", order, minimum=1)
     kept = order + 1 if num_components is None else min(order + 1, check_count("num_components", num_components))
+    # Gauss-Legendre sums of this size converge to rounding.
     nodes, weights = np.polynomial.legendre.leggauss(100 + 20 * order)
     nodes, weights = (nodes + 1) / 2, weights / 2  # on [0, 1]
+    # S is even about 1/2, so that sine rows vanish: M eigenvalues are zero and the others belong to the cosines.
     before, after = _fourier(nodes, order), _fourier(_parabola(nodes), order)
     overlaps = (weights[:, None] * before[:, : order + 1]).T @ after  # [cosines, all]
     central = math.comb(2 * order, order)
     noise = np.array([math.comb(2 * order, order + n) / central for n in range(order + 1)])
 
-    # A diagonal similarity that grades the matrix keeps small eigenvalues accurate.
+    # A diagonal similarity grades the matrix, which keeps small eigenvalues accurate.
     root = np.sqrt(noise)
     values, vectors = np.linalg.eig(root[:, None] * overlaps[:, : order + 1] * root[None, :])
     chosen = conjugate_order(values)[:kept]
@@ -166,6 +162,6 @@ def _parabola(x: np.ndarray) -> np.ndarray:
 
 
 def _fourier(x: np.ndarray, order: int) -> np.ndarray:
-    """The orthonormal real Fourier basis of [0, 1] at x, [n, 2 order + 1], cosines before sines."""
+    """Return the orthonormal real Fourier basis of [0, 1] at x, [n, 2 order + 1], cosines before sines."""
     angle = 2 * np.pi * x[:, None] * np.arange(1, order + 1)[None, :]
     return np.concatenate([np.ones((len(x), 1)), math.sqrt(2) * np.cos(angle), math.sqrt(2) * np.sin(angle)], axis=1)

@@ -1,7 +1,6 @@
-"""Ordered digits: a sequence whose next image shows the next digit, 0, 1, ..., k-1, 0, 1, ...
+"""Ordered digits: sequences of images whose next image shows the next digit, 0, 1, ..., k-1, 0, 1, ...
 
-Images of a class come in the order of the source, so nothing but the class can be foreseen: the evolution operator
-of the class is a cycle of k states, whose eigenvalues are the k-th roots of unity.
+Their evolution operator is a cycle of k classes.
 """
 
 import os
@@ -16,12 +15,12 @@ from dissociation.data._datasets import Dataset, load
 
 
 class OrderedDigits(NamedTuple):
-    """A sequence of digits.
+    """Sequence of digits.
 
     Attributes:
-        images: [n, 28, 28] in [0, 1].
-        labels: [n], 0 to k - 1 in turn.
-        name: The data set that the images come from.
+        images: Images in [0, 1], [n, 28, 28].
+        labels: Digits 0 to k - 1 in turn, [n].
+        name: Name of the data set of the images.
     """
 
     images: Float[np.ndarray, "n 28 28"]
@@ -33,23 +32,23 @@ class OrderedDigits(NamedTuple):
 def ordered_mnist(
     num_digits: int = 5, *, data: str | Dataset = "glyphs", folder: str | os.PathLike[str] | None = None
 ) -> OrderedDigits:
-    """The digits 0 to k - 1 in turn.
+    """Return a sequence of the digits 0 to k - 1 in turn.
 
     Args:
         num_digits: k, from 1 to 10.
         data: "glyphs" (digits drawn by code), "mnist", or a data set of 28 x 28 images. Training images come
-            first, then test images: for MNIST 60 000 and 10 000.
-        folder: Where MNIST lies, see `dissociation.data.load`.
+            first, then test images.
+        folder: Folder of MNIST, see `dissociation.data.load`.
 
     Returns:
-        The sequence, which ends when the smallest class does.
+        The sequence, as long as the smallest class allows.
 
     Raises:
         ValueError: If `num_digits` is out of range, a class is missing, or images are not 28 x 28.
         FileNotFoundError: If MNIST is not found.
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, section 6.
+        Kostic et al. (2022), see `koopman.fit`, section 6.
     """
     count = check_count("num_digits", num_digits, minimum=1)
     if count > 10:
@@ -62,6 +61,7 @@ def ordered_mnist(
     length = min(len(place) for place in places)
     if length == 0:
         fail("data", f"hold every digit below {count}", f"classes {sorted(set(labels.tolist()))}")
+    # Images of a class keep the order of the source, so that only the class can be forecast.
     order = np.stack([place[:length] for place in places], 1).reshape(-1)
     images = np.concatenate([np.asarray(source.train_images), np.asarray(source.test_images)])[order]
     return OrderedDigits(images.reshape(-1, 28, 28), labels[order].astype(np.int32), source.name)
@@ -69,14 +69,15 @@ def ordered_mnist(
 
 @validated
 def cycle_spectrum(num_digits: int = 5) -> Complex[np.ndarray, " k"]:
-    """Eigenvalues of the cycle of classes: the k-th roots of unity, 1 first and conjugates adjacent.
+    """Return the eigenvalues of the cycle of classes: the k-th roots of unity, 1 first and conjugates adjacent.
 
     Args:
-        num_digits: k.
+        num_digits: k, 1 or more.
 
     Returns:
-        exp(2 pi i j / k) for j = 0, 1, -1, 2, -2, ...
+        exp(2 pi i j / k) for j = 0, 1, -1, 2, -2, ..., [k].
     """
     count = check_count("num_digits", num_digits, minimum=1)
+    # Conjugates are adjacent, as in `koopman.eigenvalues`.
     turns = sorted(range(count), key=lambda j: (min(j, count - j), j > count - j))
     return np.exp(2j * np.pi * np.asarray(turns) / count)

@@ -1,4 +1,4 @@
-"""Flows by the Runge-Kutta scheme (Duffing, Lorenz 63) and the exactly sampled Ornstein-Uhlenbeck diffusion."""
+"""Duffing and Lorenz 63 flows, and the Ornstein-Uhlenbeck diffusion."""
 
 import math
 from collections.abc import Callable
@@ -33,9 +33,9 @@ def ornstein_uhlenbeck(
     x' = a x + sigma sqrt((1 - a^2) / (2 theta)) z with a = exp(-theta time_step) and z standard normal.
 
     Args:
-        num_steps: Number of steps after the initial state, 1 or more: time has length num_steps + 1.
+        num_steps: Steps, 1 or more; time has length num_steps + 1.
         key: A PRNG key.
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        num_trajectories: Batch size; None: no batch axis.
         theta: Rate of return, positive.
         sigma: Strength of the noise, 0 or more.
         time_step: Time between states, positive.
@@ -52,6 +52,7 @@ def ornstein_uhlenbeck(
         dtype = initial.dtype
         rate, width = jnp.asarray(theta, dtype), jnp.asarray(sigma, dtype)
         elapsed = rate * jnp.asarray(time_step, dtype)
+        # `expm1` keeps the digits of a short time step.
         deviation = width * jnp.sqrt(-jnp.expm1(-2 * elapsed) / (2 * rate))
         kicks = deviation * jax.vmap(lambda k: jax.random.normal(k, (1,), dtype))(step_keys(key, num_steps))
         return scan_trajectory(lambda x, kick: jnp.exp(-elapsed) * x + kick, initial, kicks)
@@ -68,14 +69,14 @@ def ornstein_uhlenbeck_spectrum(
 ) -> ExactSpectrum:
     """Return the spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
 
-    The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the probabilists' polynomials;
-    these are orthonormal in L2 of the invariant density N(0, s^2). The process is reversible.
+    The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the probabilists' polynomials,
+    orthonormal in L2 of the invariant density N(0, s^2). The process is reversible.
 
     Args:
         theta: Rate of return, positive.
         sigma: Strength of the noise, positive.
         time_step: Lag of the operator, positive.
-        num_components: How many, from k = 0, 1 or more.
+        num_components: Number of eigenvalues, from k = 0, 1 or more.
 
     References:
         Pavliotis (2014), Stochastic processes and applications, section 4.4.
@@ -89,7 +90,7 @@ def ornstein_uhlenbeck_spectrum(
     def functions(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
         x = column(states) / scale
         columns = [np.ones_like(x), x]
-        for k in degrees[2:]:  # normalised at once: factorials overflow
+        for k in degrees[2:]:  # normalised here, as factorials overflow
             columns.append((x * columns[-1] - math.sqrt(k - 1) * columns[-2]) / math.sqrt(k))
         return np.stack(columns[: len(degrees)], axis=1)
 
@@ -113,6 +114,7 @@ def rk4_trajectory(
     h = jnp.asarray(time_step, initial.dtype) / substeps
 
     def substep(state: Array, index: Array) -> tuple[Array, None]:
+        # Not summed over steps, which would accumulate rounding.
         t = h * index
         first = field(t, state)
         second = field(t + h / 2, state + h / 2 * first)
@@ -145,16 +147,16 @@ def duffing(
 
     x'' + delta x' + alpha x + beta x^3 = gamma cos(omega t)
 
-    The drive starts at phase 0. Unless gamma is 0, states alone obey no law that is the same at all times; those
-    recorded once per period 2 pi / omega do.
+    The drive starts at phase 0. Unless gamma is 0, only states recorded once per period 2 pi / omega have a law that
+    does not depend on time.
 
     Args:
-        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
-        key: A PRNG key for initial states; not needed where `initial` is given.
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
+        key: Key of initial states; not needed if `initial` is given.
+        num_trajectories: Batch size; None: no batch axis.
         initial: State [2], or [num_trajectories, 2]. None draws it from N(0, I).
         time_step: Time between recorded states, positive.
-        substeps: Runge-Kutta steps for each recorded one, 1 or more.
+        substeps: Runge-Kutta steps per recorded step, 1 or more.
         alpha: Linear stiffness.
         beta: Cubic stiffness.
         gamma: Amplitude of the drive.
@@ -191,13 +193,13 @@ def lorenz63(
     x' = sigma (y - x),  y' = x (mu - z) - y,  z' = x y - beta z
 
     Args:
-        num_steps: Number of recorded steps after the initial state, 1 or more: time has length num_steps + 1.
-        key: A PRNG key for initial states; not needed where `initial` is given.
-        num_trajectories: Size of a batch; None gives one trajectory without that axis.
-        initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near the attractor;
-            drop some time units to be on it.
+        num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
+        key: Key of initial states; not needed if `initial` is given.
+        num_trajectories: Batch size; None: no batch axis.
+        initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near the attractor:
+            drop the first time units.
         time_step: Time between recorded states, positive.
-        substeps: Runge-Kutta steps for each recorded one, 1 or more.
+        substeps: Runge-Kutta steps per recorded step, 1 or more.
         sigma: Prandtl number.
         mu: Rayleigh number over its critical value.
         beta: Geometric factor.
@@ -212,6 +214,7 @@ def lorenz63(
         return jnp.stack([sigma * (y - x), x * (mu - z) - y, x * y - beta * z]).astype(state.dtype)
 
     def draw_initial(key: Array) -> Array:
+        # The fixed points, between which the attractor lies, are at z = mu - 1.
         return 5 * jax.random.normal(key, (3,)) + jnp.zeros(3).at[2].set(mu - 1)
 
     def one(_: Array, initial: Array) -> Array:

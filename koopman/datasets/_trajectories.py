@@ -22,18 +22,14 @@ def run_trajectories(
     initial: ArrayLike | None,
     dimension: int,
 ) -> Any:
-    """Run `one(key, initial)` once, or for `num_trajectories` keys at once.
+    """Run `one(key, initial)`, or a batch of `num_trajectories` keys, from `initial` states or drawn ones.
 
-    `one`: Function of a key and an initial state [d] to one trajectory, a PyTree of arrays.
-    `draw_initial`: Function of a key to an initial state [d].
-    `key`: Key; trajectory i of a batch has `split(key, num_trajectories)[i]`. None if `initial` is given to a
-    deterministic system.
-    `initial`: [d], or [num_trajectories, d]. If None, it is drawn.
+    `initial`: [d], or [num_trajectories, d].
     """
     if key is None:
         if initial is None:
             fail("key", "be given where `initial` is not", None)
-        key = named_key("nothing")  # never looked at
+        key = named_key("nothing")  # never used
     count = None if num_trajectories is None else check_count("num_trajectories", num_trajectories, minimum=1)
     shapes = [(dimension,)] if count is None else [(dimension,), (count, dimension)]
     if initial is not None:
@@ -48,18 +44,20 @@ def run_trajectories(
 
     if count is None:
         return run(key, initial)
+    # The whole batch shares a single initial state.
     initial_axis = 0 if initial is not None and initial.ndim == 2 else None
     return jax.vmap(run, in_axes=(0, initial_axis))(jax.random.split(key, count), initial)
 
 
 def step_keys(key: PRNGKey, num_steps: int) -> Array:
-    """Return `fold_in(key, step)` for each step, so that a longer run begins with the shorter one."""
+    """Return `fold_in(key, step)` for each step."""
     steps = jnp.arange(check_count("num_steps", num_steps, minimum=1))
+    # A longer run then starts with the shorter one.
     return jax.vmap(lambda step: jax.random.fold_in(key, step))(steps)
 
 
 def scan_trajectory(advance: Callable[[Array, Any], Array], initial: Array, inputs: Any) -> Array:
-    """Return the states [time, ...] from `initial` on, each `advance(state, input)` of the one before."""
+    """Return the states [time, ...] from `initial`, each `advance(state, input)` of the previous one."""
 
     def step(state: Array, step_input: Any) -> tuple[Array, Array]:
         following = advance(state, step_input)

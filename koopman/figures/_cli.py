@@ -1,4 +1,4 @@
-"""The command line: `python -m koopman FIGURE` computes a figure and leaves image, arrays and description."""
+"""Command line `python -m koopman FIGURE`, which writes a figure as image, arrays and description."""
 
 from dissociation.figures import Figure, run_command
 
@@ -10,12 +10,13 @@ An interrupted run goes on with the same command. --version says which this is."
 
 
 def figures() -> dict[str, Figure]:
-    """The figures of this package by their commands' names, listed here alone; imported now, which takes seconds."""
+    """Return the figures of this package by their commands' names."""
+    # Imported here, because it takes seconds.
     from koopman.figures import ordered_mnist, spectra
 
     return {"ordered-mnist": ordered_mnist, "spectra": spectra}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line on these words, by default those of the process; returns the exit status."""
+    """Run the command line on `arguments`, by default those of the process, and return the exit status."""
     return run_command(figures(), arguments, program="koopman", description=TIMES)

@@ -14,30 +14,31 @@ from koopman.figures._ordered_mnist_models import MODELS
 
 
 def _which(name: str) -> int:
-    """The protocol by which a model is drawn."""
+    """Return the index of the protocol by which a model is drawn."""
     return list(PROTOCOLS).index(MODELS[name].shown)
 
 
 def _shown_seed(results: Any, name: str) -> int:
-    """The one of median accuracy at the last step drawn, of those that did not diverge: not one that is stuck."""
+    """Return the seed of median accuracy at the last step drawn, among those that did not diverge."""
     accuracy = results.accuracy(name)[:, _which(name), 0, results.config.num_steps - 1]
+    # The median avoids a seed whose forecasts are stuck.
     order = np.argsort(accuracy)[: np.isfinite(accuracy).sum()]
     return int(order[len(order) // 2]) if len(order) else 0
 
 
 def draw(results: Any) -> Figure:
-    """The sequence, errors against time, forecast strips, eigenfunctions and eigenvalues, on 7 x 8.5 inches."""
+    """Draw sequence, errors, forecast strips, eigenfunctions and eigenvalues, on 7 x 8.5 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.0, 8.5))
         panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.5, 4.2, 2.2])
         parts = (_draw_sequence, _draw_errors, _draw_strips, _draw_spectra)
         plotting.letter(*(axis for part, panel in zip(parts, panels, strict=True) for axis in part(panel, results)))
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
 def caption(results: Any) -> str:
-    """All but the data, which the headline has."""
+    """Return the caption, without the data of the headline."""
     config, groups = results.config, _groups(results)
     letters = iter("abcdefghij")
     first, errors, strips = next(letters), [next(letters) for _ in groups], next(letters)
@@ -73,7 +74,7 @@ def _draw_sequence(panel: Any, results: Any) -> list[Any]:
 
 
 def _groups(results: Any) -> list[list[str]]:
-    """Models of a panel each: those with encoders or none, and autoencoders."""
+    """Return the models of each panel."""
     auto = {name for name in results.logits if MODELS[name].label.endswith("autoencoder") or "auto" in name}
     groups = [[name for name in results.logits if (name in auto) == own] for own in (False, True)]
     return [group for group in groups if group]
@@ -82,7 +83,7 @@ def _groups(results: Any) -> list[list[str]]:
 def _draw_errors(panel: Any, results: Any) -> list[Any]:
     steps, groups = results.config.num_steps, _groups(results)
     axes = panel.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    least = 0.5 / len(results.images)  # no error has no place on a logarithmic axis
+    least = 0.5 / len(results.images)  # a logarithmic axis has no zero
     handles: dict[str, Any] = {}
     for axis, names in zip(axes, groups, strict=True):
         for name in names:

@@ -19,14 +19,14 @@ PROTOCOLS = {
     "circle": "powers, eigenvalues on the unit circle",
     "roots": "powers, eigenvalues at the roots of unity",
 }
-"""Ways to forecast: the model applied to its own forecast image, or its operator alone, as fitted or projected."""
+"""Ways to forecast: the model applied to its forecast image, or powers of its operator, as fitted or projected."""
 
 SCALES = ("raw", "rescaled")
-"""Forecasts as they are, or each image brought to the training images' mean norm before it is read."""
+"""Scales at which forecasts are read: unchanged, or brought to the training images' mean norm."""
 
 
 class Pixels(eqx.Module):
-    """Standardised pixels of images as features, by the mean and deviation of each pixel."""
+    """Standardised pixels of images as features."""
 
     mean: Float[Array, " d"]
     deviation: Float[Array, " d"]
@@ -37,7 +37,7 @@ class Pixels(eqx.Module):
 
 
 class Latent(eqx.Module):
-    """Linear map of features in place of a fitted operator: features times `matrix` are those of the next image."""
+    """Linear map of features to those of the next image, in place of a fitted operator."""
 
     matrix: Float[Array, "d d"]
 
@@ -81,7 +81,8 @@ def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
 
 @eqx.filter_jit
 def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
-    """Return the matrix with eigenvalues moved in each way, by one program for all forecasters of one kind."""
+    """Return the matrix with eigenvalues moved in each way."""
+    # All ways are computed in one program for all forecasters of one kind.
     values, right, left = spectral(dynamics)
     turns = jnp.angle(values) / (2 * jnp.pi)
     nearest = jnp.where(values.imag != 0, jnp.round(turns * num_digits) / num_digits, 0.0 if num_digits % 2 else turns)
@@ -104,8 +105,8 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Forecast from every image by every protocol, and read the forecasts by the oracle.
 
-    "logits" [protocol, scale, time, n, classes]; "strips", forecasts from the first image, [protocol, steps, 28, 28];
-    "eigenvalues" [r]; "left", left eigenfunctions on the images, [n, r], zero for a latent map.
+    "logits" [protocol, scale, time, n, classes]; "strips", from the first image, [protocol, steps, 28, 28];
+    "eigenvalues" [r]; "left", eigenfunctions, [n, r], zero for a latent map.
     """
     images = jnp.asarray(images)
     one, values = jnp.asarray([1]), _encoded(forecaster.features, images)
@@ -163,10 +164,8 @@ def predicted(logits: np.ndarray) -> np.ndarray:
 
 
 def stuck(logits: np.ndarray) -> np.ndarray:
-    """Return for each seed if over 9 in 10 forecasts one step ahead are read as one digit, [seeds].
-
-    `logits`: Logits of the oracle for one model, [seeds, protocols, scales, times, n, classes]. Seeds that diverged are
-    not stuck.
-    """
+    """Return True for seeds with over 9 in 10 forecasts one step ahead read as one digit, [seeds]."""
+    # Logits are [seeds, protocols, scales, times, n, classes].
     read = predicted(logits[:, 0, 0, 0])
+    # Seeds that diverged read -1, and do not count.
     return np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0) > 0.9

@@ -1,4 +1,4 @@
-"""Models of a sequence of digits: their names, their training, and their forecasters."""
+"""Models of a sequence of digits: names, training and forecasters."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,10 +29,10 @@ from koopman.figures._ordered_mnist_measures import Forecaster, Latent, Pixels
 class Model(NamedTuple):
     """Model of the sequence."""
 
-    label: str  # its name in the figure
-    networks: tuple[str, ...]  # the trained networks that it needs besides the oracle
-    shown: str  # the protocol by which its curve and strip are drawn
-    color: int  # one for every kind of network
+    label: str  # name in the figure
+    networks: tuple[str, ...]  # trained networks, besides the oracle
+    shown: str  # protocol of its curve and strip
+    color: int  # per kind of network
     kind: int  # number of its marker and dashes
 
     def look(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ MODELS = {
     "autoencoder_images": Model("autoencoder, image regression", ("autoencoder",), "images", 4, 2),
     "orthogonal": Model("orthogonal autoencoder", ("orthogonal",), "powers", 5, 3),
 }
-"""In the order of tables and legends."""
+"""Models in the order of tables and legends."""
 
 
 _loss = eqx.filter_jit(validation_loss)
@@ -69,10 +69,7 @@ class Networks(NamedTuple):
 def train_networks(
     config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, parts: Parts
 ) -> Networks:
-    """Train the oracle and the networks that the models of `config` need on a sequence, all seeds at once.
-
-    `train`, [n, 28, 28], shows digits `labels`, [n]; `validation` is another stretch. `parts` keeps checkpoints.
-    """
+    """Train the oracle and the networks of the models of `config`, all seeds at once, on images `train` [n, 28, 28]."""
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
     common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(parts.progress)]}
     found = Networks({}, {}, {}, {})
@@ -141,10 +138,8 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
 
 @eqx.filter_jit
 def _fit(features: Any, images: Array, rank: int, alpha: Array, center: bool, decoder: Any) -> Forecaster:
-    """Fit a forecaster by reduced rank regression on features, of images or, if there is a decoder, of features.
-
-    With `center` the constant function goes, and its eigenvalue 1 with it.
-    """
+    """Fit a forecaster by reduced rank regression on features, of images or, if there is a decoder, of features."""
+    # With `center` the operator has no constant function, nor its eigenvalue 1.
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None
     operator = fit(ReducedRank(rank, alpha), x, y, observable=observable, center=center)

@@ -1,8 +1,6 @@
-"""Figure `ordered-mnist`: learning that digits come in turn, and forecasting the images to come.
+"""Figure `ordered-mnist`: learn that digits come in turn, and forecast the images.
 
-Encoders are trained on a sequence whose next image shows the next digit, operators are fitted on their features, and an
-oracle, a classifier trained apart, reads the forecast images. The true operator is a cycle: its eigenvalues are roots
-of unity, so a good model is as right after 1000 steps as after one.
+Operators are fitted on features of trained encoders, and an oracle reads the forecast images.
 """
 
 import dataclasses
@@ -35,14 +33,14 @@ AXES = {
     "times": ("times",),  # horizons: 1 to `num_steps`, and `far`
     "labels": ("images",),  # digits of the test images
     "oracle_accuracy": ("seeds",),  # on the validation images
-    "accuracy": ("models", "seeds", "protocols", "scales", "times"),  # share of forecasts read as the right digit
+    "accuracy": ("models", "seeds", "protocols", "scales", "times"),  # fraction of forecasts read as the right digit
     "predicted": ("models", "seeds", "protocols", "scales", "times", "images"),  # the digit read
     "logits": ("models", "seeds", "protocols", "scales", "times", "images", "classes"),  # of the oracle
     "strips": ("models", "seeds", "protocols", "steps", "rows", "columns"),  # forecasts from the first test image
     "eigenvalues": ("models", "seeds", "components"),
     "left": ("models", "seeds", "images", "components"),  # left eigenfunctions on the test images
     "validation": ("models", "seeds", "epochs"),  # validation loss of trained networks along training
-    "batched": ("models", "seeds"),  # the last one of encoders as the mean over batches
+    "batched": ("models", "seeds"),  # last loss of encoders as the mean over batches
     "diverged_at": ("models", "seeds"),  # the step at which a trained network diverged, or -1
     "protocols": ("protocols",),
     "scales": ("scales",),
@@ -54,7 +52,7 @@ UNITS = {"times": "steps"}
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sequence, the networks, and how far to look."""
+    """Settings of the sequence, the networks and the forecasts."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
@@ -63,11 +61,11 @@ class Config:
     num_seeds: int = 3
     """Networks of every kind, trained from scratch."""
     num_train: int = 3000
-    """Images of the sequence for training: the first ones."""
+    """Images of the sequence for training, from its start."""
     num_validation: int = 1000
-    """The next ones, for validation losses."""
+    """Images after those for training, for validation losses."""
     num_test: int = 1000
-    """The next ones, from which forecasts begin."""
+    """Images after those for validation, from which forecasts start."""
     num_epochs: int = 50
     """Passes over the training sequence, for encoders and autoencoders."""
     oracle_epochs: int = 20
@@ -79,9 +77,9 @@ class Config:
     num_steps: int = 15
     """Horizons."""
     far: int = 1000
-    """One horizon more, for powers of the operator."""
+    """Further horizon, for powers of the operator."""
     models: tuple[str, ...] = tuple(MODELS)
-    """Which models; the oracle is always trained."""
+    """Models to compare; the oracle is always trained."""
 
     def __post_init__(self):
         figures.check_choice("data", self.data, NAMES)
@@ -103,11 +101,11 @@ class Config:
             figures.check_choice("models", name, MODELS)
 
     def quick(self) -> "Config":
-        """Return the options of a smoke run."""
+        """Return the settings of a smoke run."""
         return dataclasses.replace(
             self,
             num_seeds=2,
-            num_train=257,  # 256 pairs, which batches of 64 divide: no program for a last, smaller one
+            num_train=257,  # 256 pairs divide into batches of 64: a smaller one would compile again
             num_validation=100,
             num_test=100,
             num_epochs=2,
@@ -136,14 +134,14 @@ class Results(NamedTuple):
     member: Any = None
 
     def accuracy(self, model: str) -> np.ndarray:
-        """Return the share of forecasts that the oracle reads as the right digit: [seeds, protocols, scales, times]."""
+        """Return the fraction of forecasts read as the right digit: [seeds, protocols, scales, times]."""
         digits = (self.labels[None] + self.times[:, None]) % self.config.num_digits
         right = self.logits[model].argmax(-1) == digits
         return np.where(np.isfinite(self.logits[model]).all(-1), right, np.nan).mean(-1)
 
 
 def source(config: Config) -> Dataset:
-    """Load the dataset that the sequence is cut from."""
+    """Load the data set of the sequence."""
     data = load(config.data)
     _split(config, ordered_mnist(config.num_digits, data=data))
     return data
@@ -157,7 +155,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | figures.MeterFactory | None = None,
 ) -> Results:
-    """Train, fit, forecast and read, the sequence cut from `dataset`; see `figures.Figure.compute`."""
+    """Train, fit, forecast and read, on a sequence from `dataset`; see `figures.Figure.compute`."""
     sequence = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     _split(config, sequence)
     with figures.Parts(folder, figures.identity_of(config, key, (sequence.images, sequence.labels)), progress) as parts:
@@ -211,7 +209,7 @@ def _evaluated(
 
 
 def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
-    """Return zeros of the shapes of a model's forecasts for one seed, if there is no seed to take them from."""
+    """Return zeros of the shapes of a model's forecasts for one seed."""
     protocols, digits = len(PROTOCOLS), config.num_digits
     return {
         "logits": np.zeros((protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.float32),
@@ -234,16 +232,14 @@ def _split(config: Config, sequence: OrderedDigits) -> tuple[np.ndarray, np.ndar
 
 
 def eigenvalue_errors(results: Results) -> dict[str, np.ndarray]:
-    """Return per model the largest distance of a root of unity to the nearest eigenvalue: [seeds]."""
+    """Return per model the largest distance of a root of unity to its nearest eigenvalue: [seeds]."""
     roots = cycle_spectrum(results.config.num_digits)
     return {name: np.abs(nearest(values, roots) - roots[None]).max(1) for name, values in results.eigenvalues.items()}
 
 
 def phase_errors(results: Results) -> dict[str, np.ndarray]:
-    """Return per model the largest angle between a root of unity and the nearest eigenvalue, radians per step: [seeds].
-
-    After t steps powers of the operator are out by t times this angle; digits are mistaken from about pi / k on.
-    """
+    """Return per model the largest angle of a root of unity to the nearest eigenvalue, radians per step: [seeds]."""
+    # After t steps powers of the operator are off by t times this angle; digits are wrong from about pi / k.
     roots = cycle_spectrum(results.config.num_digits)
     return {
         name: np.abs(np.angle(nearest(values, roots) * np.conj(roots)[None])).max(1)
@@ -257,7 +253,7 @@ def nearest(values: Complex[np.ndarray, "seeds r"], roots: Complex[np.ndarray, "
 
 
 def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name; see `dissociation.figures.Figure.arrays`."""
+    """Return the arrays of the figure, by name."""
     fields = ("logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
     return {
         "protocols": np.asarray(tuple(PROTOCOLS)),
@@ -272,7 +268,7 @@ def arrays(results: Results) -> dict[str, Any]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON file."""
     return {
         "figure": "ordered-mnist",
         "config": results.config,
@@ -291,12 +287,12 @@ def families(results: Results) -> dict[str, Any]:
 
 
 def caption(results: Results) -> str:
-    """See `dissociation.figures.Figure.caption`."""
+    """Return the caption."""
     return f"{drawing.caption(results)} Data: {headline(results)}."
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
+    """Return the data and the size of the run in a line."""
     sizes = ", ".join(f"{results.data[f'num_{part}']} {part}" for part in ("train", "validation", "test"))
     names = [f"{name} seed {i}" for name, steps in results.diverged_at.items() for i in range(len(steps))]
     oracle = cell(results.oracle_accuracy, factor=100, unit=" %")
@@ -308,7 +304,7 @@ def headline(results: Results) -> str:
 
 
 def table(results: Results) -> list[list[str]]:
-    """A header and a row per model: accuracies at the last step and far ahead, eigenvalues, validation loss."""
+    """Return a header and a row per model."""
     last, far = results.config.num_steps, results.config.far
     columns = {  # protocol, scale and time
         f"images, {last}": (0, 0, last - 1),

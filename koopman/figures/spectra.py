@@ -1,9 +1,4 @@
-"""Figure `spectra`: estimated against exact eigenvalues and eigenfunctions, where the truth is known.
-
-Three systems: the noisy logistic map (not reversible, a conjugate pair leads), an Ornstein-Uhlenbeck process, and
-overdamped Langevin dynamics in the Prinz potential. Four estimators: ridge, principal components, reduced rank, and
-reduced rank on Nystroem features. Every number is a mean over independent trajectories.
-"""
+"""Figure `spectra`: estimated against exact eigenvalues and eigenfunctions of systems with known spectra."""
 
 import dataclasses
 import os
@@ -41,7 +36,7 @@ STEM = "spectra"
 SHOWS = "Estimated against exact eigenvalues and eigenfunctions of systems whose spectra are known."
 
 SYSTEMS = ("logistic", "ornstein_uhlenbeck", "prinz")
-"""The systems there are."""
+"""Names of the systems."""
 
 AXES: dict[str, tuple[str, ...]] = {"lengths": ("lengths",)}
 for _name in SYSTEMS:
@@ -53,8 +48,7 @@ for _name in SYSTEMS:
         f"eigenvalues_{_name}": (*_estimates, "lengths", f"exact_{_name}"),  # the estimates nearest to the exact ones
         f"functions_{_name}": (*_estimates, f"grids_{_name}"),  # at the largest length, scaled to the exact one
     }
-"""Arrays of the figure and their axes. One estimate may be nearest to several exact eigenvalues, and choosing flatters
-estimators that have many to choose from."""
+"""Arrays of the figure and their axes."""
 
 UNITS = {"lengths": "transitions"}
 
@@ -71,9 +65,9 @@ MAX_RANK = 6
 
 
 class System(NamedTuple):
-    """System with a known spectrum, and how it is observed."""
+    """System with a known spectrum, and its observation."""
 
-    label: str  # its name in the figure
+    label: str  # name in the figure
     sample: Callable[[int, Array], Array]  # from a number of transitions and a key to a trajectory [time, 1]
     features: Callable[[Array], Array]  # from states [n, 1] to features [n, d]
     exact: ExactSpectrum  # at the lag
@@ -97,7 +91,7 @@ class Config:
     num_centres: int = 50
     """Centres of the Nystroem estimator, spread evenly over the grid of states."""
     systems: tuple[str, ...] = SYSTEMS
-    """Which systems."""
+    """Systems to simulate."""
     order: int = 20
     """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
 
@@ -121,7 +115,7 @@ class Config:
             figures.check_choice("systems", name, SYSTEMS)
 
     def quick(self) -> "Config":
-        """A small run that shows that everything works."""
+        """Return the settings of a smoke run."""
         return dataclasses.replace(self, num_trajectories=4, lengths=(500, 2000), num_centres=20)
 
 
@@ -200,7 +194,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | figures.MeterFactory | None = None,
 ) -> Results:
-    """Simulate, fit and compare, whatever `dataset` is; see `dissociation.figures.Figure.compute`."""
+    """Simulate, fit and compare, for any `dataset`; see `dissociation.figures.Figure.compute`."""
     del dataset
     with figures.Parts(folder, figures.identity_of(config, key, np.zeros(0)), progress) as parts:
         return _computed(config, key, parts)
@@ -258,10 +252,11 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         out = {}
         for name, (operator, where) in fitted.items():
             spectrum = decompose(operator)
+            # One estimate may be nearest to several exact eigenvalues. This favours estimators with many eigenvalues.
             nearest = jnp.argmin(jnp.abs(spectrum.eigenvalues[None] - exact[:, None]), 1)
             out[f"values_{name}"] = spectrum.eigenvalues[nearest]
             function = right_eigenfunctions(operator, where, spectrum)[:, nearest[0]]
-            # An eigenfunction has a complex factor of its own: the one that brings it closest to the truth.
+            # An eigenfunction is defined up to a complex factor: this one brings it closest to the truth.
             factor = jnp.vdot(function, truth) / jnp.vdot(function, function)
             out[f"functions_{name}"] = jnp.real(factor * function)
         return out
@@ -270,16 +265,13 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
 
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rates -log|lambda| per lag at the largest length: exact, mean over trajectories, and its standard error.
-
-    Each is [compared].
-    """
+    """Return rates -log|lambda| per lag at the largest length: exact, mean, standard error, [compared]."""
     mean, deviation, count = summarise(-np.log(np.abs(results.eigenvalues[system][estimator][:, -1])))
     return -np.log(np.abs(results.exact[system])), mean, deviation / np.sqrt(np.maximum(count, 1))
 
 
 def draw(results: Results) -> Figure:
-    """Draw a row per system: rates, the leading eigenfunction, and the error by length; 6.5 inches wide."""
+    """Draw rates, leading eigenfunction and errors, a row per system, 6.5 inches wide."""
     with plotting.house_style():
         rows = len(results.data)
         figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
@@ -296,12 +288,12 @@ def draw(results: Results) -> Figure:
         handles = axes[0, 2].get_legend_handles_labels(), axes[0, 1].get_legend_handles_labels()
         drawn = dict(zip(handles[0][1] + handles[1][1], handles[0][0] + handles[1][0], strict=True))
         figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3, handlelength=3)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
 def _draw_rates(axes: Axes, results: Results, name: str) -> None:
-    """Draw rates over the exact ones, their mean and its interval; one of each conjugate pair."""
+    """Draw estimated over exact rates, with mean and interval, one of each conjugate pair."""
     exact = results.exact[name]
     kept = np.flatnonzero(np.imag(exact) >= 0)
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
@@ -336,7 +328,7 @@ def _draw_errors(axes: Axes, results: Results, name: str) -> None:
 
 
 def caption(results: Results) -> str:
-    """See `dissociation.figures.Figure.caption`."""
+    """Return the caption."""
     config, many = results.config, f"{results.config.num_trajectories} independent trajectories"
     functions = [curves for kinds in results.functions.values() for curves in kinds.values()]
     drawn = plotting.drawn_as(*functions, members="trajectories")
@@ -354,14 +346,14 @@ def caption(results: Results) -> str:
 
 
 def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name; see `dissociation.figures.Figure.arrays`."""
+    """Return the arrays of the figure, by name."""
     fields = ("exact", "grids", "exact_functions", "eigenvalues", "functions")
     named = {f"{field}_{name}": part for field in fields for name, part in getattr(results, field).items()}
     return {"lengths": np.asarray(results.config.lengths), **named}
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON file."""
     return {
         "figure": "spectra",
         "config": results.config,
@@ -371,7 +363,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
+    """Return the data and the size of the run in a line."""
     config = results.config
     return (
         f"{config.num_trajectories} trajectories of up to {config.lengths[-1]} transitions; rates -log|lambda| per lag"
@@ -383,7 +375,7 @@ def source(config: Config) -> None:
 
 
 def table(results: Results) -> list[list[str]]:
-    """Return a header and a row per system, estimator and rate: exact, mean, standard error, and the bias in errors."""
+    """Return a header and a row per system, estimator and rate."""
     rows = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
     for name, label in results.data.items():
         one_of_each_pair = np.imag(results.exact[name]) >= 0  # conjugates have one rate
