@@ -52,6 +52,20 @@ TESTED_BY = {
     "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
     "koopman._operators._kernel_operators": ["koopman/test_nystroem.py"],
 }
+RULES = (
+    "references",
+    "elementwise",
+    "indexing",
+    "contractions",
+    "arrangements",
+    "operations",
+    "flow",
+    "axes",
+    "labels",
+)
+SYMMETRY = ["dissociation/test_groups.py", "dissociation/test_indexing.py", "dissociation/test_symmetry.py"]
+TESTED_BY |= {f"dissociation.rewrites._{rule}": SYMMETRY for rule in RULES}
+TESTED_BY["dissociation.rewrites._comparison"] = ["dissociation/test_growth.py", "dissociation/test_rewrites.py"]
 """Modules that are tested through others."""
 SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
 """Defaults of settings, and what only guards: no logic to mutate."""
@@ -172,9 +186,8 @@ def run(mutant, root, timeout):
             *tests,
             str(path),
         ]
-        status = subprocess.run(
-            words, cwd=root, env=environment_of(root), capture_output=True, timeout=timeout
-        ).returncode
+        settings = {"cwd": root, "env": environment_of(root), "capture_output": True, "timeout": timeout}
+        status = subprocess.run(words, **settings).returncode
         row["outcome"] = {0: "survived", 1: "caught", 5: "no tests"}.get(status, "caught (import)")
     except subprocess.TimeoutExpired:
         row["outcome"] = "caught (time)"
