@@ -172,22 +172,9 @@ def run(mutant, root, timeout):
     began = time.perf_counter()
     try:
         file.write_text(text)
-        words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "",
-            "-n0",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *tests,
-            str(path),
-        ]
+        words = [sys.executable, "-m", "pytest", "-m", "", "-n0", "-x", "-q", "-p", "no:cacheprovider", *tests]
         settings = {"cwd": root, "env": environment_of(root), "capture_output": True, "timeout": timeout}
-        status = subprocess.run(words, **settings).returncode
+        status = subprocess.run([*words, str(path)], **settings).returncode
         row["outcome"] = {0: "survived", 1: "caught", 5: "no tests"}.get(status, "caught (import)")
     except subprocess.TimeoutExpired:
         row["outcome"] = "caught (time)"
