@@ -272,6 +272,11 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     assert change(made[1], turn(made[1]), x) < 1e-5
     with pytest.raises(ValueError, match="nothing but sums and products"):
         turn(model)
+    weights = {name: jax.random.normal(jax.random.key(i), (5, 5)) for i, name in enumerate("abv")}
+    largest = lambda p, x: jnp.maximum(x @ p["a"], x @ p["b"]) @ p["v"]  # noqa: E731
+    (maxout,) = neuron_groups(weights, x[0], call=largest).values()
+    with pytest.raises(ValueError, match="nothing but sums and products"):
+        rotate(maxout, key=jax.random.key(0))
     norm = eqx.nn.LayerNorm(8, use_weight=False, use_bias=False)
     chain = eqx.nn.Sequential([model.layers[0], eqx.nn.Lambda(relu), norm, model.layers[1]])
     plain = eqx.tree_at(lambda m: m.layers[2], chain, eqx.nn.Identity())

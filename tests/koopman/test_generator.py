@@ -185,7 +185,8 @@ def test_units_change_nothing_but_rates():
 
 def test_an_alpha_above_the_features_and_a_large_mean_are_named():
     x, jac = (np.asarray(part, np.float32)[:, 1:2] for part in ornstein_uhlenbeck(300))
-    with pytest.warns(UserWarning, match=r"`alpha` \(10\) exceeds the mean eigenvalue of E\[phi phi\^T\]"):
-        fit_generator(x, jac, rank=1, alpha=10.0)
+    for unit, said in ((1, "10"), (256, r"6.55e\+05")):
+        with pytest.warns(UserWarning, match=rf"`alpha` \({said}\) exceeds the mean eigenvalue of E\[phi phi\^T\]"):
+            fit_generator(unit * x, unit * jac, rank=1, alpha=10.0 * unit**2)
     with pytest.warns(UserWarning, match="Column 0 of `x` varies.*take them about their mean"):
         fit_generator(x + np.float32(1e4), jac, rank=1)

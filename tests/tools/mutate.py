@@ -65,6 +65,7 @@ RULES = (
 )
 SYMMETRY = ["dissociation/test_groups.py", "dissociation/test_indexing.py", "dissociation/test_symmetry.py"]
 TESTED_BY |= {f"dissociation.rewrites._{rule}": SYMMETRY for rule in RULES}
+TESTED_BY["dissociation._core.frames"] = ["koopman/test_pairs.py", "koopman/test_forecast.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = ["dissociation/test_growth.py", "dissociation/test_rewrites.py"]
 """Modules that are tested through others."""
 SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
