@@ -150,9 +150,8 @@ def _check_steps(name: str, index: Any, found: list[Any]) -> None:
     with warnings.catch_warnings():  # pandas warns of the type to come
         warnings.simplefilter("ignore")
         calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
-    off = np.append(0, np.cumsum(steps)) / steps.mean() - np.arange(
-        len(times)
-    )  # a clock's rounding is less than a tenth
+    # A clock's rounding is less than a tenth of a step.
+    off = np.append(0, np.cumsum(steps)) / steps.mean() - np.arange(len(times))
     if np.abs(off).max() > 0.1 and not calendar:
         most, usual = (int(np.argsort(steps)[at]) for at in (-1, len(steps) // 2))
         got = f"{index[most + 1]} after {index[most]}, where {index[usual + 1]} comes after {index[usual]}"

@@ -347,6 +347,7 @@ def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
     ):
         np.testing.assert_allclose(change(scaled, y), change(plain, y), atol=2e-5)
     np.testing.assert_allclose(similarity.cca(scaled, y), reference.cca(X, Y), atol=2e-5)
+    np.testing.assert_allclose(similarity.pwcca(X, Y[:, [0, 1, 1]]), similarity.pwcca(X, Y[:, :2]), atol=2e-5)
     dependent, y = (np.tile(one, (8, 1)) for one in (plain, y))
     dependent[:, 0] = 3 * dependent[:, 1] - dependent[:, 2]
     similarity.cca(dependent, y)  # nothing is lost

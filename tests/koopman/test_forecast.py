@@ -172,6 +172,7 @@ def test_a_frame_is_scored_as_its_pairs_are_made():
         np.testing.assert_allclose(score(operator, table, observable=table), wanted, rtol=1e-6)
     for table, words in (
         (FRAME[::-1], "index that increases"),
+        (FRAME.set_axis(np.arange(len(FRAME), dtype=np.uint32)[::-1]), "index that increases"),
         (FRAME.drop(7), "index of even steps"),
         (FRAME.assign(**RUNS).set_index(["run", "t"]), "be one trajectory, got 2 runs"),
         (FRAME.assign(**RUNS).set_index("t"), "`trajectory` must .*increases|states alone"),
