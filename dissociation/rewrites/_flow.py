@@ -112,7 +112,8 @@ class Flow:
             even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None)
         known = array if array.size <= FEW else None
-        self.large += [array] if known is None else []
+        if known is None:
+            self.large.append(array)
         endless = bool(np.issubdtype(array.dtype, np.inexact) and array.size and not np.isfinite(array).any())
         return Value(array.shape, axes, not array.any(), known, endless)
 
