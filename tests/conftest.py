@@ -10,13 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 # Most of the time of these tests is compiling of small programs. With little optimisation, and by XLA's older emitters,
-# it takes half of that; with none, equal sums would be contracted unequally and lose equal bits (`barely_optimized`
-# is for what compares none). Benchmarks run as users do. A version without a flag would end the process.
+# it takes half of that, and less with hardly any; but then equal sums are contracted unequally and lose equal bits (see
+# `OPTIMISED`). Benchmarks run as users do. A version without a flag would end the process.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] != "cpu":  # a GPU multiplies float32 as TF32 unless told; tests compare formulas
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "float32")
@@ -33,6 +34,9 @@ import matplotlib as mpl
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+OPTIMISED = {"test_resuming.py", "test_training.py"}
+"""Modules of tests that compare the bits of two programs."""
+
 mpl.use("Agg")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -45,7 +49,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """The longest first: workers take modules in this order, and one alone with a long one leaves the others idle."""
     longest = {"notebooks", "test_protocol.py", "test_inputs.py"}
-    items.sort(key=lambda item: longest.isdisjoint((item.path.name, item.path.parent.name)))
+    names = {item: {item.path.name, item.path.parent.name} for item in items}
+    items.sort(key=lambda item: (names[item].isdisjoint(longest), names[item].isdisjoint(OPTIMISED)))
     if jax.default_backend() != "cpu":
         for item in items:
             if item.get_closest_marker("cpu"):
@@ -69,19 +74,30 @@ def _own_compilation_cache():
         compilation_cache.reset_cache()
 
 
-@pytest.fixture(scope="module")
-def barely_optimized():
-    """For whole figures, whose time is compiling; not where two programs are to give equal bits."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+@pytest.fixture
+def drawn_by_numpy():
+    """For models and inputs of many shapes; not where the draws themselves are compared."""
+    from zoo import numpy_draws  # imports what is checked by the plugin, which comes later
+
+    with numpy_draws():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiler(request):
+    """Optimise programs only where two of them are to give equal bits; the time of the other tests is compiling."""
+    least = request.path.name not in OPTIMISED
+    if jax.config.values["jax_disable_most_optimizations"] != least:
+        jax.clear_caches()  # JAX does not tell programs by this setting
+        jax.config.update("jax_disable_most_optimizations", least)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
     # Every compiled program holds memory maps, of which Linux allows 65 530 by default: one process of all tests would
-    # run out of them, and crash inside the compiler.
+    # run out of them, and crash inside the compiler. Until then modules share programs, lowered once.
     yield
-    jax.clear_caches()
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
     gc.collect()

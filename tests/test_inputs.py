@@ -23,8 +23,6 @@ from registry import CALLS, MAY_PASS
 
 from dissociation._core import validation
 
-pytestmark = pytest.mark.usefixtures("barely_optimized")
-
 NO_ROW = {
     "dissociation._core.checks": "the checks themselves",
     "dissociation._core.labelled": "takes a path alone: test_labelled.py",

@@ -27,7 +27,7 @@ from dissociation.figures import collapse, eigenvectors, freedom, robustness, si
 from dissociation.training import Epochs, Layout, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koopman"))

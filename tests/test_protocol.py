@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from registry import CALLS
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+pytestmark = pytest.mark.slow
 
 HOST = {
     "dissociation.data._glyphs.glyph_data": "gives NumPy's arrays, to be used as data sets are",

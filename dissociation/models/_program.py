@@ -99,13 +99,13 @@ def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
     """Return a model as a function of its arrays; see `rewrites.neuron_groups`."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     named, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    apply = called if call is None else call
-
-    def run(leaves: list[Any], example: Any) -> list[Any]:
-        outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
-        return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
-
+    run = functools.partial(_run, called if call is None else call, tree, rest)
     return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
+
+
+def _run(apply: Callable[[Any, Any], Any], tree: Any, rest: Any, leaves: list[Any], example: Any) -> list[Any]:
+    outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
+    return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
 
 
 def inner_program(params: dict[str, Any]) -> Any:

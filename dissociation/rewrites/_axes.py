@@ -5,6 +5,7 @@ None is an axis along which an array is constant.
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,13 @@ def rebuilt(axis: Any, parts: tuple[Any, ...]) -> Any:
     return Order(parts[0], axis.order) if isinstance(axis, Order) else type(axis)(parts)
 
 
+def _instance(part: Axis, name: tuple[int, ...], count: Iterator[int]) -> Axis:
+    """Return the axis with each occurrence named by `name` and a number."""
+    if isinstance(part, Leaf):
+        return part._replace(name=(*name, next(count)))
+    return rebuilt(part, tuple(_instance(inner, name, count) for inner in part.parts))
+
+
 class Atoms:
     """All atoms of a program."""
 
@@ -94,14 +102,7 @@ class Atoms:
             atom = self.find(axis.atom)
             if atom not in self._parts:
                 return axis._replace(atom=atom)
-            count = itertools.count()
-
-            def instance(part: Axis) -> Axis:
-                if isinstance(part, Leaf):
-                    return part._replace(name=(*axis.name, next(count)))
-                return rebuilt(part, tuple(instance(inner) for inner in part.parts))
-
-            return self.resolve(instance(self._parts[atom]))
+            return self.resolve(_instance(self._parts[atom], axis.name, itertools.count()))
         if isinstance(axis, Order):
             return self._ordered(self.resolve(axis.part), axis.order)
         parts: list[Axis] = []

@@ -1,6 +1,6 @@
 """Axes of a program that move together, and linear equations for exponents of scalings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,6 +56,11 @@ class Part(NamedTuple):
     steps: list["Step"]
     inputs: list[Value]
     outputs: list[Value]
+
+
+def _broadcast(operands: Sequence[Value]) -> Value:
+    """Return the value of an elementwise result before its axes are known."""
+    return Value(np.broadcast_shapes(*(value.shape for value in operands)), [])
 
 
 @dataclass
@@ -160,8 +165,9 @@ class Flow:
 
     def summed(self, operands: Sequence[Value], *, linear: bool = True) -> Value:
         """Follow a function that is homogeneous of degree one: a sum, or a choice if not `linear`."""
-
-        def exponents(axis: Axis, own: list[Axis | None]) -> None:
+        found = _broadcast(operands)
+        found.zero = all(value.zero for value in operands)
+        for axis, own in self._aligned(found, operands):
             there = [(each, value.endless) for each, value in zip(own, operands, strict=True) if not value.zero]
             if not linear or any(each is None for each, _ in there):
                 self.bend(axis, *(each for each, _ in there))
@@ -169,27 +175,23 @@ class Flow:
                 if each is not None or not endless:
                     # Terms of a sum must scale alike for the sum to scale.
                     self.equal(axis, each)
-
-        found = self._aligned(operands, exponents)
-        found.zero = all(value.zero for value in operands)
         return found
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
         """Follow a product of powers of arrays."""
-
-        def exponents(axis: Axis, own: list[Axis | None]) -> None:
+        found = _broadcast(operands)
+        for axis, own in self._aligned(found, operands):
             terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
             # Products add exponents.
             self.equations.append(Equation(((axis, 1.0), *terms)))
             if len(terms) > 1 or terms[0][1] != -1:
                 self.bend(axis, *own)
-
-        return self._aligned(operands, exponents)
+        return found
 
     def mixed(self, operands: Sequence[Value], *, ordered: bool = False) -> Value:
         """Follow an elementwise function; if `ordered`, a comparison, which allows a common factor."""
-
-        def exponents(axis: Axis, own: list[Axis | None]) -> None:
+        found = _broadcast(operands)
+        for axis, own in self._aligned(found, operands):
             self.bend(axis, still=True)
             there = [each for each, value in zip(own, operands, strict=True) if not (ordered and value.zero)]
             known = [each for each in there if each is not None]
@@ -200,23 +202,20 @@ class Flow:
             else:
                 for each in known:
                     self.still(each)
+        return found
 
-        return self._aligned(operands, exponents)
-
-    def _aligned(self, operands: Sequence[Value], exponents: Any) -> Value:
-        shape = np.broadcast_shapes(*(value.shape for value in operands))
-        axes: list[Axis | None] = []
-        for k, size in enumerate(shape):
+    def _aligned(self, found: Value, operands: Sequence[Value]) -> Iterator[tuple[Axis, list[Axis | None]]]:
+        """Yield each axis of an elementwise result with the operands' axes that it unites, and append it to `found`."""
+        for k, size in enumerate(found.shape):
             # Operands may be scalars or have axes of length 1.
             own = [value.axes[k] if value.shape and value.shape[k] == size else None for value in operands]
             for value in operands:
                 if value.shape and value.shape[k] != size:
                     self.freeze(value, "it is broadcast", [k])
             axis = self.lined_up(own)
-            axes.append(axis)
+            found.axes.append(axis)
             if axis is not None:
-                exponents(axis, own)
-        return Value(shape, axes)
+                yield axis, own
 
     def handed_on(self, axis: Axis | None) -> Axis | None:
         """Return a new occurrence of an operand's axis, for a result."""

@@ -399,32 +399,25 @@ def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: floa
 def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a basis of exponents of slots that keep every contraction, and those for duplicated neurons."""
     parent: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def find(name: tuple[int, ...]) -> tuple[int, ...]:
-        root = name
-        while (up := parent.setdefault(root, root)) != root:
-            root = up
-        parent[name] = root
-        return root
-
     left = []
     for terms, total in rows:
         # Most equations say that two exponents are equal: uniting them keeps the matrix small.
         if total == 0 and len(terms) == 2 and terms[0][1] == -terms[1][1]:
-            parent[find(terms[0][0])] = find(terms[1][0])
+            parent[_root(parent, terms[0][0])] = _root(parent, terms[1][0])
         else:
             left.append((terms, total))
     # Eliminate values within the program first, then outgoing slots, then incoming ones, the last first. The free
     # unknowns of the basis are then incoming weights.
-    roots = [find(slot.name) for slot in slots]
+    roots = [_root(parent, slot.name) for slot in slots]
     firsts = dict.fromkeys(root for root, slot in zip(roots, slots, strict=True) if slot.outgoing)
-    order = {root: None for root in (find(name) for terms, _ in left for name, _ in terms) if root not in roots}
+    inner = (_root(parent, name) for terms, _ in left for name, _ in terms)
+    order = {root: None for root in inner if root not in roots}
     firsts |= dict.fromkeys(reversed(dict.fromkeys(roots)))
     columns = {root: k for k, root in enumerate([*order, *firsts])}
     matrix = np.zeros((len(left), len(columns) + 1))
     for i, (terms, total) in enumerate(left):
         for name, weight in terms:
-            matrix[i, columns[find(name)]] += weight
+            matrix[i, columns[_root(parent, name)]] += weight
         matrix[i, -1] = total
     pivots = _eliminate(matrix)
     at = [columns[root] for root in roots]
@@ -439,6 +432,15 @@ def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarr
     particular = np.zeros(len(columns))
     particular[pivots] = matrix[: len(pivots), -1]
     return np.array(basis).reshape(len(basis), len(slots)), particular[at] if consistent else None
+
+
+def _root(parent: dict[tuple[int, ...], tuple[int, ...]], name: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the representative of an exponent among those united with it."""
+    root = name
+    while (up := parent.setdefault(root, root)) != root:
+        root = up
+    parent[name] = root
+    return root
 
 
 def _eliminate(matrix: np.ndarray) -> list[int]:

@@ -30,10 +30,6 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
     """Follow a program from its constants and arguments to its results."""
     env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(atom: Any) -> Value:
-        return flow.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
-
     # Operations that no result depends on must not freeze axes.
     for equation, joined in _needed(jaxpr):
         shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
@@ -42,10 +38,14 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
             params, operands = {"dimensions": (along,), "indices": indices}, [env[source]]
             results = _ruled(flow, Step("take", params, operands, shapes))
         else:
-            operands = [read(atom) for atom in equation.invars]
+            operands = [_read(flow, env, atom) for atom in equation.invars]
             results = _apply(flow, equation, Step(equation.primitive.name, parameters(equation), operands, shapes))
         env |= dict(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [_read(flow, env, atom) for atom in jaxpr.outvars]
+
+
+def _read(flow: Flow, env: dict[Any, Value], atom: Any) -> Value:
+    return flow.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
 
 Stretch = tuple[Any, int, np.ndarray]

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,21 +116,13 @@ class Shards(NamedTuple):
     def split(self, stacked: Any) -> list[Any]:
         """Cut a PyTree whose array leaves carry members first into shards; other leaves go to each shard."""
         arrays, rest = eqx.partition(stacked, eqx.is_array)
-
-        def shard(start: int) -> Any:
-            count = min(self.size, self.num_members - start)
-
-            def cut(leaf: jax.Array) -> jax.Array:
-                if count < self.num_members:
-                    # The start is a traced number: a known one would compile a program for each shard.
-                    leaf = jax.lax.dynamic_slice_in_dim(leaf, np.int32(start), count)
-                missing = self.size - count
-                return jnp.concatenate([leaf, jnp.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
-
-            own = jax.tree.map(cut, arrays)
-            return eqx.combine(own if self.mesh is None else place_members(own, self.mesh), rest)
-
-        return [shard(start) for start in range(0, self.num_members, self.size)]
+        shards = []
+        for start in range(0, self.num_members, self.size):
+            # The last shard repeats its last member.
+            rows = np.minimum(np.arange(start, start + self.size), self.num_members - 1)
+            own = arrays if len(rows) == self.num_members else jax.tree.map(itemgetter(rows), arrays)
+            shards.append(eqx.combine(own if self.mesh is None else place_members(own, self.mesh), rest))
+        return shards
 
     def joined(self, shards: Sequence[Any]) -> Any:
         """Undo `split`."""

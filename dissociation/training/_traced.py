@@ -99,6 +99,13 @@ def trace(function: Callable[..., Any], *example: Any) -> Traced:
     return Traced(Code(closed.jaxpr, jax.tree.structure(example), jax.tree.structure(out)), consts)
 
 
+def _bound(names: dict[Any, str], variables: Any) -> str:
+    """Name new variables, and describe them."""
+    for var in variables:
+        names[var] = f"v{len(names)}"
+    return " ".join(f"{names[var]}:{var.aval!r}" for var in variables)
+
+
 class _Description:
     """Writer of programs in a canonical form; `objects` are those that it could only name, in order."""
 
@@ -109,29 +116,24 @@ class _Description:
 
     def of_jaxpr(self, jaxpr: jex.Jaxpr) -> str:
         names: dict[Any, str] = {}
-
-        def bound(variables: Any) -> str:
-            for var in variables:
-                names[var] = f"v{len(names)}"
-            return " ".join(f"{names[var]}:{var.aval!r}" for var in variables)
-
-        def used(atom: Any) -> str:
-            if isinstance(atom, jex.Literal):
-                return f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"
-            return names[atom]
-
-        lines = [bound(jaxpr.constvars), bound(jaxpr.invars)]
+        lines = [_bound(names, jaxpr.constvars), _bound(names, jaxpr.invars)]
         for equation in jaxpr.eqns:
             self.primitives.add(equation.primitive.name)
             # Arguments first: the results' names are new.
-            arguments = " ".join(map(used, equation.invars))
+            arguments = " ".join(self.used(names, atom) for atom in equation.invars)
             skipped = IRRELEVANT.get(equation.primitive.name, ())
             params = [f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped]
             setting = [getattr(equation.ctx, k, None) for k in ("compute_type", "threefry_partitionable")]
-            head = f"{bound(equation.outvars)} = {equation.primitive.name} {arguments}"
+            head = f"{_bound(names, equation.outvars)} = {equation.primitive.name} {arguments}"
             lines.append(f"{head} [{', '.join(params)}] {setting}")
-        lines.append(" ".join(map(used, jaxpr.outvars)))
+        lines.append(" ".join(self.used(names, atom) for atom in jaxpr.outvars))
         return "\n".join(lines)
+
+    def used(self, names: dict[Any, str], atom: Any) -> str:
+        """Describe an argument of an operation."""
+        if isinstance(atom, jex.Literal):
+            return f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"
+        return names[atom]
 
     def of(self, value: Any) -> str:
         """Describe a parameter of an operation."""

@@ -15,6 +15,8 @@ from dissociation.rewrites import canonical, fingerprint, fingerprint_distance, 
 from dissociation.rewrites._groups import parameters_of
 from dissociation.rewrites._sizes import refit
 
+pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
+
 MADE_AND_READ = {
     "perceptron": [([(0, 0), (1, 0)], [(2, 1)]), ([(2, 0), (3, 0)], [(4, 1)])],
     "convolutional": [([(0, 3), (1, 0)], [(2, 2)]), ([(2, 3), (3, 0)], [(4, 1)]), ([(4, 0), (5, 0)], [(6, 1)])],
@@ -175,8 +177,8 @@ NARROW = {
 @pytest.mark.parametrize("name", NARROW)
 def test_layers_of_one_neuron_and_of_none(name):
     make, shape = NARROW[name]
-    model = jax.tree.map(lambda x: jnp.abs(x) if eqx.is_array(x) else x, make(jax.random.key(0)))  # nothing is dead
-    inputs = jnp.abs(jax.random.normal(jax.random.key(1), (4, *shape)))
+    model = jax.tree.map(lambda x: jnp.abs(x) if eqx.is_array(x) else x, make(jax.random.key(1)))  # nothing is dead
+    inputs = jnp.abs(jax.random.normal(jax.random.key(2), (4, *shape)))
     given = [np.asarray(leaf) for leaf in parameters_of(model)[0]]
     own = fingerprint(model, inputs[0])
     for group in neuron_groups(model, inputs[0], single=True).values():

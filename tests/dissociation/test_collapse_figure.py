@@ -19,7 +19,7 @@ from dissociation.figures._seeds import masked
 from dissociation.recipes import observation_steps
 from dissociation.recipes._grokking import standardised
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+pytestmark = pytest.mark.slow
 
 KEY = jax.random.PRNGKey(3)
 NAMES = {"train_accuracy", "test_accuracy", "nc1_score", "rnc1_score", "nc2_score", "within_class_variance"}

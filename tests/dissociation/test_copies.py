@@ -13,6 +13,8 @@ from dissociation.rewrites import _copies as copies
 from dissociation.rewrites import _operations as operations
 from dissociation.rewrites import neuron_groups
 
+pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
+
 TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN = 5, 6, 3, 4, 3, 7
 ATTENTION = {"q": "ehd", "k": "ehd", "v": "ehd", "o": "hde", "head": "eo"}
 STACK = {"in": "ec", "a": "lcn", "b": "lnc", "head": "co"}

@@ -14,7 +14,7 @@ from dissociation.figures import eigenvectors
 from dissociation.figures._eigenvector_measures import top_similarity
 from dissociation.figures._seeds import masked
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+pytestmark = pytest.mark.slow
 
 KEY = jax.random.PRNGKey(3)
 

@@ -17,8 +17,6 @@ from dissociation.figures import _null_spaces as null_spaces
 from dissociation.models import CNN
 from dissociation.rewrites import layer_inputs
 
-pytestmark = pytest.mark.usefixtures("barely_optimized")
-
 KEY = jax.random.PRNGKey(5)
 SMALL = {"num_seeds": 2, "num_epochs": 30, "num_train": 600, "num_test": 150, "width": 48}
 
@@ -196,9 +194,12 @@ def test_noise_figure_is_as_specified(noise):
         assert part in robustness.caption(results)
 
 
-def test_drawing_computes_nothing(noise, transferred):
-    assert_only_draws(robustness, noise[0])
-    assert_only_draws(transfer, transferred)
+def test_drawing_computes_nothing():
+    sizes = {"num_seeds": 1, "num_epochs": 1, "num_train": 150, "num_test": 150, "width": 8, "num_zero": 6}
+    noisy = robustness.Config(**sizes, num_scales=2, published_null=True)
+    assert_only_draws(robustness, robustness.compute(noisy, key=KEY))
+    probed = transfer.Config(**sizes, num_budgets=2, num_splits=2, gradient_steps=2, probes=("converged", "one_rate"))
+    assert_only_draws(transfer, transfer.compute(probed, key=KEY))
 
 
 @pytest.mark.slow

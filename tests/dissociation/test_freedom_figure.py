@@ -13,7 +13,7 @@ from dissociation.models import member_representations
 from dissociation.recipes import fit_mnist
 from dissociation.similarity import linear_cka
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+pytestmark = pytest.mark.slow
 
 CONFIG = freedom.Config(
     num_seeds=3, num_epochs=3, num_train=400, num_test=120, num_samples=80, width=16, num_zero=6, scale_factor=7.0

@@ -20,8 +20,6 @@ from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _grids as module
 from dissociation.training._run import Run
 
-pytestmark = pytest.mark.usefixtures("barely_optimized")
-
 X = jax.random.normal(jax.random.key(0), (40, 5))
 Y = jnp.sin(X.sum(1, keepdims=True))
 GRID = Grid(width=[4, 8], rate=[0.1, 0.01], seed=[3, 1, 2])

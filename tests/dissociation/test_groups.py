@@ -11,6 +11,8 @@ from dissociation.models import MLP, representations
 from dissociation.rewrites import _groups as groups
 from dissociation.rewrites import group_report, layer_inputs, neuron_groups
 
+pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
+
 
 @pytest.mark.parametrize("name", ZOO)
 def test_all_groups_are_found(name):

@@ -10,7 +10,7 @@ from zoo import change, one
 from dissociation import rewrites
 from dissociation.rewrites import layer_inputs, neuron_groups
 
-pytestmark = pytest.mark.usefixtures("barely_optimized")
+pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 
 X = jnp.arange(5.0) - 1.7
 A, B = jax.random.normal(jax.random.key(8), (8, 5)), jax.random.normal(jax.random.key(9), (3, 8))

@@ -11,8 +11,6 @@ from dissociation.models import ResNet, Transformer, representations
 from dissociation.models._layers import max_pool
 from dissociation.rewrites import neuron_groups
 
-pytestmark = pytest.mark.usefixtures("barely_optimized")
-
 IMAGES = np.random.default_rng(0).uniform(size=(3, 784)).astype(np.float32)
 
 

@@ -15,6 +15,8 @@ from dissociation.rewrites import neuron_groups, permute
 from dissociation.rewrites._groups import parameters_of
 from dissociation.similarity import member_interval
 
+pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
+
 
 def planted(model, groups, seed):
     """A copy in another order, every copy of a group in its own, and the orders."""

@@ -17,6 +17,8 @@ from dissociation.models import (
 from dissociation.models._representations import Layers
 from dissociation.similarity import compare, linear_cka, pairwise
 
+pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
+
 X = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
 
 

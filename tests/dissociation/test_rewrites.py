@@ -27,7 +27,7 @@ from dissociation.rewrites import (
 )
 from dissociation.rewrites._groups import parameters_of
 
-pytestmark = pytest.mark.usefixtures("barely_optimized")
+pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 
 
 def all_rewrites(group):

@@ -46,6 +46,7 @@ def test_parameter_noise_against_direct_evaluation(key):
         np.testing.assert_allclose(errors, expected, atol=1 / 200)
 
 
+@pytest.mark.usefixtures("drawn_by_numpy")
 def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     """Pairs (model, state), images of their own shape, and labels that are integers, wherever a model is evaluated."""
     (model, state), images = residual_cnn(key, "batch"), jax.random.normal(key, (60, 1, 8, 8))

@@ -53,7 +53,7 @@ def precision(request):
         yield np.dtype(request.param), {"float32": 1e-5, "float64": 1e-10}[request.param]
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", MEASURES)
 def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     """Invariances with their negative controls, symmetry, range, identity, the triangle inequality: from one table."""
@@ -85,7 +85,6 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
         assert slack.min() > -tolerance
 
 
-@pytest.mark.usefixtures("barely_optimized")
 @pytest.mark.parametrize("name", MEASURES)
 def test_measures_agree_with_an_independent_reference(name, precision):
     """Distances are squared, angles are cosines."""
@@ -101,7 +100,7 @@ def test_measures_agree_with_an_independent_reference(name, precision):
     assert abs(ours - wanted) <= tolerance
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.usefixtures("x64")
 def test_options_agree_with_the_reference():
     close = lambda ours, wanted: np.testing.assert_allclose(ours, wanted, atol=1e-10)  # noqa: E731
     close(similarity.rbf_cka(X, Y, scale=0.4), reference.rbf_cka(X, Y, scale=0.4))
@@ -124,7 +123,7 @@ def test_options_agree_with_the_reference():
     close(ours, reference.min_max_disagreement(X[:, :Q], Y, labels))
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.usefixtures("x64")
 def test_rdms_and_comparisons_agree_with_rsatoolbox():
     from rsatoolbox.data import Dataset
     from rsatoolbox.rdm import RDMs, calc_rdm, compare
@@ -174,7 +173,7 @@ def test_offsets_do_not_matter():
             np.testing.assert_allclose(measure(whole + 1024, y), measure(whole, y), atol=3e-5, err_msg=name)
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [n for n, m in MEASURES.items() if not m.host and n not in WITHOUT_DERIVATIVE])
 def test_derivatives_are_those_of_differences(name):
     measure = MEASURES[name]
@@ -281,7 +280,6 @@ TIED[5:10] = TIED[:5]
 CODE = np.eye(Q)[np.sort(RNG.choice(Q, SAMPLES, p=[0.5, 0.25, 0.15, 0.1]))]
 
 
-@pytest.mark.usefixtures("barely_optimized")
 @pytest.mark.parametrize("rdm", ["euclidean", "squared", "cosine"])
 @pytest.mark.parametrize("comparison", ["spearman", "kendall"])
 def test_ties_of_rdms_survive_rounding(rdm, comparison):
@@ -300,7 +298,6 @@ def test_ties_of_rdms_survive_rounding(rdm, comparison):
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
-@pytest.mark.usefixtures("barely_optimized")
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in MEASURES if name not in FUNCTIONAL]
@@ -332,7 +329,6 @@ def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
         np.testing.assert_allclose(value(x[rows], y[rows]), wanted, atol=0.2 if split else 2e-5)
 
 
-@pytest.mark.usefixtures("barely_optimized")
 def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
     sizes = 10.0 ** np.linspace(-3, 3, P)
     y, plain, scaled = (one.astype(np.float32) for one in (Y, X, X * sizes))
@@ -373,7 +369,6 @@ def test_stimuli_repeated_in_order_are_predicted():
         assert similarity.linear_predictivity(x[rows], y[rows]) > 0.99
 
 
-@pytest.mark.usefixtures("barely_optimized")
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
 def test_maps_of_any_unit(scale):
     distances = as_square(pdist(Z))
@@ -383,7 +378,6 @@ def test_maps_of_any_unit(scale):
         np.testing.assert_allclose(found.relative_stress, wanted.relative_stress, atol=1e-4)
 
 
-@pytest.mark.usefixtures("barely_optimized")
 def test_nothing_over_nothing_is_no_number():
     """One active sample, or active samples that are orthogonal to each other: nothing is left but rounding."""
     single = np.zeros((SAMPLES, P))

@@ -8,7 +8,7 @@ from labels import assert_labelled
 
 from dissociation.figures import similarity
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+pytestmark = pytest.mark.slow
 
 CONFIG = similarity.Config(
     num_seeds=3, num_epochs=2, num_train=500, num_test=120, num_samples=60, width=12, num_blocks=3, num_zero=6,

@@ -44,7 +44,6 @@ def by_hand(name, **options):
     return np.array([[float(MEASURES[name](ITEMS[row], y, **options)) for y in ITEMS] for row in ROWS])
 
 
-@pytest.mark.usefixtures("barely_optimized")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -65,7 +64,6 @@ def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
     assert found.measure == name
 
 
-@pytest.mark.usefixtures("barely_optimized")
 def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
     wanted = {name: by_hand(name) for name in ("linear_cka", "rsa", "angular_similarity")}
     monkeypatch.setattr(tables, "PART", 32)
@@ -350,7 +348,7 @@ def test_many_samples_cost_no_matrix_over_them():
     assert found.baseline.shape == ()
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "rbf_cka", "cca_squared", "rsa", "mutual_knn"])
 def test_baselines_are_means_over_all_orders(name):
     """Of 6 samples there are 720 orders."""
@@ -372,7 +370,6 @@ def test_moments_are_those_of_all_orders():
     np.testing.assert_allclose(found, reference.permutation_moments(one, other), rtol=1e-9)
 
 
-@pytest.mark.usefixtures("barely_optimized")
 def test_moments_agree_with_draws():
     name = "debiased_rbf_cka"
     x = RNG.standard_normal((25, 3))

@@ -24,7 +24,6 @@ def batches(*arrays):
     return [tuple(array[start:stop] for array in arrays) for start, stop in zip(CUTS, CUTS[1:], strict=False)]
 
 
-@pytest.mark.usefixtures("barely_optimized")
 @pytest.mark.parametrize(("x64_on", "tolerance"), [(False, 1e-5), (True, 1e-12)])
 def test_streamed_measures_are_those_of_the_samples(x64_on, tolerance):
     """Batches of other sizes and of other means."""

@@ -24,8 +24,6 @@ from koopman import (
 )
 from koopman._operators import _dynamical_similarity as dynamical_similarity
 
-pytestmark = pytest.mark.usefixtures("barely_optimized")
-
 RANDOM = np.random.default_rng(0)
 
 

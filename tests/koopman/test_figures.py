@@ -24,7 +24,7 @@ from koopman.figures._ordered_mnist_measures import Forecaster, Latent, project,
 from koopman.figures._ordered_mnist_models import Networks
 from koopman.figures.ordered_mnist import PROTOCOLS
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

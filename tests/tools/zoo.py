@@ -1,5 +1,6 @@
 """Models of many kinds, small: what the search for groups of neurons is tried on."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dissociation.models import CNN, BilinearNetwork
 from dissociation.models._program import called
@@ -22,8 +24,35 @@ class Kind(NamedTuple):
     copies: dict[str, int] = {}  # where there are several
 
 
+def _generator(key):
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    with jax.ensure_compile_time_eval():
+        return np.random.default_rng(np.asarray(jax.random.key_data(key) if typed else key))
+
+
 def normal(*shape):
     return lambda key: jax.random.normal(key, shape)
+
+
+@contextlib.contextmanager
+def numpy_draws():
+    """Let NumPy draw for known keys: JAX compiles a program for each shape."""
+    by_jax = jax.random.uniform, jax.random.normal
+
+    def uniform(key, shape=(), dtype=float, minval=0.0, maxval=1.0):
+        if isinstance(key, jax.core.Tracer) or isinstance(minval, jax.core.Tracer):
+            return by_jax[0](key, shape, dtype, minval, maxval)
+        return jnp.asarray(_generator(key).uniform(minval, maxval, shape), dtype)
+
+    def normal(key, shape=(), dtype=float):
+        if isinstance(key, jax.core.Tracer):
+            return by_jax[1](key, shape, dtype)
+        return jnp.asarray(_generator(key).normal(size=shape), dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "uniform", uniform)
+        patch.setattr(jax.random, "normal", normal)
+        yield
 
 
 class ResidualMLP(eqx.Module):
@@ -92,8 +121,9 @@ class Normalised(eqx.Module):
 def residual_cnn(key, mode):
     """After a pass in training mode, so that the running statistics differ between channels."""
     model, state = eqx.nn.make_with_state(ResidualCNN)(key, mode)
-    images = jax.random.normal(key, (16, 1, 8, 8))
-    _, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(images, state)
+    images = normal(16, 1, 8, 8)(key)
+    apply = jax.vmap(lambda *args: model(*args), in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    _, state = eqx.filter_jit(apply)(images, state)
     return model, state
 
 
@@ -177,6 +207,10 @@ class Depthwise(eqx.Module):
         return self.convolutions[-1](x)
 
 
+def stacked(make, keys):
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *map(make, keys))
+
+
 class Stack(eqx.Module):
     """Residual perceptrons, stacked, in a scan."""
 
@@ -188,8 +222,8 @@ class Stack(eqx.Module):
     def __init__(self, key, layers=3, width=8, hidden=10):
         keys = jax.random.split(key, 4)
         self.embed = eqx.nn.Linear(5, width, key=keys[0])
-        self.first = eqx.filter_vmap(lambda k: eqx.nn.Linear(width, hidden, key=k))(jax.random.split(keys[1], layers))
-        self.second = eqx.filter_vmap(lambda k: eqx.nn.Linear(hidden, width, key=k))(jax.random.split(keys[2], layers))
+        self.first = stacked(lambda key: eqx.nn.Linear(width, hidden, key=key), jax.random.split(keys[1], layers))
+        self.second = stacked(lambda key: eqx.nn.Linear(hidden, width, key=key), jax.random.split(keys[2], layers))
         self.head = eqx.nn.Linear(width, 3, key=keys[3])
 
     def __call__(self, x):
@@ -243,7 +277,7 @@ ZOO = {
     ),
     "transformer": Kind(
         Transformer,
-        lambda key: jax.random.randint(key, (6, 5), 0, 11),
+        lambda key: jnp.asarray(_generator(key).integers(0, 11, (6, 5))),
         {
             "embedding": (16, "s"),
             "blocks[0].attention.query_proj": (4, "sg"),  # heads
@@ -268,7 +302,8 @@ ZOO = {
 def made(name):
     """A model and inputs."""
     kind = ZOO[name]
-    return kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    with numpy_draws():
+        return kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
 
 
 def one(name):
