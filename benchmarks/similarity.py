@@ -68,7 +68,7 @@ def report(work, ours, first, peers, note=""):
 
 def linear(options):
     stack = features(options.members, options.samples, options.width, 0)
-    ours = lambda: np.asarray(similarity.pairwise("linear_cka", stack, members=True, baseline=False).values)  # noqa: E731
+    ours = lambda: np.asarray(similarity.pairwise(stack, "linear_cka", members=True, baseline=False).values)  # noqa: E731
     first = timed(ours)
     np.testing.assert_allclose(ours(), by_grams(stack), atol=1e-5)
     seconds = in_turn({"ours": ours, "NumPy, a Gram matrix each": lambda: by_grams(stack)}, options.repeats)
@@ -83,7 +83,7 @@ def linear(options):
 def inference(options):
     stack = features(20 * options.layers, options.samples, 64, 1)
     layers = {f"layer {index}": part for index, part in enumerate(np.split(stack, options.layers))}
-    ours = lambda: similarity.pairwise("angular_similarity", layers, members=True, num_blocks=20, baseline=False)  # noqa: E731
+    ours = lambda: similarity.pairwise(layers, "angular_similarity", members=True, num_blocks=20, baseline=False)  # noqa: E731
     first = timed(ours)
     np.testing.assert_allclose(ours().values[1, 0], angular(stack[1], stack[0]), atol=1e-5)
     own = [timed(ours) for _ in range(options.repeats)]
@@ -105,7 +105,7 @@ def rsa(options):
         found = [calc_rdm(one, method="euclidean") for one in data]
         return np.block([[compare(one, other, method="corr") for other in found] for one in found])
 
-    ours = lambda: np.asarray(similarity.pairwise("rsa", stack, members=True, baseline=False, rdm="squared").values)  # noqa: E731
+    ours = lambda: np.asarray(similarity.pairwise(stack, "rsa", members=True, baseline=False, rdm="squared").values)  # noqa: E731
     first = timed(ours)
     np.testing.assert_allclose(ours(), peer(), atol=1e-4)
     seconds = in_turn({"ours": ours, "rsatoolbox": peer}, options.repeats)

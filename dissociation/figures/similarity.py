@@ -202,7 +202,7 @@ def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> d
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of large biases: the figure shows estimates, too
         found = similarity.pairwise(
-            name, layers, num_blocks=config.num_blocks, positions="neurons", key=key, progress=None
+            layers, name, num_blocks=config.num_blocks, positions="neurons", key=key, progress=None
         )
     count = config.num_seeds
     return {
@@ -233,7 +233,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
     known = np.flatnonzero(alive)
     features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `_seeds.stand_ins` does
     tables = [
-        np.asarray(similarity.pairwise(name, features[:, step], members=True, baseline=False, progress=None).values)
+        np.asarray(similarity.pairwise(features[:, step], name, members=True, baseline=False, progress=None).values)
         for step in range(features.shape[1])
     ]
     course = np.full((3, len(tables)), np.nan)
@@ -245,7 +245,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
 
 
 def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
-    distances = similarity.pairwise(name, layers, baseline=False, positions="neurons", progress=None).values
+    distances = similarity.pairwise(layers, name, baseline=False, positions="neurons", progress=None).values
     found = similarity.smacof(np.maximum(np.asarray(distances), 0.0), key=key)
     return {"points": found.points, "stress": found.relative_stress}
 

@@ -1,6 +1,7 @@
 """Comparison of all pairs of representations of layers and members."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_same_length, fail, fail_kind, warn
+from dissociation._core.conversion import describe
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -149,8 +151,8 @@ class Similarities(Result):
 
 @validated
 def pairwise(
-    measure: str | Measure | Callable[..., Array],
     representations: Representations,
+    measure: Any = "debiased_cka",
     others: Representations | None = None,
     *,
     baseline: bool = True,
@@ -173,11 +175,11 @@ def pairwise(
     Programs are compiled once for shapes, measure and options. Large problems are split into pieces.
 
     Args:
-        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations,
-            for which larger values count as more similar and intervals lie about the value (see `custom_measure`).
         representations: Arrays by layer's name, one array, or a list of arrays. Arrays are [n, p], [members, n, p] or,
             for one feature, [n] or [members, n], with more axes in place of p if samples have positions. Rows are the
             same samples in the same order.
+        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations,
+            for which larger values count as more similar and intervals lie about the value (see `custom_measure`).
         others: A second set like the first, whose pairs with the first are compared, as by `compare(x, y, measure)`.
         baseline: If True, compute chance values, exactly if they are known, else over random orders.
         p_values: If True, test each pair against chance; default for one pair. Tests use moments for linear and RBF
@@ -207,6 +209,7 @@ def pairwise(
         ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
         TypeError: If representations are of another type.
     """
+    _check_order(representations)
     known = as_measure(measure)
     # Neighbours need more samples than their number, which is an option.
     if known.name in ("mutual_knn", "knn_jaccard"):
@@ -265,6 +268,13 @@ def pairwise(
     return Similarities(*found, **labels, measure=known.name, num_samples=number, counts_once=once)
 
 
+def _check_order(representations: Any) -> None:
+    # The measure came first once.
+    if isinstance(representations, str | Measure) or inspect.isroutine(representations):
+        advice = "The measure comes second: pairwise(representations, measure)"
+        fail_kind("representations", "be arrays", describe(representations), advice)
+
+
 @validated
 def compare(
     x: Representations,
@@ -294,7 +304,7 @@ def compare(
     """
     if y is None:
         fail_kind("y", "be representations", "None", "`pairwise` compares one set with itself")
-    return pairwise(measure, x, y, **options)
+    return pairwise(x, measure, y, **options)
 
 
 def _computed(

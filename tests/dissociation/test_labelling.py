@@ -79,7 +79,7 @@ def test_members_of_a_grid_are_its_axes():
 
 
 def test_a_comparison_knows_its_layers_and_members():
-    compared = pairwise("linear_cka", {"hidden": FEATURES[:2], "last": FEATURES[2:4]}, members=True)
+    compared = pairwise({"hidden": FEATURES[:2], "last": FEATURES[2:4]}, "linear_cka", members=True)
     data = compared.to_xarray()
     assert float(data["values"].sel(items="hidden 1", others="last 0")) == float(
         compared.between("hidden", "last")[1, 0]

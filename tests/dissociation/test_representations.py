@@ -210,7 +210,7 @@ def test_an_unknown_axis_of_channels_is_not_stated():
     found = representations(Mixed(eqx.nn.Linear(4, 4, key=jax.random.key(0))), np.ones((7, 4, 4), np.float32))
     assert found.ranks == {}
     with pytest.raises(ValueError, match="`members` must be True or False for `representations"):
-        pairwise("linear_cka", found, positions="samples")
+        pairwise(found, "linear_cka", positions="samples")
 
 
 @pytest.mark.parametrize(("model", "seeds"), [(MLP, 1), (CNN, 3), (Transformer, 3)])
@@ -222,7 +222,7 @@ def test_layers_of_all_models_are_compared_for_one_seed_and_for_several(model, s
         found = representations(make(jax.random.key(1)), x)
     else:
         found = member_representations(eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), seeds)), x)
-    table = pairwise("linear_cka", found, positions="neurons", baseline=False)
+    table = pairwise(found, "linear_cka", positions="neurons", baseline=False)
     assert table.items == tuple((name, seed) for name in found for seed in range(seeds))
     assert table.num_samples == 9
     assert table.disagreement.shape == table.values.shape

@@ -59,7 +59,7 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     """Invariances with their negative controls, symmetry, range, identity, the triangle inequality: from one table."""
     measure = MEASURES[name]
     variants = [X, *(change(X) for change in MAPS.values()), Z, WIDE]
-    table = np.asarray(similarity.pairwise(measure, np.stack(variants), members=True, baseline=False).values)
+    table = np.asarray(similarity.pairwise(np.stack(variants), measure, members=True, baseline=False).values)
     tolerance = 1e-9
     of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
     for index, letter in enumerate(MAPS, 1):
@@ -271,7 +271,7 @@ def test_constant_neurons_are_nothing_in_large_arrays():
 def test_a_sample_far_longer_than_others_costs_no_digits():
     x, y = X.copy(), Y.copy()
     x[0], y[0] = 1e4 * x[0], 1e4 * y[0]
-    for found in (similarity.debiased_cka(x, y), similarity.pairwise("debiased_cka", [x, y]).values[0, 1]):
+    for found in (similarity.debiased_cka(x, y), similarity.pairwise([x, y], "debiased_cka").values[0, 1]):
         np.testing.assert_allclose(found, reference.debiased_cka(x, y), atol=1e-5)
 
 
@@ -358,7 +358,7 @@ def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
         with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding, but are too small"):
             function(dependent, y)
     with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
-        similarity.pairwise("cca", {"deep": dependent, "other": y}, baseline=False)
+        similarity.pairwise({"deep": dependent, "other": y}, "cca", baseline=False)
 
 
 def test_stimuli_repeated_in_order_are_predicted():
@@ -414,7 +414,7 @@ def test_degenerate_nulls_and_measures_say_so():
     assert found.p_value == 1  # all orders score alike
     for name in ("rsa", "debiased_rbf_cka"):
         with pytest.warns(RuntimeWarning, match="is not defined for"):
-            found = similarity.pairwise(name, [0.7 * np.eye(20), Y[:20]])
+            found = similarity.pairwise([0.7 * np.eye(20), Y[:20]], name)
         assert np.isnan(found.values[0, 1])
     assert similarity.disagreement(Y, Y) == 0
 

@@ -57,7 +57,7 @@ def by_hand(name, **options):
 def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
     wanted = by_hand(name, **options)
     for budget in (None, 1):
-        found = similarity.pairwise(name, LAYERS, memory_budget=budget, members=True, baseline=False, **options)
+        found = similarity.pairwise(LAYERS, name, memory_budget=budget, members=True, baseline=False, **options)
         np.testing.assert_allclose(np.asarray(found.values)[ROWS], wanted, atol=5e-6)
     assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
     np.testing.assert_array_equal(found.between("features", "logits"), found.values[3:6, 6:])
@@ -71,17 +71,23 @@ def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
     monkeypatch.setattr(kernels, "SMALLEST_IN_BLOCKS", 1)
     jax.clear_caches()
     for name, rows in wanted.items():
-        table = np.asarray(similarity.pairwise(name, LAYERS, members=True).values)
+        table = np.asarray(similarity.pairwise(LAYERS, name, members=True).values)
         np.testing.assert_allclose(table[ROWS], rows, atol=5e-6)
     many = np.concatenate([LAYERS["hidden0"], LAYERS["logits"]])  # over samples: 6 x 30
-    cka = similarity.pairwise("linear_cka", np.tile(many, (1, 1, 9)), members=True, baseline=False).values
+    cka = similarity.pairwise(np.tile(many, (1, 1, 9)), "linear_cka", members=True, baseline=False).values
     np.testing.assert_allclose(cka[0], wanted["linear_cka"][0, [0, 1, 2, 6, 7, 8]], atol=5e-6)
+
+
+@pytest.mark.parametrize("measure", ["linear_cka", similarity.MEASURES["rsa"], similarity.linear_cka])
+def test_the_old_order_raises_with_the_new_call(measure):
+    with pytest.raises(TypeError, match=r"The measure comes second: pairwise\(representations, measure\)"):
+        similarity.pairwise(measure, LAYERS)
 
 
 def test_a_second_call_compiles_nothing(caplog):
     def run():
-        similarity.pairwise("angular_similarity", LAYERS["hidden0"], members=True, num_blocks=5)
-        similarity.pairwise("rbf_cka", LAYERS["hidden0"], members=True, scale=RNG.random() + 0.5)
+        similarity.pairwise(LAYERS["hidden0"], "angular_similarity", members=True, num_blocks=5)
+        similarity.pairwise(LAYERS["hidden0"], "rbf_cka", members=True, scale=RNG.random() + 0.5)
 
     assert compilations(caplog, run)
     assert not compilations(caplog, run)
@@ -91,7 +97,7 @@ def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
     name = "angular_similarity"
 
     def numbers():
-        found = similarity.pairwise(name, LAYERS["hidden0"], members=True, num_blocks=10, p_values=True, num_orders=19)
+        found = similarity.pairwise(LAYERS["hidden0"], name, members=True, num_blocks=10, p_values=True, num_orders=19)
         drawn = similarity.permutation_test(name, *ITEMS[:2], key=jax.random.key(0), num_draws=20)
         return [*(getattr(found, part) for part in ("values", "low", "high", "p_values", "baseline")), drawn.p_value]
 
@@ -115,7 +121,7 @@ def test_custom_functions_and_lists_of_any_width():
         return jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power
 
     given = [ITEMS[0], ITEMS[4], ITEMS[2][:, :2]]
-    found = similarity.pairwise(first_column, given, power=2, baseline=False)
+    found = similarity.pairwise(given, first_column, power=2, baseline=False)
     wanted = np.corrcoef([one[:, 0] for one in given]) ** 2
     np.testing.assert_allclose(found.values, wanted, atol=1e-5)
     assert found.items == (("", 0), ("", 1), ("", 2))
@@ -123,7 +129,7 @@ def test_custom_functions_and_lists_of_any_width():
     wanted = similarity.partial_whitening_distance(*ITEMS[:2], a=0.3)
     np.testing.assert_allclose(named_as_arguments.values, wanted, atol=1e-5)
     with pytest.raises(TypeError, match=r"`measure` must take 2 arguments \(x, y\), got \(x\)"):
-        similarity.pairwise(lambda x: x.sum(), given)
+        similarity.pairwise(given, lambda x: x.sum())
     with pytest.raises(ValueError, match="at least 20 samples for mutual_knn, got 20, 19 of them without one block"):
         similarity.compare(given[0][:20], given[1][:20], "mutual_knn", num_neighbours=19)
 
@@ -134,7 +140,7 @@ def test_frames_that_order_their_rows_differently_are_refused():
     other = frame.iloc[::-1]
     for given in ([frame, other], {"a": frame, "b": other}):
         with pytest.raises(ValueError, match="order of `representations`, got the same labels in another order"):
-            similarity.pairwise("linear_cka", given)
+            similarity.pairwise(given, "linear_cka")
     with pytest.raises(ValueError, match="`y` must have its rows in the order of `x`"):
         similarity.linear_cka(frame, other)
     found = similarity.linear_cka(frame, other.reset_index(drop=True))
@@ -162,7 +168,7 @@ def test_axes_are_stated_or_refused(shape, stated, wanted):
     array = np.resize(SHAPED, shape)
     if isinstance(wanted, str):
         with pytest.raises(ValueError, match=wanted):
-            similarity.pairwise("linear_cka", {"layer": array}, **stated)
+            similarity.pairwise({"layer": array}, "linear_cka", **stated)
         return
     (given,) = items.as_items("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
     if stated.get("channels") == "first":
@@ -173,8 +179,8 @@ def test_axes_are_stated_or_refused(shape, stated, wanted):
 
 def test_one_number_per_sample_is_one_feature():
     outputs = LAYERS["logits"][..., 0]
-    wanted = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs[..., None]}, members=True)
-    found = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs}, members=True)
+    wanted = similarity.pairwise(LAYERS | {"logits": outputs[..., None]}, "linear_cka", members=True)
+    found = similarity.pairwise(LAYERS | {"logits": outputs}, "linear_cka", members=True)
     np.testing.assert_array_equal(found.values, wanted.values)
     assert found.items == wanted.items
     assert found.disagreement is None  # there are no classes
@@ -185,7 +191,7 @@ def test_one_number_per_sample_is_one_feature():
 
 
 def test_functions_are_compared_beside_every_pair_of_representations():
-    found = similarity.pairwise("linear_cka", LAYERS, members=True, baseline=False)
+    found = similarity.pairwise(LAYERS, "linear_cka", members=True, baseline=False)
     options = {"num_blocks": None, "p_values": False, "baseline": False}
     across = similarity.compare(LAYERS, dict(LAYERS), "rsa", members=True, **options)
     for name in ("disagreement", "jensen_shannon"):
@@ -194,15 +200,15 @@ def test_functions_are_compared_beside_every_pair_of_representations():
             np.testing.assert_allclose(getattr(table, name), np.tile(own, (3, 3)), atol=1e-6)
     for table in (found, across):
         np.testing.assert_array_equal(table.output_similarity, np.tile(table.between("logits"), (3, 3)))
-    without = similarity.pairwise("linear_cka", LAYERS, members=True, outputs=None)
+    without = similarity.pairwise(LAYERS, "linear_cka", members=True, outputs=None)
     assert without.disagreement is without.output_similarity is None
-    assert similarity.pairwise("linear_cka", {"hidden0": ITEMS[0]}).jensen_shannon is None
+    assert similarity.pairwise({"hidden0": ITEMS[0]}, "linear_cka").jensen_shannon is None
 
 
 def test_representations_that_say_nothing_are_named():
     dead = dict(LAYERS, features=np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["features"]))
     with pytest.warns(RuntimeWarning, match="linear_cka is not defined for features 1, whose values are NaN"):
-        found = similarity.pairwise("linear_cka", dead, members=True)
+        found = similarity.pairwise(dead, "linear_cka", members=True)
     assert np.isnan(found.values[4]).all()
     assert np.isfinite(np.delete(np.delete(np.asarray(found.values), 4, 0), 4, 1)).all()
 
@@ -210,15 +216,15 @@ def test_representations_that_say_nothing_are_named():
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_refused_by_name():
     one, other = ITEMS[:2]
-    named = lambda *names: similarity.pairwise("linear_cka", dict.fromkeys(names, one))  # noqa: E731
-    listed = lambda *several: similarity.pairwise("debiased_cka", list(several), members=True)  # noqa: E731
-    compiled = jax.jit(lambda x: similarity.pairwise("linear_cka", x, members=True).values)
+    named = lambda *names: similarity.pairwise(dict.fromkeys(names, one), "linear_cka")  # noqa: E731
+    listed = lambda *several: similarity.pairwise(list(several), "debiased_cka", members=True)  # noqa: E731
+    compiled = jax.jit(lambda x: similarity.pairwise(x, "linear_cka", members=True).values)
     pearson = lambda x, y: stats.pearsonr(x[:, 0], y[:, 0]).statistic  # noqa: E731
-    table = lambda **options: similarity.pairwise("linear_cka", LAYERS, members=True, **options)  # noqa: E731
+    table = lambda **options: similarity.pairwise(LAYERS, "linear_cka", members=True, **options)  # noqa: E731
     for call, words in (
         (lambda: compiled(LAYERS["hidden0"]), "`representations` must be known: all pairs are planned on the host"),
-        (lambda: similarity.pairwise("cka", LAYERS), "`measure` must be one of 'debiased_cka'"),
-        (lambda: similarity.pairwise("linear_cka", [one, other[1:]]), "same samples throughout, got 29, 30 samples"),
+        (lambda: similarity.pairwise(LAYERS, "cka"), "`measure` must be one of 'debiased_cka'"),
+        (lambda: similarity.pairwise([one, other[1:]], "linear_cka"), "same samples throughout, got 29, 30 samples"),
         (lambda: similarity.compare(one, other, num_blocks=31), "`num_blocks` must be at most the number of samples"),
         (lambda: similarity.compare(one[:10], other[:10], "cca", num_blocks=5), "fewer features than samples less one"),
         (lambda: named(0, "0"), "`representations` must have layers whose names differ as text, .*Rename"),
@@ -241,7 +247,7 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
     alike, unlike = similarity.compare(x, 2 * x), similarity.compare(x, other)
     assert alike.p_values == 1e-16
     assert unlike.p_values > 0.001
-    many = similarity.pairwise("linear_cka", np.stack([x] * 5), members=True, p_values=True)
+    many = similarity.pairwise(np.stack([x] * 5), "linear_cka", members=True, p_values=True)
     assert many.corrected()[0, 1] == pytest.approx(1e-15)  # of ten pairs
     test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
     shown = "p_values=< 1e-16,", "p_values", "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16", "p_value=< 1e-16,"
@@ -253,9 +259,9 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
 
 def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
     one, other = ITEMS[0], ITEMS[4]
-    for pair in (similarity.compare(one, other), similarity.pairwise("debiased_cka", one, other)):
+    for pair in (similarity.compare(one, other), similarity.pairwise(one, "debiased_cka", other)):
         assert pair.p_values.shape == pair.low.shape == ()
-    for table in (similarity.compare(ITEMS[:2], [one]), similarity.pairwise("debiased_cka", [one, other])):
+    for table in (similarity.compare(ITEMS[:2], [one]), similarity.pairwise([one, other], "debiased_cka")):
         assert table.p_values is table.low is table.estimate is None
     full = similarity.compare([one, other], [one], p_values=True, num_blocks=20)
     np.testing.assert_allclose([full.values[1, 0], full.low[1, 0]], [pair.values, pair.low], rtol=1e-4)
@@ -275,7 +281,7 @@ def test_few_samples_have_fewer_blocks():
 
 
 def test_pairs_are_corrected_once_each():
-    found = similarity.pairwise("linear_cka", LAYERS, members=True, p_values=True)
+    found = similarity.pairwise(LAYERS, "linear_cka", members=True, p_values=True)
     assert np.isnan(np.diagonal(found.p_values)).all()
     upper = np.triu_indices(9, 1)
     wanted = similarity.adjust_p_values(np.asarray(found.p_values)[upper], "bh")
@@ -284,7 +290,7 @@ def test_pairs_are_corrected_once_each():
     np.testing.assert_allclose(corrected, corrected.T)
     across = similarity.compare(LAYERS["hidden0"], LAYERS["features"], "linear_cka", members=True, p_values=True)
     np.testing.assert_allclose(across.corrected(), similarity.adjust_p_values(across.p_values))
-    one_way = similarity.pairwise("pwcca", LAYERS["features"], members=True, p_values=True, num_orders=19)
+    one_way = similarity.pairwise(LAYERS["features"], "pwcca", members=True, p_values=True, num_orders=19)
     np.testing.assert_allclose(one_way.corrected(), similarity.adjust_p_values(one_way.p_values))
 
 
@@ -386,7 +392,7 @@ def test_moments_agree_with_draws():
 def test_tables_have_the_p_values_of_each_pair():
     pair = {"a": LAYERS["hidden0"][:1], "b": LAYERS["features"]}
     for name, draws in (("debiased_cka", None), ("mutual_knn", 99)):
-        table = similarity.pairwise(name, pair, members=True, p_values=True, num_orders=draws)
+        table = similarity.pairwise(pair, name, members=True, p_values=True, num_orders=draws)
         one = similarity.permutation_test(name, pair["a"][0], pair["b"][1], num_draws=draws, key=jax.random.key(5))
         assert abs(table.p_values[0, 2] - one.p_value) <= (1e-5 if draws is None else 0.15)
     assert np.nanmin(table.p_values) == 0.01  # of 99 orders none reaches as much

@@ -33,7 +33,7 @@ def test_streamed_measures_are_those_of_the_samples(x64_on, tolerance):
             found = np.asarray(similarity.similarity_from_moments(moments, name))
             wanted = np.array([[getattr(reference, name)(a, b) for b in (X, Y, Z)] for a in (X, Y, Z)])
             if x64_on and name in ("linear_cka", "debiased_cka", "cca_squared"):
-                baseline = similarity.pairwise(name, [X, Y, Z]).baseline
+                baseline = similarity.pairwise([X, Y, Z], name).baseline
                 np.testing.assert_allclose(similarity.baseline_from_moments(moments, name), baseline, atol=1e-12)
             if name == "procrustes_distance":
                 found, wanted = found**2, wanted**2
