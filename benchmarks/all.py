@@ -39,7 +39,7 @@ PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "scipy", "torch", "sci
 
 
 def machine():
-    """What it ran on: processor, cores, versions, day."""
+    """Return the machine of the run: processor, cores, versions, day."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -55,7 +55,7 @@ def machine():
 
 
 def run(name, arguments):
-    """The rows of a script, and what went wrong if something did."""
+    """Return the rows of a script, and its error if it failed."""
     script = HERE / f"{SCRIPTS.get(name, name)}.py"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
@@ -87,7 +87,7 @@ def table(rows):
 
 
 def page(about, rows, command):
-    """The whole page."""
+    """Return the whole page."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     below = sum(found["ratio"][1] < 1 for row in rows for found in row["peers"].values())
     return f"""# Benchmarks

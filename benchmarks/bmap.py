@@ -33,7 +33,7 @@ def error(model, scale, images, noise):
 
 
 def mapped(variant, batch):
-    """A function of (model, scales, images, noise)."""
+    """Return a function of (model, scales, images, noise)."""
     axes = (None, 0, None, None)
     if variant == "filter_vmap":
         return eqx.filter_vmap(error, in_axes=axes)
@@ -50,7 +50,7 @@ def peak():
 
 
 def chosen_batch(arguments, budget):
-    """The batch that "auto" takes under `budget`, and the seconds of the whole call."""
+    """Return the batch that "auto" takes under `budget`, and the seconds of the whole call."""
     records = []
     logger = logging.getLogger("dissociation.training")
     logger.setLevel(logging.INFO)

@@ -57,7 +57,7 @@ TORCH_LOSSES = {
 
 
 def torch_train(images, loss, num_seeds, num_epochs=1, rate=2e-3, cycle=False):
-    """The peer's networks, seed after seed; the rate stays, or rises over a fifth of the steps and falls to zero."""
+    """Train the peer's networks by seed; the rate is constant, or rises over a fifth of the steps and falls to zero."""
     images, trained = torch.from_numpy(images)[:, None], []
     for seed in range(num_seeds):
         torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def torch_warm():
 
 
 def measure_epochs(options):
-    """The time of an epoch."""
+    """Return the seconds of an epoch."""
     images = ordered_mnist(FEATURES, data="glyphs").images[:SAMPLES]
     print(f"{SAMPLES} images, batches of {BATCH}, PyTorch on {options.threads} threads, {jax.devices()}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}")

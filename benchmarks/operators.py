@@ -43,7 +43,7 @@ def calls(function, peer, repeats):
 
 
 def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
-    """Prints the two sides' times and eigenvalues: for one regularisation, for all, and for pairs of many seeds.
+    """Print the two sides' times and eigenvalues: for one regularisation, for all, and for pairs of many seeds.
 
     Args:
         name: Of the estimator.

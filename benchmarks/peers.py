@@ -48,7 +48,7 @@ def pydmd(paths):
 
 
 def deeptime(paths):
-    """The VAMP-2 score of states about their means, with the constant function's 1."""
+    """Return the VAMP-2 score of states about their means, with the constant function's 1."""
     from deeptime.covariance import Covariance
     from deeptime.decomposition import VAMP
 

@@ -26,7 +26,7 @@ from dissociation.measures import crossval_gradient_predict, crossval_softmax_fi
 
 
 def make_features(samples, width, epochs, seed):
-    """Returns the features, the labels and a name of their source."""
+    """Return the features, the labels and a name of their source."""
     if "DISSOCIATION_DATA" in os.environ:
         from dissociation.data import mnist_data
 
@@ -67,7 +67,7 @@ def make_features(samples, width, epochs, seed):
 
 
 def objective(x, y, coefficients, intercept, train):
-    """The loss of one fold in float64, for coefficients of standardised features, over its training part."""
+    """Return the loss of one fold in float64, for coefficients of standardised features, over its training part."""
     logits = x @ coefficients + intercept
     logits -= logits.max(1, keepdims=True)
     return -np.sum(y[train] * (logits - np.log(np.exp(logits).sum(1, keepdims=True)))) + 0.5 * np.sum(coefficients**2)
@@ -80,7 +80,7 @@ def standardise(x, train):
 
 
 def solve_peer(z, labels, threads):
-    """Returns the seconds and the fit of one fold in float32."""
+    """Return the seconds and the fit of one fold in float32."""
     single = z.astype(np.float32)
     with threadpool_limits(threads):
         start, busy = time.perf_counter(), time.process_time()

@@ -48,7 +48,7 @@ def public_names(path, tree):
 
 
 def lazy_names(tree):
-    """What an `__init__` imports, for type checkers too: its public face."""
+    """Return the names that an `__init__` imports, also for type checkers: its public face."""
     found = {
         alias.asname or alias.name
         for node in ast.walk(tree)

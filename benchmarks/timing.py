@@ -34,7 +34,7 @@ def ratio(ours, theirs):
 
 
 def add_row(work, ours, peers, *, first=None, note=""):
-    """Adds a row to the table, if one is being made.
+    """Add a row to the table, if one is being made.
 
     Args:
         work: What was done, with its sizes.

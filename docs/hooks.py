@@ -20,7 +20,7 @@ DocsDir.post_validation = lambda *_, **__: None
 
 
 def on_files(files, config):
-    """Adds a page for every notebook, of what its cells say and kept, and its images."""
+    """Add a page for every notebook, with the text, outputs and images of its cells."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, images = page_of(path)
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
@@ -36,7 +36,7 @@ def on_page_markdown(markdown, **kwargs):
 
 
 def page_of(path):
-    """A notebook as Markdown, and its images by name."""
+    """Return a notebook as Markdown, and its images by name."""
     parts, images = [], {}
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -70,7 +70,7 @@ class Addresses(HTMLParser):
         self.found = []
 
     def handle_starttag(self, tag, attrs):
-        """Looks at one tag."""
+        """Handle one tag."""
         given = dict(attrs)
         address = given.get(NEEDED.get(tag, ""), "") or ""
         if re.match(r"(https?:)?//", address) and given.get("rel") not in ("canonical", "edit"):
@@ -92,7 +92,7 @@ class Docstrings(griffe.Extension):
     """Docstrings as Markdown: one example is a section as several are, and the brackets of a product are no tag."""
 
     def on_object(self, *, obj, **kwargs):
-        """Looks at one docstring."""
+        """Handle one docstring."""
         if obj.docstring:
             text = re.sub(r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
             parts = re.split(r"(`[^`\n]+`|^ *>>> (?:.+\n?)+)", text, flags=re.MULTILINE)

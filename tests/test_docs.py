@@ -1,5 +1,6 @@
 """The code in README.md and docs/ runs as it stands, and the pages hold what they are for."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -59,3 +60,20 @@ def test_every_page_but_those_of_the_api_is_linked():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+FIRST_WORDS = {"What", "Which", "Of", "That", "As", "Where", "Whether", "How", "Whose", "Those"}
+
+
+def docstrings(tree):
+    """Texts that stand as statements: of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+@pytest.mark.parametrize("package", ["dissociation", "koopman"])
+def test_docstrings_begin_with_a_verb_or_a_noun(package):
+    for path in (ROOT / package).rglob("*.py"):
+        for text in docstrings(ast.parse(path.read_text())):
+            assert text.split()[0] not in FIRST_WORDS, f"{path}: {text}"

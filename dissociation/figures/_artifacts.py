@@ -113,7 +113,7 @@ def _anew(folder: str | os.PathLike[str]) -> str:
 
 
 def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
-    """Raises unless `folder` holds parts of a run with this configuration; returns the run's digest."""
+    """Return the digest of the run in `folder`; raise unless its configuration is this one."""
     identity = read_identity(folder)
     if different := differences(identity["config"], as_json(config)):
         raise RefusedFile(

@@ -11,7 +11,7 @@ minutes, similarity 7, collapse 49. An interrupted run goes on with the same com
 
 
 def figures() -> dict[str, Figure]:
-    """The figures of this package by their commands' names, listed here alone; imported now, which takes seconds."""
+    """Return the figures of this package by their commands' names, listed here alone; importing them takes seconds."""
     from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
 
     return {
@@ -25,5 +25,5 @@ def figures() -> dict[str, Figure]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line on these words, by default those of the process; returns the exit status."""
+    """Run the command line on these words, by default those of the process; return the exit status."""
     return run_command(figures(), arguments, program="dissociation", description=TIMES)

@@ -50,7 +50,7 @@ def caption(results: Any) -> str:
 
 
 def _panels(results: Any) -> list[tuple[Callable[[Axes, Any], None], str]]:
-    """What is drawn, in order, and what the caption says of it; panels without numbers are left out."""
+    """Return the panels in order, with their sentences of the caption; panels without numbers are left out."""
     config, information = results.config, results.information
     decay, classes = f"weight decay {max(config.weight_decays):g}", " and ".join(map(str, config.classes))
     panels: list[tuple[Callable[[Axes, Any], None], str]] = [
@@ -81,7 +81,7 @@ def _panels(results: Any) -> list[tuple[Callable[[Axes, Any], None], str]]:
 
 
 def _look(results: Any, index: int) -> dict[str, Any]:
-    """Of a weight decay: brighter the smaller it is."""
+    """Return the look of a weight decay: brighter if it is smaller."""
     color = plt.get_cmap("viridis")(0.85 * index / max(len(results.config.weight_decays) - 1, 1))
     return {**plotting.look(index), "color": color, "linestyle": "solid"}
 
@@ -89,7 +89,7 @@ def _look(results: Any, index: int) -> dict[str, Any]:
 def _curves(
     axis: Axes, steps: np.ndarray, values: np.ndarray, results: Any, *, log: bool = False, **options: Any
 ) -> None:
-    """A curve per weight decay, from step 10 on."""
+    """Draw a curve per weight decay, from step 10 on."""
     later = steps >= 10
     for index, (decay, curves) in enumerate(zip(results.config.weight_decays, values, strict=True)):
         plotting.band(axis, steps[later], curves[:, later], label=f"{decay:g}", **_look(results, index), **options)
@@ -184,7 +184,7 @@ def _estimators(axis: Axes, results: Any) -> None:
 
 
 def _geometry(axis: Axes, results: Any) -> None:
-    """The rest of the canon at the largest weight decay, on training samples."""
+    """Draw the other measures of neural collapse at the largest weight decay, on training samples."""
     steps, series, largest = results.time_step, results.series, _largest(results)
     names = {
         "trace_ratio": "tr($S_W S_B^+$)/C",
@@ -233,7 +233,7 @@ def _margins(axis: Any, results: Any) -> None:
 
 
 def _plane(axis: Axes, results: Any) -> None:
-    """Samples of two classes in the plane of their weights, of one seed at the largest weight decay."""
+    """Draw samples of two classes in the plane of their weights, of one seed at the largest weight decay."""
     largest, classes = _largest(results), results.config.classes
     first = int(np.argmax(results.diverged_at[largest] < 0))  # the first that did not diverge
     for marker, label in zip("ox", classes, strict=True):

@@ -1,4 +1,4 @@
-"""What a run depends on besides its settings: versions, devices, switches, the state of the sources."""
+"""Environment of a run besides its settings: versions, devices, switches, the state of the sources."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ except ImportError:  # not on Windows
 PACKAGES = ("dissociation", "jax", "jaxlib", "equinox", "optax", "numpy")
 
 SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_num_cpu_devices")
-"""Of JAX, which change numbers or where they are computed."""
+"""Settings of JAX that change numbers or where they are computed."""
 
 
 def environment() -> dict[str, Any]:
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package lies in, "-dirty" behind it if files differ; None outside of one."""
+    """Return the commit of this package's checkout, followed by "-dirty" if files differ; None without a checkout."""
     top = Path(__file__).parents[2]
     if not (top / ".git").exists():
         return None
@@ -49,7 +49,7 @@ def commit() -> str | None:
 
 
 def peak_memory() -> dict[str, int]:
-    """The most bytes that this process had so far, on the host and on every device that says so."""
+    """Return the peak of memory of this process in bytes, on the host and on every device that reports it."""
     found = {}
     if resource is not None:
         scale = 1 if sys.platform == "darwin" else 1024

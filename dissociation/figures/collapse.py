@@ -86,14 +86,14 @@ _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_sco
 
 @dataclasses.dataclass(frozen=True)
 class Config(DataConfig):
-    """The networks, and what is measured on them."""
+    """Settings of the networks and their measures."""
 
     LOADED = "num_loaded"
 
     weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
-    """AdamW's."""
+    """Weight decays of AdamW."""
     seeds: tuple[int, ...] = (42, 43, 44, 45, 46)
-    """Networks of every weight decay."""
+    """Seeds of the networks of every weight decay."""
     num_steps: int = 100_000
     """Optimiser steps."""
     num_train: int = 1000
@@ -110,17 +110,17 @@ class Config(DataConfig):
     network: Literal["mlp", "cnn"] = "mlp"
     """The architecture."""
     width: int = 200
-    """Of the hidden layers; of the last one for a convolutional network."""
+    """Number of units of the hidden layers; of the last one for a convolutional network."""
     depth: int = 2
     """Hidden layers of a multilayer perceptron."""
     last_activation: bool = True
-    """Whether features are taken after an activation."""
+    """If True, take features after an activation."""
     num_information: int = 30
     """Observations at which information is measured, evenly spaced in the logarithm of the step; 0 for none."""
     num_images: int = 10_000
     """Test images on which it is measured, at most."""
     num_neighbours: int = 10
-    """Of the estimators by entropies, the ones that are right in 4 + 4 dimensions; Kraskov's falls short there."""
+    """Neighbours of the estimators by entropies, which are right in 4 + 4 dimensions; Kraskov's is too small there."""
     feature_noise: float = 0.1
     """Standard deviation of the noise on whitened features, without which information would be infinite."""
     code: int = 4
@@ -133,7 +133,7 @@ class Config(DataConfig):
     num_smoothed: int = 2000
     """Test images for smoothed information, whose cost grows with their square, at most."""
     classes: tuple[int, int] = (0, 1)
-    """Whose margins are drawn."""
+    """Two classes whose margins are drawn."""
     accuracy_threshold: float = 0.99
     """Training accuracy above which a network has fitted."""
     collapse_threshold: float = 0.1

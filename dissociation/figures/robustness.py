@@ -64,7 +64,7 @@ LABELS = {
     "nuisance": "nuisance neurons",
     "published_null": "function changed",
 }
-"""What the variants are called in the figure, in the order of its legend. The last is a null space by the usual float32
+"""Names of the variants in the figure, in the order of its legend. The last is a null space by the usual float32
 cut-off, which is too large."""
 
 
@@ -86,7 +86,7 @@ class Config(members.Config):
     num_zero: int = 1024
     """Neurons without effect, one per group."""
     published_null: bool = False
-    """Whether to show what the usual float32 cut-off does: a null space too large, so the function changes."""
+    """If True, add the usual float32 cut-off: its null space is too large, so the function changes."""
 
     def __post_init__(self):
         super().__post_init__()

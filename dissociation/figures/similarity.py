@@ -66,7 +66,7 @@ REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement
 SIMILARITIES = tuple(
     name for name in REPRESENTATIONAL if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
 )
-"""Those of one scale: up to 1."""
+"""Measures of one scale, at most 1."""
 
 MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
 """Features of the widest layer that does not depend on `width`."""

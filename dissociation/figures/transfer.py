@@ -51,10 +51,10 @@ AXES = {
 UNITS = {"budgets": "samples"}
 
 LABELS = {"trained": "trained", "scaled": "scaled", "duplicated": "duplicated", "zero": "zero neurons"}
-"""What the variants are called in the figure, in the order of its legend."""
+"""Names of the variants in the figure, in the order of its legend."""
 
 TASKS = {"rotation": "quarter turns", "coarse": "least prime factor"}
-"""What the probes learn, by the tasks' titles in figure, caption and table."""
+"""Tasks of the probes, by their titles in figure, caption and table."""
 
 PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_rate": "{} steps, one rate"}
 """The learners, by their titles in the figure."""

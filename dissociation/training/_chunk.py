@@ -23,7 +23,7 @@ MAX_CHUNK = 512
 
 
 class Layout(NamedTuple):
-    """Where members lie, and in what order they are trained.
+    """Placement of members on devices, and the order in which they are trained.
 
     Attributes:
         member_map: "vmap" (members batched in one program), "scan" (sequentially inside the program), "unroll"

@@ -22,7 +22,7 @@ grace = 10.0
 NOTHING = "Nothing had begun."
 
 advice = NOTHING
-"""How to go on after an interrupt: told when the process ends."""
+"""Advice on how to resume, printed when an interrupted process ends."""
 
 _heard: list[int] = []
 _saving = False

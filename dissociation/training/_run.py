@@ -47,7 +47,7 @@ from dissociation.training._state import Info, State, Step
 logger = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 1.0
-"""How long a chunk should take: how often progress is shown and an interrupt is heard."""
+"""Seconds that a chunk should take, between updates of progress and checks for an interrupt."""
 FORMAT = 1
 """Format of a run's header; files from before the layout was stored have none, and are resumed."""
 FIRST_WRITE = 5.0
