@@ -205,7 +205,7 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
     if not is_traced(spread) and 0 < spread < 1e-3:
         warn(
             f"Features vary by {float(spread):.2g}, beside which the published constants of `nc1` (1e-8) and `rnc1` "
-            "(1e-10) count: multiply the features by a number, or read `trace_ratio`."
+            "(1e-10) count: multiply the features by a number, or read `trace_ratio` of `recipes.CheapMeasures`."
         )
     return found
 

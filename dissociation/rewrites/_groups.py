@@ -162,7 +162,7 @@ class GroupReport(NamedTuple):
 
     def __str__(self) -> str:
         lines = [repr(group) for group in self.groups.values()]
-        return "\n".join(lines + [f"{place} stands still: {reason}" for place, reason in self.frozen.items()])
+        return "\n".join(lines + [f"{place} is fixed: {reason}" for place, reason in self.frozen.items()])
 
     __repr__ = __str__
 
@@ -224,13 +224,16 @@ def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
 
 
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
-    """Return everything about a model but its parameters: tree, shapes, constants, other leaves."""
+    """Return everything about a model but its parameters and state: tree, shapes, constants, other leaves."""
+    is_state = lambda part: isinstance(part, eqx.nn.State)  # noqa: E731
+    states = [part for part in jax.tree.leaves(model, is_leaf=is_state) if is_state(part)]
+    counters = {id(leaf) for leaf in jax.tree.leaves(states)}  # they are traced if members are mapped
 
     def part(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):
             return leaf
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        constant = not (eqx.is_inexact_array(leaf) or is_traced(leaf) or is_key)
+        constant = not (eqx.is_inexact_array(leaf) or is_traced(leaf) or is_key or id(leaf) in counters)
         return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes() if constant else None
 
     return jax.tree.structure(model), [part(leaf) for leaf in jax.tree.leaves(model)]

@@ -1,4 +1,4 @@
-"""Groups of neurons, found in models of many kinds; what stands still, and why; axes and their atoms."""
+"""Groups of neurons, found in models of many kinds; fixed axes with reasons; axes and their atoms."""
 
 import equinox as eqx
 import jax
@@ -100,7 +100,7 @@ def test_what_stands_still_says_why():
     report = group_report(model, jnp.ones(5))
     assert report.frozen[".layers[0].weight[1]"] == "the input has it"
     assert report.frozen[".layers[1].weight[0]"] == "the output has it"
-    assert "stands still: the input has it" in str(report)
+    assert "is fixed: the input has it" in str(report)
     ramp = jnp.arange(8.0)
     tilted = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[1](jax.nn.relu(m.layers[0](x)) * ramp))
     assert not tilted.groups

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ZOO, change, made, one
+from zoo import ZOO, Normalised, change, made, one
 
+from dissociation import bmap
 from dissociation.models import BilinearNetwork
 from dissociation.models._program import called
 from dissociation.rewrites import _rewrites as rewrites
@@ -205,6 +206,14 @@ def test_stacked_members_are_mapped_over_or_refused():
     for what in every:
         for stacked, own in zip(*map(jax.tree.leaves, (mapped[what], alone[what])), strict=True):
             np.testing.assert_allclose(stacked[1], own, atol=1e-5, err_msg=what)
+
+
+def test_members_with_state_are_mapped_over():
+    make = eqx.nn.make_with_state(Normalised)
+    pairs = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))
+    hidden = neuron_groups(make(jax.random.key(1)), jnp.ones(5))["first"]
+    mapped, _ = bmap(scale(hidden, 2.0))(pairs)
+    np.testing.assert_allclose(2 * mapped.last.weight, pairs[0].last.weight, rtol=1e-6)
 
 
 def test_a_null_space_belongs_to_the_weights_that_it_was_found_for():
