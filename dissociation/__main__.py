@@ -1,4 +1,4 @@
-"""`python -m dissociation`."""
+"""Entry point of `python -m dissociation`."""
 
 import importlib
 import sys
@@ -7,7 +7,7 @@ from dissociation.training import _interrupts as interrupts
 
 
 def main(package: str = "dissociation") -> int:
-    """Run the command line of a package as a program of its own; return the exit status."""
+    """Run the command line of a package as a program; return the exit status."""
     interrupts.listen(package)  # before imports, which take seconds
     figures = importlib.import_module(f"{package}.figures")
     from dissociation.training._cores import use_all_cores

@@ -1,4 +1,4 @@
-"""`python -m koopman`."""
+"""Entry point of `python -m koopman`."""
 
 import sys
 from functools import partial

@@ -1,4 +1,4 @@
-"""Compute and draw the figures, one module each, and share what a figure is made of."""
+"""Compute and draw the figures, one module each, with the functions that figures share."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,6 @@
 """Parts of a run on disk, from which a figure resumes, and the description of a run.
 
-Every part holds a digest of its run and a checksum of its contents: a part that was changed, renamed or copied from
-another run is refused.
+A digest of the run and a checksum detect parts that were changed, renamed or copied from another run.
 """
 
 import json
@@ -31,13 +30,13 @@ Folder = str | os.PathLike[str] | None
 AnyMeter = str | MeterFactory | None
 
 IDENTITY = "identity.json"
-"""The file that says which run a folder of parts belongs to."""
+"""File with the identity of a folder's run."""
 
 _RUN, _CHECKSUM = "run_digest", "checksum"
 
 
 def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], digest: str) -> None:
-    """Write an `.npz` file that `read_part` accepts with this digest and under this name only."""
+    """Write an `.npz` file that `read_part` accepts only with this digest and under this name."""
     values = {name: np.asarray(value) for name, value in arrays.items()}
     marks = {_RUN: np.asarray(digest), _CHECKSUM: np.asarray(_checksum(path, values, digest))}
     with replacing(path) as file:
@@ -50,13 +49,13 @@ def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
         with open(path, "rb") as opened, np.load(opened) as file:
             arrays = dict(file)
     except (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        advice = "Delete it to have this part computed again."
+        advice = "Delete it to compute this part again."
         raise RefusedFile(f"{path} is broken: {reason_of(error)}. {advice}") from error
     run, checksum = (str(arrays.pop(name, "")) for name in (_RUN, _CHECKSUM))
     if run != digest:
-        raise RefusedFile(f"{path} belongs to another run. Delete it to have this part computed again.")
+        raise RefusedFile(f"{path} belongs to another run. Delete it to compute this part again.")
     if checksum != _checksum(path, arrays, digest):
-        raise RefusedFile(f"{path} was changed or renamed since it was written. Delete it to have it computed again.")
+        raise RefusedFile(f"{path} was changed or renamed since it was written. Delete it to compute it again.")
     return arrays
 
 
@@ -67,13 +66,13 @@ def _checksum(path: str | os.PathLike[str], arrays: Arrays, digest: str) -> str:
 def save_description(path: str | os.PathLike[str], description: Mapping[str, Any]) -> None:
     """Write `description` and the environment of the run as JSON."""
     plain = json.dumps(as_json({**description, "environment": provenance.environment()}))
-    # JSON has no numbers that are not finite: null.
+    # JSON has null instead of NaN and infinity.
     strict = json.loads(plain, parse_constant=lambda _: None)
     write_bytes(path, (json.dumps(strict, indent=2) + "\n").encode())
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings, or of other parts of two identities, in which two runs differ."""
+    """Return the names of settings, or of other entries of two identities, that differ."""
     names = sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
     one, other = stored.get("config"), wanted.get("config")
     if "config" in names and isinstance(one, dict) and isinstance(other, dict):
@@ -88,13 +87,13 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 
 def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
-    """Return what two equal runs have in common: configuration, hashes of key and data, and precision."""
+    """Return the identity of a run: configuration, hashes of key and data, and precision."""
     prints = {"key": checkpoint.fingerprint(key), "data": checkpoint.fingerprint(data)}
     return {"config": as_json(config), **prints, "precision": str(jnp.result_type(float))}
 
 
 def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the identity of the run to which the parts in `folder` belong."""
+    """Return the identity of a folder's run."""
     path = Path(folder) / IDENTITY
     if not path.is_file():
         raise FileNotFoundError(f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}.")
@@ -109,11 +108,11 @@ def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _anew(folder: str | os.PathLike[str]) -> str:
-    return f"Which run the parts in {folder} belong to is not known: delete or move that folder to begin anew."
+    return f"The run of the parts in {folder} is unknown: delete or move that folder to start from scratch."
 
 
 def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
-    """Return the digest of the run in `folder`; raise unless its configuration is this one."""
+    """Return the digest of the run in `folder`; raise unless its configuration equals `config`."""
     identity = read_identity(folder)
     if different := differences(identity["config"], as_json(config)):
         raise RefusedFile(
@@ -124,15 +123,15 @@ def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
 
 
 class Parts:
-    """Named parts of a long computation, each saved in a folder as soon as it is computed; a context.
+    """Named parts of a long computation, each saved in a folder when it is computed; a context manager.
 
-    A part is a dictionary of arrays. A folder with parts of another identity (configuration, key and data) is refused,
-    and a folder has one user at a time. Process 0 alone writes.
+    A part is a dictionary of arrays. A folder has one identity (configuration, key and data), else an error is raised,
+    and one user at a time. Process 0 alone writes.
 
     Args:
         folder: Folder of the parts; None saves nothing.
         identity: Identity of the run, see `identity_of`.
-        progress: Meter of `get_all`, see `dissociation.training`.
+        progress: Meter of `get_all`, see `open_meter`.
     """
 
     def __init__(self, folder: Folder, identity: Mapping[str, Any], progress: AnyMeter = None):
@@ -165,7 +164,7 @@ class Parts:
             elif different := differences(read_identity(folder), self.identity):
                 raise RefusedFile(
                     f"`folder` must hold parts of the same run, got {folder}, whose {checks.that_differ(different)}. "
-                    "Name another folder, or delete this one to begin anew."
+                    "Name another folder, or delete this one to start from scratch."
                 )
             self._held = stack.pop_all()
 
@@ -173,16 +172,16 @@ class Parts:
         self._held.close()
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a part's own file `name`; None without a folder."""
+        """Return the path of the file `name` in the folder; None without a folder."""
         return None if self.folder is None else self.folder / name
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Save the part `name`, if there is a folder; an earlier one is replaced."""
+        """Save the part `name`, if there is a folder; replace an earlier one."""
         if (path := self.path(f"{name}.npz")) is not None and jax.process_index() == 0:
             save_part(path, arrays, self.digest)
 
     def load(self, name: str) -> Arrays | None:
-        """Return the part `name`, if it was saved.
+        """Return the part `name`, or None.
 
         Raises:
             RefusedFile: If the part is broken, was changed, or belongs to another run.
@@ -194,7 +193,7 @@ class Parts:
         """Return the part `name`: read it if it was saved, else compute, time and save it."""
         path = self.path(f"{name}.npz")
         there = path is not None and path.exists()
-        # All processes read it, or all compute it, as computing may need all of them.
+        # All processes read it, or all compute it, because computing may need all of them.
         if all(distributed.all_values(there)) and (kept := self.load(name)) is not None:
             self.seconds[name] = float(kept.pop("seconds"))
             return kept
@@ -205,7 +204,7 @@ class Parts:
         return arrays
 
     def get_all(self, jobs: Mapping[str, Callable[[], Mapping[str, Any]]], title: str) -> dict[str, Arrays]:
-        """Return the parts that `jobs` compute, by name, and show progress under a title; see `get`."""
+        """Return by name the parts that `jobs` compute, see `get`, with a meter titled `title`."""
         found = {}
         with closing(open_meter(self.progress, len(jobs), title)) as meter:
             for done, (name, compute) in enumerate(jobs.items()):

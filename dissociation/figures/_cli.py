@@ -5,13 +5,13 @@ from dissociation.figures._protocol import Figure
 
 TIMES = """Figures of the toolkit, from data to PDF.
 
-Times on two cores that had other work as well. With --quick, a rehearsal in small: robustness 17 s, transfer 89 s,
-eigenvectors 70 s, collapse 86 s, similarity 46 s, freedom 17 s. In full: robustness 81 s; with MNIST freedom 2
-minutes, similarity 7, collapse 49. An interrupted run goes on with the same command. --version says which this is."""
+Times on two busy cores. With --quick, a smoke run: robustness 17 s, transfer 89 s, eigenvectors 70 s, collapse 86 s,
+similarity 46 s, freedom 17 s. In full: robustness 81 s; with MNIST freedom 2 minutes, similarity 7, collapse 49.
+The same command resumes an interrupted run. --version prints the version."""
 
 
 def figures() -> dict[str, Figure]:
-    """Return the figures of this package by their commands' names, listed here alone; importing them takes seconds."""
+    """Return the figures of this package by command name; importing them takes seconds."""
     from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
 
     return {
@@ -25,5 +25,5 @@ def figures() -> dict[str, Figure]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line on these words, by default those of the process; return the exit status."""
+    """Run the command line with `arguments`, by default those of the process; return the exit status."""
     return run_command(figures(), arguments, program="dissociation", description=TIMES)

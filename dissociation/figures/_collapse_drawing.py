@@ -1,6 +1,6 @@
-"""Draw the figure of neural collapse, panel by panel, from its results.
+"""Drawing of the figure `collapse`, panel by panel, from its results.
 
-Colours and markers are weight decays, dashes the kind of a curve; what is shown of one weight decay alone is black.
+Colours and markers are weight decays, dashes kinds of curves; curves of a single weight decay are black.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from matplotlib.figure import Figure
 from dissociation.plotting import _axes as plotting
 
 SHOWN_POINTS = 400
-"""Samples of a class and split in the plane of two classes, at most."""
+"""Largest number of samples per class and split in the plane of two classes."""
 
 _PAIRS = {
     "mi_{}_compression": ("I", "nearest neighbours"),
     "nhsic_{}": ("nHSIC", "fixed bandwidth"),
     "nhsic_{}_free": ("nHSIC", "median bandwidth"),
 }
-"""Measures of the information plane by name, input or labels, with their symbol and what they are called."""
+"""Symbols and labels of the measures of the information plane, by name for inputs or labels."""
 
 
 def draw(results: Any) -> Figure:
-    """Every panel for which there are numbers, three a row; 7.2 inches wide, 2.3 a row."""
+    """Draw every panel that has numbers, three per row; 7.2 inches wide, 2.3 inches per row."""
     panels = _panels(results)
     rows = -(-len(panels) // 3)
     with plotting.house_style():
@@ -37,51 +37,51 @@ def draw(results: Any) -> Figure:
         plotting.letter(*axes.flat[: len(panels)])
         handles = axes[0, 0].get_legend_handles_labels()
         figure.legend(*handles, title="weight decay", loc="outside upper center", ncols=8)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
 def caption(results: Any) -> str:
-    """All but the data, which the headline has."""
+    """Return the caption without the data, which the headline has."""
     said = "; ".join(f"({'abcdefghijkl'[index]}) {words}" for index, (_, words) in enumerate(_panels(results)))
     curves = [*results.series["test_accuracy"], *results.series["rnc1_score"]]
     steps = f"Information is measured {len(results.information_step)} times. " if results.information else ""
-    return f"Networks through training: {said}. {plotting.drawn_as(*curves)} {steps}".rstrip()
+    return f"Networks during training: {said}. {plotting.drawn_as(*curves)} {steps}".rstrip()
 
 
 def _panels(results: Any) -> list[tuple[Callable[[Axes, Any], None], str]]:
-    """Return the panels in order, with their sentences of the caption; panels without numbers are left out."""
+    """Return the panels that have numbers, in order, with their sentences of the caption."""
     config, information = results.config, results.information
     decay, classes = f"weight decay {max(config.weight_decays):g}", " and ".join(map(str, config.classes))
     panels: list[tuple[Callable[[Axes, Any], None], str]] = [
-        (_accuracy, "accuracy on test images and, dashed, on training images"),
+        (_accuracy, "accuracy on test images; dashed, on training images"),
         (
             _collapse,
-            f"spread within over that between classes, dotted the threshold {config.collapse_threshold:g}",
+            f"spread within classes over spread between classes; dotted, the threshold {config.collapse_threshold:g}",
         ),
-        (_condition, "condition number of the class means, dotted its value after collapse"),
+        (_condition, "condition number of the class means; dotted, its value after collapse"),
     ]
     for name in _PAIRS:
         values = information.get(name.format("zx"))
         if values is not None and np.isfinite(values[..., results.information_step >= 10]).any():
             symbol, words = _PAIRS[name]
-            what = f"{symbol}(Z;X) - {symbol}(Z;Y) by {words}, dotted with shuffled rows"
+            what = f"{symbol}(Z;X) - {symbol}(Z;Y) by {words}; dotted, with shuffled rows"
             panels.append((lambda axis, found, name=name: _information(axis, found, name), what))
     if len(panels) > 3 and "mi_zx_compression" in information:
         panels.append((_estimators, f"two estimators of information at {decay}"))
     panels.append((_geometry, f"distances from collapse at {decay}"))
-    panels.append((_scale, "norm of the class means and, dashed, of all weights and, dotted, of the last layer's"))
+    panels.append((_scale, "norm of the class means; dashed, of all weights; dotted, of the last layer's weights"))
     if results.margins:
         panels.append((_margins, f"distances of images of classes {classes} to their boundary at {decay}, all seeds"))
         panels.append((_plane, f"one seed's images of these classes in the plane of their weights, at {decay}"))
     if max(config.weight_decays) > 0:
         crossed = "first steps at which networks fitted, generalised and collapsed, with medians and 90 % intervals"
-        panels.append((_crossings, f"{crossed}; open where one never did"))
+        panels.append((_crossings, f"{crossed}; open symbols for networks that never did"))
     return panels
 
 
 def _look(results: Any, index: int) -> dict[str, Any]:
-    """Return the look of a weight decay: brighter if it is smaller."""
+    """Return the style of a weight decay: brighter for smaller ones."""
     color = plt.get_cmap("viridis")(0.85 * index / max(len(results.config.weight_decays) - 1, 1))
     return {**plotting.look(index), "color": color, "linestyle": "solid"}
 
@@ -97,7 +97,7 @@ def _curves(
 
 
 def _means(axis: Axes, steps: np.ndarray, values: np.ndarray, results: Any, linestyle: str) -> None:
-    """Means over seeds of another kind, without names."""
+    """Draw means over seeds of another kind of curve."""
     later = steps >= 10
     for index, curves in enumerate(values):
         look = {"color": _look(results, index)["color"], "linestyle": linestyle, "linewidth": 0.8}
@@ -105,20 +105,19 @@ def _means(axis: Axes, steps: np.ndarray, values: np.ndarray, results: Any, line
 
 
 def _against_steps(axis: Axes, steps: np.ndarray, *, log: bool = False) -> None:
-    """Limits are set: a logarithmic axis cannot find its own where nothing is finite, or no step has come to 10."""
+    # A logarithmic axis finds no limits if nothing is finite, or no step has reached 10.
     axis.set(xscale="log", xlabel="step", xlim=(9, 1.1 * max(10, int(steps[-1]) if len(steps) else 10)))
     if log and any((np.asarray(line.get_ydata()) > 0).any() for line in axis.lines):
         plotting.log_height(axis)
 
 
 def _floor(values: np.ndarray) -> float:
-    """For the lower edge of bands on a logarithmic axis: half the least positive value."""
+    """Return half the least positive value, for the lower edge of bands."""
     positive = values[np.isfinite(values) & (values > 0)]
     return 0.5 * float(positive.min()) if positive.size else 1e-12
 
 
 def _legend(axis: Axes, columns: int = 2) -> None:
-    """Below the panel, off the curves."""
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=columns, handlelength=2.5)
 
@@ -163,7 +162,7 @@ def _title(axis: Axes, results: Any, words: str) -> None:
 
 
 def _estimators(axis: Axes, results: Any) -> None:
-    """I(Z;X) and I(Z;Y) by two estimators at the largest weight decay."""
+    """Draw I(Z;X) and I(Z;Y) by two estimators at the largest weight decay."""
     steps, information, largest = results.information_step, results.information, _largest(results)
     later = steps >= 10
     names = {
@@ -184,7 +183,7 @@ def _estimators(axis: Axes, results: Any) -> None:
 
 
 def _geometry(axis: Axes, results: Any) -> None:
-    """Draw the other measures of neural collapse at the largest weight decay, on training samples."""
+    """Draw the other measures of neural collapse at the largest weight decay."""
     steps, series, largest = results.time_step, results.series, _largest(results)
     names = {
         "trace_ratio": "tr($S_W S_B^+$)/C",
@@ -209,7 +208,7 @@ def _geometry(axis: Axes, results: Any) -> None:
 def _scale(axis: Axes, results: Any) -> None:
     steps, values = results.time_step, results.series["scale_means"]
     for name, style in (("weight_norm", "dashed"), ("head_norm", "dotted")):
-        _means(axis, steps, results.series.get(name, ()), results, style)  # sweeps of earlier versions have none
+        _means(axis, steps, results.series.get(name, ()), results, style)  # missing in sweeps of earlier versions
     _curves(axis, steps, values, results, log=True, within=(_floor(values), np.inf))
     axis.set(ylabel="norm (log)", title="features (line), weights (dashed), last (dotted)")
 
@@ -233,9 +232,9 @@ def _margins(axis: Any, results: Any) -> None:
 
 
 def _plane(axis: Axes, results: Any) -> None:
-    """Draw samples of two classes in the plane of their weights, of one seed at the largest weight decay."""
+    """Draw one seed's samples of two classes in the plane of their weights."""
     largest, classes = _largest(results), results.config.classes
-    first = int(np.argmax(results.diverged_at[largest] < 0))  # the first that did not diverge
+    first = int(np.argmax(results.diverged_at[largest] < 0))  # the first seed that did not diverge
     for marker, label in zip("ox", classes, strict=True):
         for split, size, color in (("test", 4, "0.65"), ("train", 8, "black")):
             points = results.margins[f"plane_{label}_{split}"][largest, first]
@@ -250,10 +249,10 @@ def _crossings(axis: Axes, results: Any) -> None:
     config, end, crossings = results.config, int(results.time_step[-1]), results.crossings
     shown = (("fitted", "0.65", "o", 0.88), ("generalised", "0.4", "D", 1.0), ("collapsed", "black", "s", 1.14))
     axis.set(xlabel="weight decay", ylabel="step (log)", title="first crossing (open: never)")
-    positive = np.asarray(config.weight_decays) > 0  # none has a place on a logarithmic axis
+    positive = np.asarray(config.weight_decays) > 0  # a logarithmic axis has no 0
     decays, alive = np.asarray(config.weight_decays)[positive], ~crossings.first["diverged"][positive]
     for name, color, marker, aside in shown:
-        times = np.maximum(crossings.first[name], 1)[positive]  # nor has step 0
+        times = np.maximum(crossings.first[name], 1)[positive]  # for the same reason
         places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
         flat = times[alive]
         crossed = ~np.isnan(flat)

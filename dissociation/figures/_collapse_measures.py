@@ -1,4 +1,4 @@
-"""Measures of the figure of neural collapse: steps of observation, information, margins; and the series on disk."""
+"""Measures of the figure `collapse`: steps of observation, information, margins, and stored series."""
 
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ SAVED = "series"
 
 
 def spread_observations(num_steps: int, number: int) -> np.ndarray:
-    """Return `number` of the observed steps, nearest to steps evenly spaced in the logarithm; all if fewer."""
+    """Return `number` of the observed steps, evenly spaced in the logarithm; all if there are fewer."""
     times = observation_steps(num_steps)
     if number < 2:
         return times[:0] if number == 0 else times[-1:]
     if number >= len(times):
         return times
     finer = number
-    while True:  # where observations are sparse several wanted steps share one: ask for more until enough differ
+    while True:  # several wanted steps share a sparse observation: ask for more until enough differ
         wanted = log_spaced_steps(num_steps, min(finer, num_steps + 1))
         chosen = np.unique(times[np.abs(times[None] - wanted[:, None]).argmin(1)])
         if len(chosen) >= number:
@@ -46,7 +46,7 @@ def spread_observations(num_steps: int, number: int) -> np.ndarray:
 
 
 class Information(eqx.Module):
-    """The expensive measures of one network, on test images."""
+    """Expensive measures of one network, on test images."""
 
     images: Float[Array, "n d"]  # standardised
     labels: Float[Array, "n classes"]  # one-hot
@@ -57,7 +57,7 @@ class Information(eqx.Module):
     num_smoothed: int = eqx.field(static=True)  # images for smoothed information
 
     def __call__(self, model: Any, key: Array) -> dict[str, Array]:
-        """Return measures by name: "null" of shuffled pairs, "free" of a bandwidth that follows the features' scale.
+        """Return measures by name: "null" of shuffled pairs, "free" with a bandwidth that follows the features' scale.
 
         The free bandwidth is the published one for features of variance 1.
         """
@@ -93,11 +93,11 @@ class Information(eqx.Module):
 def compressed(
     train: Array | np.ndarray, images: Array | np.ndarray, *, size: int, num_epochs: int, key: Array
 ) -> Arrays:
-    """Return whitened codes of `images` from an autoencoder trained on `train`, cached on disk: "codes" [n, size]."""
+    """Return whitened codes of `images` by an autoencoder of `train`, cached on disk: "codes" [n, size]."""
     identity = {"train": train, "images": images, "key": key, "code": size, "epochs": num_epochs}
-    identity["format"] = 2  # to be raised when `train_compression` finds other codes
+    identity["format"] = 2  # to be raised if `train_compression` returns other codes
     digest = checkpoint.fingerprint(identity)
-    # Shared by sweeps side by side: both may compute it, and the later one replaces the same codes.
+    # Shared by parallel sweeps: both may compute the same codes, and the later one replaces them.
     path = code_cache() / f"{digest}.npz"
     if all(distributed.all_values(path.exists())):  # processes train together, or none does
         return read_part(path, digest)
@@ -113,7 +113,7 @@ def code_cache() -> Path:
 
 
 def information_measures(config: Any, data: Dataset, codes: Array | np.ndarray) -> Information:
-    """Return the expensive measures on the first test images; `config` has the other fields of `Information`."""
+    """Return the expensive measures on the first test images; `config` has the fields of `Information`."""
     images, labels = data.test_images[: len(codes)], data.test_labels[: len(codes)]
     options = {name: getattr(config, name) for name in ("feature_noise", "num_neighbours", "smoothing", "num_smoothed")}
     return Information(standardised(images), jnp.asarray(labels), jnp.asarray(codes), **options)
@@ -136,7 +136,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
         truth = np.asarray(labels).argmax(1)
         for label in classes:
             chosen = standardised(np.asarray(images)[truth == label])
-            # Members in turn, and not in a compiled loop, where a CPU's convolutions are slow.
+            # Members sequentially, not in a compiled loop, in which convolutions are slow on a CPU.
             parts = [_places(model, chosen, *classes) for model in each]
             margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
             margins |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
@@ -152,7 +152,7 @@ def _places(model: Any, images: Array, first: int, second: int) -> tuple[Array, 
 
 
 class SeriesKeeper:
-    """Save the series so far, and continue those of an interrupted run."""
+    """Callback that saves the series so far, and continues those of an interrupted run."""
 
     def __init__(self, parts: Parts):
         self.parts = parts
@@ -160,7 +160,6 @@ class SeriesKeeper:
         self.found: list[dict[str, np.ndarray]] = []
 
     def __call__(self, step: int, records: dict[str, Any]) -> None:
-        """Save an observation: a callback of `training.fit`."""
         if self.parts.folder is None:
             return
         if not self.steps and step > 0 and (earlier := self.parts.load(SAVED)) is not None:
@@ -169,11 +168,11 @@ class SeriesKeeper:
             self.found = [{name: leaf[..., i] for name, leaf in earlier.items()} for i in before]
         self.steps.append(step)
         self.found.append(flat(records["observed"]))
-        # At every observation: never behind the checkpoint, which is written later and less often.
+        # At every observation, so that the series are never behind the checkpoint.
         stacked = {name: np.stack([one[name] for one in self.found], -1) for name in self.found[0]}
         self.parts.save(SAVED, {"time_step": np.asarray(self.steps), **stacked})
 
 
 def flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return a dictionary in which costly measures are beside the cheap ones."""
+    """Return observations with expensive measures beside the cheap ones."""
     return {**{name: leaf for name, leaf in observed.items() if name != "expensive"}, **observed.get("expensive", {})}

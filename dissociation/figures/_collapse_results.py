@@ -1,4 +1,4 @@
-"""Results of a sweep through grokking and collapse: series, and the steps at which networks crossed the thresholds."""
+"""Results of a sweep through grokking and collapse: series, and steps of threshold crossings."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Crossings(NamedTuple):
 
 
 def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> Crossings:
-    """Return the crossings of `series` at `time_step`, with the thresholds and the weight decays of `config`."""
+    """Return the crossings of `series` at `time_step`, with the thresholds of `config`."""
     first, end = first_crossings(config, series, time_step), int(time_step[-1])
     names = [name for name in first if name != "diverged"]
     median: dict[str, np.ndarray] = {name: np.full((len(config.weight_decays), 3), np.nan) for name in names}
@@ -48,10 +48,10 @@ def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray)
 
 
 def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the first steps of `time_step` beyond the thresholds, [decay, seed]; NaN if a network never crossed.
+    """Return the first steps beyond the thresholds, [decay, seed]; NaN if a network never crossed or diverged.
 
-    "collapsed" is searched from "fitted" on, as features may be close to each other at the beginning, too; "delay" is
-    their difference. A network that "diverged" has no steps.
+    "collapsed" is searched from "fitted" on, because features may be close to each other at the start too; "delay" is
+    the difference.
     """
     times = np.asarray(time_step, np.float32)
     generalised = np.asarray(first_cross(times, series["test_accuracy"], config.test_threshold))
@@ -64,7 +64,7 @@ def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.nd
 
 
 def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
-    """Return the median steps from fitting to collapse over the seeds that fitted; NaN if there are none."""
+    """Return the median steps from fitting to collapse over the seeds that fitted; NaN if none did."""
     chosen = ~np.isnan(fitted)
     if not chosen.any():
         return Median(np.nan, np.nan, np.nan)
@@ -92,11 +92,11 @@ def crossing_table(weight_decays: tuple[float, ...], crossings: Crossings) -> li
 def crossing_line(
     weight_decays: tuple[float, ...], first: dict[str, np.ndarray], end: int, name: str = "collapsed"
 ) -> Slope:
-    """Return the line of log time `name` on log weight decay, over positive decays."""
+    """Return the line of log time `name` against log weight decay, over positive decays."""
     decays, times = np.asarray(weight_decays, float), np.asarray(first[name], float)
     places = np.repeat(decays, times.shape[1])
     ends = np.full(times.shape, float(end)) - (first["fitted"] if name == "delay" else 0.0)
-    # A delay that the run's end leaves no room for says nothing.
+    # A network that fitted at the last step has no time for a delay.
     kept = (places > 0) & (ends.reshape(-1) > 0) & ~first["diverged"].reshape(-1)
     return log_slope(times.reshape(-1)[kept], places[kept], ends.reshape(-1)[kept])
 
@@ -111,11 +111,11 @@ def assemble(
     seconds: dict[str, float],
     member: Any = None,
 ) -> Results:
-    """Return results of flat series [members, time]; `diverged_at` is None for a sweep under way."""
+    """Return results of flat series [members, time]; `diverged_at` is None for a running sweep."""
     grid, steps = (len(config.weight_decays), len(config.seeds)), np.asarray(steps)
-    # The numbers of a network that is not finite may look plausible: its accuracy is that of the first class.
+    # Numbers of a network that is not finite may look plausible, such as the accuracy of the first class.
     finite = np.isfinite(flat["train_loss"])
-    if diverged_at is None:  # of a sweep under way: the first observation that shows it
+    if diverged_at is None:  # the first observation that is not finite
         diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
     flat = {name: np.where(finite, values, np.nan) for name, values in flat.items()}
     shaped = {name: leaf.reshape(*grid, -1) for name, leaf in flat.items()}
@@ -141,7 +141,7 @@ def series_of(results: Results, name: str, weight_decay: float, seed: int) -> tu
     """Return the steps and the values of one curve.
 
     Args:
-        results: The value of `compute`.
+        results: Value of `compute`.
         name: A name in `series` or `information`.
         weight_decay: A weight decay of the configuration.
         seed: A seed of the configuration.

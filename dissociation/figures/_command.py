@@ -1,7 +1,7 @@
 """Command lines of both packages.
 
-Every run of a figure has a folder, named by figure, settings and a digest of all that defines the run. Other settings,
-other data or `--quick` never touch its results, and the same command resumes it.
+Every run of a figure has a folder, named by figure, settings and a digest of its identity: other settings, other data
+or `--quick` never touch its results, and the same command resumes it.
 """
 
 import contextlib
@@ -47,22 +47,21 @@ class RunOptions:
     """Options of a run: folder, seed, resuming, processes."""
 
     out: Path = Path("results")
-    """Folder in which every run has a folder of its own: the figure (PDF and PNG), its arrays (.npz), a description of
-    the run (.json), a report with all of it (report.html), and the parts from which an interrupted run goes on."""
+    """Folder with a folder per run: the figure (PDF and PNG), arrays (.npz), a description (.json), a report with all
+    of it (report.html), and the parts from which an interrupted run resumes."""
     seed: int = DEFAULT_SEED
-    """Everything random follows from it."""
+    """Seed of all randomness."""
     quick: Flag = False
-    """A small run that shows that everything works; sizes that are given as well hold."""
+    """Make a smoke run, with small sizes unless they are given as well."""
     resume: Flag = False
-    """Go on with an earlier run of the same settings, and refuse to begin a new one. Without it the same command goes
-    on as well, or begins if there is nothing to go on with."""
+    """Fail if no earlier run has these settings. Without this flag, resume it or start a new one."""
     fresh: Flag = False
-    """Begin anew though there is an earlier run of the same settings, whose parts are set aside."""
+    """Start from scratch, and set aside the parts of an earlier run with the same settings."""
     silent: Flag = False
     """Show no progress."""
     distributed: Flag = False
-    """Make the figure by several processes, each of which trains some of the networks. Without a cluster (SLURM, Open
-    MPI, Kubernetes, TPU) give the three options below. All processes need the same `--out`."""
+    """Compute the figure in several processes, each of which trains some of the networks. Without a cluster (SLURM,
+    Open MPI, Kubernetes, TPU), also give the three options below. All processes need the same `--out`."""
     coordinator_address: str | None = None
     """Address at which process 0 listens, host:port. Use it on trusted networks only."""
     num_processes: int | None = None
@@ -76,7 +75,7 @@ class RunOptions:
             raise WrongValue("`fresh` must not be given together with `resume`.")
         given = (self.coordinator_address, self.num_processes, self.process_id)
         if not self.distributed and given != (None, None, None):
-            raise WrongValue("`distributed` must be given where the address, number or id of processes is.")
+            raise WrongValue("`distributed` must be given with the address, number or id of processes.")
 
 
 def run_command(
@@ -85,13 +84,13 @@ def run_command(
     """Run the command line of a package.
 
     Args:
-        figures: By the command's name.
-        arguments: The words after the program's name; None takes them from the process.
-        program: The command's name.
-        description: The purpose of the program, for `--help`.
+        figures: Figures by command name.
+        arguments: Words after the program's name; None takes those of the process.
+        program: Name of the command.
+        description: Purpose of the program, for `--help`.
 
     Returns:
-        The exit status, see `produce`.
+        The exit status: 0, 1 after an error, 2 for a wrong value, 130 or 143 after an interrupt.
 
     Raises:
         SystemExit: After `--help`; with status 2 if an option or value is wrong, which is printed.
@@ -112,7 +111,7 @@ def run_command(
 
 @contextlib.contextmanager
 def _until_readers_leave() -> Iterator[None]:
-    """End the block without an error when the reader of the output has left, as after `| head`."""
+    """End the block without an error if the reader of the output has left, as after `| head`."""
     try:
         try:
             yield
@@ -123,7 +122,7 @@ def _until_readers_leave() -> Iterator[None]:
 
 
 def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
-    """Return a function whose arguments are a figure's options, with the defaults of `--quick` if it is given."""
+    """Return a function of a figure's options, with the defaults of `--quick` if given."""
     default = figure.Config().quick() if "--quick" in words else figure.Config()
 
     def choose(
@@ -159,7 +158,7 @@ def produce(
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
         return _tell(program, f"{error} (while writing to {run.out})" if nameless else error, 1)
     except Exception as error:
-        if interrupts.heard():  # on its way through a compiler an interrupt can become another exception
+        if interrupts.heard():  # a compiler can turn an interrupt into another exception
             return _stopped(program)
         if "RESOURCE_EXHAUSTED" in str(error):
             return _tell(program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
@@ -180,14 +179,13 @@ def _stopped(program: str) -> int:
 
 
 def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float) -> None:
-    """Compute a figure and write its folder."""
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
     folder = run.out / run_name(figure, config, run, identity)
     parts = folder / "parts"
     with contextlib.ExitStack() as held:
         distributed.on_main(lambda: _take_folder(figure, run, folder, identity, held))
-        interrupts.advice = f"The same command goes on; finished parts are in {parts}."
+        interrupts.advice = f"The same command resumes; finished parts are in {parts}."
         if jax.process_index() == 0:
             facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
             goes_on = [word for word in words if word != "--fresh"]
@@ -211,7 +209,7 @@ def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, h
         names = (folder / f"parts-before-{i}" for i in range(1, 10**6))
         parts.rename(next(name for name in names if not name.exists()))
     elif not run.silent:
-        print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
+        print(f"Resuming in {folder} (--fresh starts from scratch).", file=sys.stderr)
 
 
 def _finish(
@@ -249,7 +247,7 @@ def _finish(
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
-    """Return the name of a run's folder: figure, settings other than the defaults, and a digest of the identity."""
+    """Return the name of a run's folder: figure, settings other than the defaults, and a digest."""
     default = figure.Config().quick() if run.quick else figure.Config()
     words = [figure.STEM, *(["quick"] * run.quick)]
     if run.seed != DEFAULT_SEED:
@@ -264,7 +262,7 @@ def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str
 
 
 def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
-    """Return the error of `--resume`, with the run that differs least."""
+    """Return the error of `--resume`, with the most similar run."""
     others = []
     for path in sorted(run.out.glob(f"{figure.STEM}_*")):
         with contextlib.suppress(OSError, ValueError):
@@ -282,7 +280,7 @@ def cache_folder() -> Path:
 
 
 def start_compilation_cache() -> dict[str, Any]:
-    """Turn JAX's persistent cache on, and return a tally of compilations that later ones update."""
+    """Enable JAX's persistent cache, and return a tally that later compilations update."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

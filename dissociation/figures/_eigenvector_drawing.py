@@ -1,4 +1,4 @@
-"""Draw the figure of eigenvectors, panel by panel, from its results."""
+"""Drawing of the figure `eigenvectors`, panel by panel, from its results."""
 
 from typing import Any
 
@@ -11,36 +11,35 @@ from dissociation.plotting import _axes as plotting
 
 
 def draw(results: Any) -> Figure:
-    """Similarity by rank and between sizes, truncation, the spectrum of a class, an explanation; 7.2 x 6.8 inches."""
+    """Draw similarity by rank and size, truncation, a class' spectrum, an explanation; 7.2 x 6.8 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.2, 6.8))
         rows: Any = figure.subfigures(3, 1, height_ratios=[1.1, 1.0, 1.05])
         upper, middle, lower = rows
         panels = [*_draw_similarity(upper, results), *_draw_truncation(middle, results), *_draw_details(lower, results)]
         plotting.letter(*panels)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
 def caption(results: Any) -> str:
-    """All but the data, which the headline has."""
+    """Return the caption without the data, which the headline has."""
     config = results.config
     errors = [error[order] for error in results.error.values() for order in ORDERS]
     counts = ", ".join(f"{len(full)} of size {size}" for size, full in results.full_error.items())
     return (
-        f"|Cosine| of equally ranked eigenvectors of bilinear networks with those of size {config.reference}, mean "
-        "over pairs and classes, bands 90 % intervals that resample networks (a), and of the leading one between sizes "
-        "(b). "
-        "Test error from the leading components of every digit (c), and what it is above the whole network's, in two "
-        f"orders of the components (d, e). {plotting.drawn_as(*errors)} "
-        f"Of one network of size {config.reference} and digit {config.digit}: eigenvalues (f), its three most positive "
+        f"|Cosine| of equally ranked eigenvectors of bilinear networks and networks of size {config.reference}: means "
+        "over pairs and classes with 90 % intervals that resample networks (a), and the leading eigenvector between "
+        "sizes (b). Test error of the leading components of every digit (c), and its excess over the whole network, in "
+        f"two orders of the components (d, e). {plotting.drawn_as(*errors)} "
+        f"One network of size {config.reference} and digit {config.digit}: eigenvalues (f), the three most positive "
         "and three most negative eigenvectors (g), and one test image with the five components that contribute most to "
-        f"its logit (h), whose sign as a whole is arbitrary. Networks: {counts}."
+        f"its logit (h). The sign of an eigenvector is arbitrary. Networks: {counts}."
     )
 
 
 def _ranks(axis: Any, last: int) -> None:
-    """Ranks are counted from 1."""
+    """Set ticks of ranks, which count from 1."""
     step = max(1, round(last / 6)) if last < 10 else 5
     ticks = [1, *range(step, last + 1, step)] if step > 1 else range(1, last + 1)
     axis.set_xticks(list(ticks))
@@ -86,7 +85,7 @@ def _draw_truncation(panel: Any, results: Any) -> list[Any]:
                 plotting.band(left, kept, 100 * errors[:, 1:], within=(1e-3, 100), **look)
     left.set(xlabel="components kept (per digit)", ylabel="test error (%, log)")
     plotting.log_height(left)
-    bottom = 1.2 * min(lowest, -0.02)  # no empty half of negative numbers
+    bottom = 1.2 * min(lowest, -0.02)  # without an empty negative half
     for axis, title in zip(drops, ORDERS.values(), strict=True):
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set_yscale("symlog", linthresh=0.1, linscale=0.5)
@@ -132,7 +131,7 @@ def _draw_details(panel: Any, results: Any) -> list[Any]:
 
 
 def _image(axis: Any, image: np.ndarray) -> Any:
-    """By a map that rises in brightness from negative to positive, so that signs stay apart without colour."""
+    """Draw an image, brighter from negative to positive, to show signs without colour."""
     shown = axis.imshow(image / np.abs(image).max(), cmap="cividis", vmin=-1, vmax=1)
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)

@@ -1,4 +1,4 @@
-"""Measures of the figure of eigenvectors: similarity, truncation, explanation, distance."""
+"""Measures of the figure `eigenvectors`: similarity, truncation, explanation, distance."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,14 +35,14 @@ from dissociation.training._bmap import bmap
 from dissociation.training._members import take
 
 MEASURES = ("magnitude", "positive", "negative", "matched", "form")
-"""Similarity of equally ranked components in three orders, of the best matching, and of the whole forms."""
+"""Similarities of equally ranked components in three orders, of the best matching, and of whole forms."""
 
 ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"}
-"""The orders in which components are kept."""
+"""Orders in which components are kept."""
 
 
 def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.ndarray:
-    """Return first and second members of all pairs of two sizes, no member with itself: [2, pairs]."""
+    """Return first and second members of all pairs of two sizes, of different members: [2, pairs]."""
     one, two = len(alive[size]), len(alive[other])
     return np.stack(member_pairs(one) if size == other else member_pairs(one, two))
 
@@ -72,7 +72,7 @@ def _each_pair(
 def similarities(
     leading: dict[int, dict[str, Spectrum]], forms: dict[int, Spectrum], size: int, other: int, pairs: np.ndarray
 ) -> dict[str, Array]:
-    """Return by measure the similarity of pairs of networks of two sizes: [pairs, classes, ranks]; forms: one rank."""
+    """Return similarities of pairs of networks of two sizes by measure: [pairs, classes, ranks]; forms: one rank."""
     measures = {
         by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
         for by in ("magnitude", "positive", "negative")
@@ -92,7 +92,7 @@ _first = eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))
 def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the mean similarity of the leading component between all sizes, "top": [sizes, sizes].
 
-    `alive`: By size, the networks that did not diverge; NaN if they make no pair.
+    `alive`: by size, the networks that did not diverge; NaN if they make no pair.
     """
     sizes = list(alive)
     table = np.zeros((len(sizes),) * 2)
@@ -107,7 +107,7 @@ def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.
 
 
 def truncations(num_components: int, spectra: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
-    """Return test errors from leading components, in both orders, and from all."""
+    """Return test errors of leading components, in both orders, and of all components."""
 
     def one(spectrum: Spectrum) -> dict[str, Array]:
         def wrong(outputs: Array) -> Array:
@@ -125,7 +125,7 @@ def truncations(num_components: int, spectra: Spectrum, images: Array, labels: A
 
 
 def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
-    """Return the spectrum of class `digit`, the explanation of an image, and certified radii, of one network."""
+    """Return one network's spectrum of class `digit`, explanation of an image, and certified radii."""
     order = jnp.argsort(spectrum.values[config.digit])
     vectors = spectrum.vectors[config.digit]
     chosen = images[jnp.argmax(labels == config.digit)]
@@ -156,9 +156,9 @@ def _radii(source: Any, images: Array, labels: Array) -> Array:
 def masking(
     config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array, against: int = 2
 ) -> dict[str, Array]:
-    """Return the effect of a mask from the most positive eigenvector of class `digit`, added to all test images.
+    """Return the effect of a mask from the most positive eigenvector of class `digit`, added to test images.
 
-    "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images classified as `digit`, of the mask and of its
+    "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images classified as `digit`, of the mask and its
     negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
     """
     mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0, against=against)
@@ -192,16 +192,15 @@ def pooled(similarity: np.ndarray) -> np.ndarray:
 def intervals(
     similarity: np.ndarray, pairs: np.ndarray, alive: np.ndarray, others: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the mean over pairs and classes and the ends of its 90 % interval, of two kinds: [2, 3, ranks].
+    """Return means over pairs and classes with the ends of 90 % intervals, of two kinds: [2, 3, ranks].
 
-    The first kind resamples members. The second is Student's over pairs and classes, as published, as if pairs that
-    share a network, and classes of one pair, were independent. Less than two members have no interval: NaN.
-
-    `similarity`: [pairs, classes, ranks], NaN for pairs with a network that diverged.
+    The first kind resamples members. The second is Student's over pairs and classes, as published, as if they were
+    independent although pairs share networks. Fewer than two members have no interval: NaN. `similarity`: [pairs,
+    classes, ranks], NaN for pairs with a diverged network.
     """
     known = np.isfinite(similarity).all((1, 2))
     values, (first, second) = similarity[known].astype(np.float32), pairs[:, known]
-    # Members are numbered anew, those that diverged left out.
+    # Members are renumbered without those that diverged.
     mine, theirs = (np.flatnonzero(which) for which in (alive, alive if others is None else others))
     if len(values) == 0 or min(len(mine), len(theirs)) < 2:
         mean = pooled(values)

@@ -1,4 +1,4 @@
-"""Train stacked members, rewrite them, and measure the rewritten ones."""
+"""Training, rewriting and measuring of stacked members."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -35,10 +35,10 @@ else:
     ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_mnist`.")]
 
 FACTORS = (1e-15, 1e15)
-"""Scale factors between which squares of what they scale stay within float32."""
+"""Range of scale factors for which squares of scaled values stay within float32."""
 
 MAX_WEIGHTS = 2**28
-"""Incoming weights that a rewritten layer may have: a GiB of float32."""
+"""Largest number of incoming weights of a rewritten layer: a GiB of float32."""
 
 
 def check_fields(config: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
@@ -49,10 +49,10 @@ def check_fields(config: Any, check: Callable[..., Any], *names: str, **options:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Base of settings: the dataset. Subclasses also have `num_test` and the field that `LOADED` names."""
+    """Base of settings: the dataset. Subclasses also have `num_test` and the field named by `LOADED`."""
 
     LOADED: ClassVar[str] = "num_train"
-    """Name of the number of training images to load."""
+    """Name of the field with the number of training images to load."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
@@ -69,13 +69,13 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config(DataConfig):
-    """Base of settings: networks trained from several seeds, whose last hidden layer is rewritten.
+    """Base of settings of networks from several seeds, whose last hidden layer is rewritten.
 
     Subclasses also have `width`, `scale_factor`, `duplicate_multiplier` and `num_zero`.
     """
 
     model: ModelName = "mlp"
-    """The architecture; the neurons of its last hidden layer are rewritten."""
+    """Architecture; the neurons of its last hidden layer are rewritten."""
     num_seeds: int = 4
     """Networks trained from scratch."""
     num_epochs: int = 10
@@ -106,13 +106,13 @@ class Config(DataConfig):
             fail("num_samples", f"be at most the number of test images ({most})", number)
 
     def _check_neurons(self: Any, name: str, neurons: float | int) -> None:
-        """Raise if so many neurons in the rewritten layer have more than `MAX_WEIGHTS` weights."""
+        """Raise if so many neurons in the rewritten layer need more than `MAX_WEIGHTS` weights."""
         if neurons * self.width > MAX_WEIGHTS:
             fail(name, f"leave a layer of `width` {self.width} at most {MAX_WEIGHTS} weights", getattr(self, name))
 
 
 def source(config: Any, dataset: Dataset | None = None) -> Dataset:
-    """Return the dataset that a figure's configuration names, or the given one, and check that it fits."""
+    """Return the dataset of a configuration, or the given one, after checking it."""
     sizes = {"num_train": getattr(config, config.LOADED), "num_test": config.num_test}
     data = load(config.data, **sizes) if dataset is None else dataset
     config.check_data(data)
@@ -139,7 +139,7 @@ def described(data: Dataset) -> dict[str, Any]:
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data of a figure and the networks that diverged."""
+    """Return a line with the data of a figure and the networks that diverged."""
     config, data = results.config, results.data
     sizes = f"{data['num_train']} training and {data['num_test']} test images"
     gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], results.diverged_at)
@@ -147,16 +147,16 @@ def headline(results: Results) -> str:
 
 
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
-    """Return the neurons to rewrite: the last group that may be scaled and widened, of stacked models of one shape."""
+    """Return the last group of neurons that can be scaled and widened, of stacked models of one shape."""
     groups = neuron_groups(take(models, 0), jnp.asarray(example))
     fit = [group for group in groups.values() if group.scaling is not None and group.sharing is not None]
     if not fit:
-        fail("models", "have a group of neurons that may be scaled and grow", f"groups {list(groups.values())}")
+        fail("models", "have a group of neurons that can be scaled and widened", f"groups {list(groups.values())}")
     return fit[-1]
 
 
 def neuron_rewrites(config: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
-    """Return functions of a network and a key: no change, neurons scaled, duplicated, and nuisance neurons added."""
+    """Return functions of a network and a key: no change, scaled, duplicated, and nuisance neurons."""
     scaled, duplicated = scale(group, config.scale_factor), duplicate(group, config.duplicate_multiplier)
     return {
         "trained": lambda model, key: model,
@@ -169,7 +169,7 @@ def neuron_rewrites(config: Any, group: NeuronGroup) -> dict[str, Callable[[Any,
 class Trained(NamedTuple):
     """Trained networks."""
 
-    models: Any  # stacked; those that diverged are replaced, see `_seeds.stand_ins`
+    models: Any  # stacked; diverged ones are replaced, see `_seeds.stand_ins`
     alive: np.ndarray  # True for networks that did not diverge, [seeds]
     diverged_at: np.ndarray  # the step at which a network diverged, or -1: [seeds]
     test_error: np.ndarray  # along training, NaN from where a network diverged: [seeds, epochs + 1]
@@ -177,7 +177,7 @@ class Trained(NamedTuple):
     observed: dict[str, np.ndarray]  # all observations, [seeds, epochs + 1, ...] each
 
     def results(self, config: Any, data: Dataset, parts: Parts, **found: Any) -> Results:
-        """Return results with those that all figures of trained members share."""
+        """Return results, with those that all figures of trained members share."""
         return Results(
             config=config,
             data=described(data),
@@ -222,14 +222,14 @@ def measure_members(
 ) -> Any:
     """Return `measure(model, rewrite(model, rewrite_key), measure_key)` of every member, compiled.
 
-    Each of several processes measures its own members: sequentially on a CPU, in as many threads as it has devices, and
-    all at once on an accelerator. The rewritten networks of all members are kept. Bind arrays to the two functions by
-    `eqx.Partial`, which hands them to the program instead of baking them into it.
+    Each process measures its own members: sequentially on a CPU, in as many threads as there are devices, and all at
+    once on an accelerator. All rewritten networks stay in memory. Arrays bound by `eqx.Partial` are arguments of the
+    program, not constants.
     """
 
     def measured(stacked: Any) -> Any:
         models, rewrite_keys, keys = stacked
-        # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
+        # Two programs, so that rewrites that keep shapes share the measuring one, which takes longer.
         stacked = models, _rewritten(rewrite, models, rewrite_keys), keys
         return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
 
@@ -248,7 +248,7 @@ def _measured(measure: Any, stacked: Any) -> Any:
 
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
-    """Return the certificate on `images`, and the rewritten network's error there as `clean_error`: a measure."""
+    """Measure the certificate on `images`, and the rewritten network's error there, `clean_error`."""
     error = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
     return {**certify(model, rewritten, images)._asdict(), "clean_error": error}
 
@@ -256,21 +256,21 @@ def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, ke
 def certified(
     found: Mapping[str, dict[str, np.ndarray]], variants: Iterable[str], alive: Bool[np.ndarray, " seeds"]
 ) -> dict[str, dict[str, Any]]:
-    """Return `clean_error` and `certificates` by variant, from parts `<variant>_certificate` of `certify_members`."""
+    """Return `clean_error` and `certificates` by variant, from parts `<variant>_certificate`."""
     parts = {name: found[f"{name}_certificate"] for name in variants}
     clean_error = {name: part.pop("clean_error") for name, part in parts.items()}
     return {"clean_error": clean_error, "certificates": {name: worst(part, alive) for name, part in parts.items()}}
 
 
 def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
-    """Return the rewritten network's last hidden layer on `images`: a measure."""
+    """Measure the rewritten network's last hidden layer on `images`."""
     return representations(rewritten, images)["features"]
 
 
 def worst(certificates: dict[str, np.ndarray], alive: Bool[np.ndarray, " seeds"]) -> dict[str, float]:
-    """Return one certificate of all seeds: the largest changes, and the sums of changed predictions and of inputs.
+    """Return one certificate of all seeds: the largest changes, and sums of changed predictions and of inputs.
 
-    Networks that diverged are left out. A change that is NaN, of a network that did not diverge, is the largest.
+    Diverged networks are left out; any other change that is NaN is the largest.
     """
     known = {name: value[alive] for name, value in certificates.items()}
     return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in known.items()}

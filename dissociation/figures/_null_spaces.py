@@ -15,20 +15,20 @@ from dissociation.rewrites._seen import LayerInputs, layer_inputs
 from dissociation.training._members import take
 
 BATCH = 1000
-"""Images that networks see at once."""
+"""Number of images that a network evaluates at once."""
 
 
 def moved_weights(architecture: str, models: Any, group: NeuronGroup, images: np.ndarray) -> LayerInputs:
-    """Return the weights to move: the first ones of a perceptron, of other networks the incoming ones of the group."""
+    """Return the weights to move: the first ones of a perceptron, else the group's incoming weights."""
     made = next(slot.path for slot in group.slots if not slot.outgoing and len(slot.shape) > 1)
     return layer_inputs(take(models, 0), images, ".layers[0].weight" if architecture == "mlp" else made)
 
 
 def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, num_members: int) -> dict[str, Any]:
-    """Return bases of the null spaces of layer inputs in float64, the smallest dimension, and the least clear cut.
+    """Return bases of the null spaces of layer inputs in float64, the least dimension, and the least clear cut.
 
-    Images have one exact null space for all members. Hidden layers are rounded, so singular values below 1e-6 of the
-    largest count as zero; each member then has its own basis, padded with zeros: [1 or members, dimension, features].
+    Images have one exact null space. Hidden layers are rounded: singular values below 1e-6 of the largest count as
+    zero, and each member has its own basis, padded with zeros: [1 or members, dimension, features].
     """
 
     def seen(index: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def _rows(model: Any, images: Array | np.ndarray, path: str) -> Array:
 
 
 def of_members(bases: np.ndarray, num_members: int) -> Array:
-    """Return a basis for every member, of one for all or for each."""
+    """Return a basis for every member, from one for all or one for each."""
     return jnp.asarray(np.broadcast_to(bases, (num_members, *bases.shape[-2:])))
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # The list of figures is read before anything slow is importe
 
 @runtime_checkable
 class Settings(Protocol):
-    """Options of a figure: a frozen dataclass that checks itself; the string below a field is its help."""
+    """Options of a figure: a frozen dataclass that checks itself; docstrings of fields are help texts."""
 
     def quick(self) -> "Settings":
         """Return the options of a smoke run."""
@@ -23,17 +23,17 @@ class Settings(Protocol):
 
 @runtime_checkable
 class Figure(Protocol):
-    """Module of a figure, which `figures()` of its package lists.
+    """Module of a figure, listed by `figures()` of its package.
 
-    It may also have `UNITS`, the units of arrays by how their names begin, and `families(results)`, by array and axis
-    the ends of names that `arrays` does not give as keys. Its results have `seconds`, the wall times of the parts, and
-    may have a `member`, one of the networks, which the report shows.
+    It may have `UNITS`, units of arrays by the beginnings of names, and `families(results)`, by array and axis the ends
+    of names that are not keys in `arrays`. Its results have `seconds`, the wall times of parts, and may have a
+    `member`, one of the networks, which the report shows.
 
     Attributes:
-        STEM: The name of the files.
-        SHOWS: The purpose of the figure in a sentence, the help of its command.
-        AXES: The axes of the arrays by how their names begin, first those that are keys of dictionaries.
-        Config: The class of its options, which the module itself defines.
+        STEM: Name of the files.
+        SHOWS: Purpose of the figure in a sentence, the help of its command.
+        AXES: Axes of the arrays by the beginnings of names; keys of dictionaries come first.
+        Config: Class of the options, defined in the module itself.
     """
 
     @property
@@ -61,14 +61,14 @@ class Figure(Protocol):
         folder: "str | PathLike[str] | None" = None,
         progress: "str | MeterFactory | None" = None,
     ) -> Any:
-        """Compute all arrays, with the statistics that are drawn.
+        """Compute all arrays and the drawn statistics.
 
         Args:
-            config: The options.
-            key: The source of all randomness.
+            config: Options.
+            key: Key of all randomness.
             dataset: Data in place of those of `source`.
             folder: Folder of finished parts, from which a second call with the same arguments resumes.
-            progress: See `dissociation.training`.
+            progress: Meter, see `open_meter`.
 
         Raises:
             RefusedFile: If `folder` holds parts of another run, or broken ones.
@@ -77,7 +77,7 @@ class Figure(Protocol):
         ...
 
     def draw(self, results: Any) -> "matplotlib.figure.Figure":
-        """Draw the value of `compute`, and compute nothing."""
+        """Draw the value of `compute` without further computation."""
         ...
 
     def arrays(self, results: Any) -> dict[str, Any]:
@@ -85,18 +85,18 @@ class Figure(Protocol):
         ...
 
     def describe(self, results: Any) -> dict[str, Any]:
-        """Return the settings and numbers for the JSON beside the figure."""
+        """Return settings and numbers for the JSON beside the figure."""
         ...
 
     def caption(self, results: Any) -> str:
-        """Return two to six sentences for below the figure, with numbers from the results.
+        """Return a caption of two to six sentences, with numbers from the results.
 
         Panel by panel (a, b, ...): content, numbers of members and samples, data, meaning of lines and bands.
         """
         ...
 
     def headline(self, results: Any) -> str:
-        """Return a line that names the data and the size of the run."""
+        """Return a line with the data and the size of the run."""
         ...
 
     def table(self, results: Any) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Environment of a run besides its settings: versions, devices, switches, the state of the sources."""
+"""Environment of a run: versions, devices, switches, commit of the sources."""
 
 import os
 import platform
@@ -18,11 +18,11 @@ except ImportError:  # not on Windows
 PACKAGES = ("dissociation", "jax", "jaxlib", "equinox", "optax", "numpy")
 
 SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_num_cpu_devices")
-"""Settings of JAX that change numbers or where they are computed."""
+"""Settings of JAX that change numbers or the place of computation."""
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, switches of JAX and XLA, the machine, and the commit of a checkout, as JSON has it."""
+    """Return versions, devices, switches of JAX and XLA, the machine, and the commit of a checkout, for JSON."""
     found = {
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in PACKAGES},
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this package's checkout, followed by "-dirty" if files differ; None without a checkout."""
+    """Return the commit of this package's checkout, with "-dirty" if files differ; None without a checkout."""
     top = Path(__file__).parents[2]
     if not (top / ".git").exists():
         return None
@@ -49,7 +49,7 @@ def commit() -> str | None:
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the peak of memory of this process in bytes, on the host and on every device that reports it."""
+    """Return this process' peak memory in bytes, on the host and on devices that report it."""
     found = {}
     if resource is not None:
         scale = 1 if sys.platform == "darwin" else 1024

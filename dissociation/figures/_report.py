@@ -1,4 +1,4 @@
-"""Rendered figures of notebooks, and the report of a run: one HTML file that fetches nothing."""
+"""Rendered figures for notebooks, and the report of a run: one HTML file that fetches nothing."""
 
 import base64
 import html
@@ -17,13 +17,13 @@ from dissociation.plotting._display import Table, show
 
 
 class Exhibit(NamedTuple):
-    """Rendered figure with its words. Notebooks show it as the last value of a cell.
+    """Rendered figure with headline, caption and table. Notebooks show it as the last value of a cell.
 
     Attributes:
         headline: Data and number of networks, in a line or two.
-        figure: The figure of matplotlib.
+        figure: Figure of matplotlib.
         caption: Explanation of panels, numbers of samples, bands and errors.
-        table: A header and rows of cells.
+        table: Header and rows of cells.
     """
 
     headline: str
@@ -50,8 +50,8 @@ def exhibit_of(figure: Figure, results: Any) -> Exhibit:
     """Draw a figure and return it with headline, caption and table.
 
     Args:
-        figure: A module of figures.
-        results: The value of its `compute`.
+        figure: Module of the figure.
+        results: Value of its `compute`.
     """
     table = figure.table(results)
     spread = any("±" in cell for row in table for cell in row)
@@ -60,13 +60,13 @@ def exhibit_of(figure: Figure, results: Any) -> Exhibit:
 
 
 def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, Any]) -> str:
-    """Return a page of HTML that opens offline and can be read without JavaScript.
+    """Return a page of HTML that opens offline and is readable without JavaScript.
 
     Args:
         title: Heading of the page.
         exhibits: Figures in order.
         sections: Content by heading. A mapping becomes a table, with columns if its values are mappings of equal names;
-            any other object, such as a model, is text and a tree to open.
+            any other object, such as a model, becomes text and a tree to open.
     """
     parts = [each._repr_html_() for each in exhibits]
     for heading, content in sections.items():
@@ -94,7 +94,7 @@ def _tree(value: Any) -> str:
     return f"<pre>{text}</pre>\n<details>{summary}<template>{view}</template></details>"
 
 
-# Scripts of treescope fail while a browser has read half of them: their templates are filled at the end of the page.
+# Scripts of treescope fail in half a page, so their templates are filled at the end of the page.
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

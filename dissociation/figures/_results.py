@@ -10,24 +10,24 @@ from dissociation._core.labelled import Families, Labelled, label
 from dissociation.figures._protocol import Figure
 
 COUNTED = ("seeds", "epochs")
-"""Axes whose coordinates are numbers from 0."""
+"""Axes with the coordinates 0, 1, 2, ..."""
 
 
 class Results(SimpleNamespace):
-    """Results of a figure: the entries of its module's `AXES`, arrays or nested dictionaries of arrays, and more.
+    """Results of a figure: the entries of its `AXES`, arrays or nested dictionaries of arrays, and more.
 
     Attributes:
-        config: The configuration.
+        config: Configuration.
         data: Name and sizes of the dataset.
-        seconds: Wall time of every part.
+        seconds: Wall time in seconds of every part.
         member: One of the networks, which the report shows.
-        diverged_at: The step at which a network diverged, or -1: [seeds]. Numbers of diverged networks are NaN.
+        diverged_at: Step at which a network diverged, or -1: [seeds]. Numbers of diverged networks are NaN.
     """
 
     member: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"`{name}` must be left as it is, got another value. Use `_replace`.")
+        raise AttributeError(f"`{name}` must not be set, got another value. Use `_replace`.")
 
     def _replace(self, **changes: Any) -> "Results":
         """Return a copy with other values."""
@@ -44,13 +44,13 @@ def _leaves(tree: Any, words: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _axes_of(name: str, figure: Figure) -> tuple[str, ...]:
-    """Return the axes of an array by the longest entry of `AXES` with which its name begins."""
+    """Return the axes of an array by the longest entry of `AXES` that begins its name."""
     beginning = max((part for part in figure.AXES if name.startswith(part)), key=len, default=None)
     return () if beginning is None else figure.AXES[beginning]
 
 
 def flat_results_of(figure: Figure, results: Any) -> Labelled:
-    """Return the arrays of a figure as its `.npz` file has them, keys of dictionaries at the ends of their names."""
+    """Return the arrays of a figure as in its `.npz` file, with keys at the ends of names."""
     arrays, axes = {}, {}
     for kind, tree in figure.arrays(results).items():
         for words, array in _leaves(tree):
@@ -83,12 +83,12 @@ def results_of(figure: Figure, results: Any) -> Labelled:
     """Return a figure's results as labelled arrays: `results_of(robustness, results).to_xarray()`.
 
     Args:
-        figure: A module of figures.
-        results: The value of its `compute`.
+        figure: Module of the figure.
+        results: Value of its `compute`.
 
     Returns:
-        The arrays with the axes of `AXES`; variants, layers and measures, in which the arrays' names end, are axes.
-        Coordinates are the arrays that are named as an axis, and the numbers of seeds and epochs; attributes are those
-        of `describe`.
+        The arrays with the axes of `AXES`; variants, layers and measures, which end the arrays' names, are axes.
+        Coordinates are the arrays named like an axis, and the numbers of seeds and epochs; attributes are those of
+        `describe`.
     """
     return flat_results_of(figure, results).stacked(families_of(figure, results))

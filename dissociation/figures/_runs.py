@@ -1,4 +1,4 @@
-"""The record and the log in the folder of a run."""
+"""Record and log in the folder of a run."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ RECORD, LOG = "run.json", "log.txt"
 def recorded(
     folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: Any = None
 ) -> Iterator[None]:
-    """Keep the record of a run and the log of both packages in the run's folder while the block runs."""
+    """Write the record of a run, and the log of both packages, in its folder while the block runs."""
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
 
@@ -47,7 +47,7 @@ def recorded(
     except BaseException as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         loggers[0].info("%s: %s: %s", status, type(error).__name__, error)
-        with suppress(OSError):  # what went wrong may be the disk
+        with suppress(OSError):  # the disk may be the cause
             write(status, ended=_now(), error=f"{type(error).__name__}: {error}"[:500])
         raise
     else:

@@ -1,4 +1,4 @@
-"""Numbers of networks of which some diverged: NaN, and means over the others that give their number."""
+"""Numbers of networks, some of which diverged: NaN, and means over the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from dissociation.training._members import take
 
 
 def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "networks") -> Bool[np.ndarray, " members"]:
-    """Return which members did not diverge.
+    """Return True for members that did not diverge, [members].
 
     Args:
-        diverged_at: The step at which a member diverged, or -1.
+        diverged_at: Step at which a member diverged, or -1.
         what: Name of the members in errors.
 
     Raises:
@@ -30,17 +30,15 @@ def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "netwo
 
 
 def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
-    """Return stacked models with those that diverged replaced by the first that did not.
-
-    A decomposition may raise or not return on numbers that are not finite. `masked` makes the results NaN.
-    """
+    """Return stacked models, diverged ones replaced by the first that did not diverge."""
     if alive.all():
         return models
+    # A decomposition may raise or not return for numbers that are not finite. `masked` makes the results NaN.
     return take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
 
 
 def masked(values: Mapping[str, Any], alive: Bool[np.ndarray, "*members"]) -> Arrays:
-    """Return arrays [members, ...] with NaN for members that diverged."""
+    """Return arrays [members, ...] with NaN for diverged members."""
     arrays = {name: np.asarray(value) for name, value in values.items()}
     if alive.all():
         return arrays
@@ -58,10 +56,10 @@ def masked_job(alive: Bool[np.ndarray, "*members"], compute: Callable[[], Mappin
 
 
 def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float | int = 1, unit: str = "") -> str:
-    """Return mean and standard deviation over members for a table, and their number if it is not that of all.
+    """Return mean and standard deviation over members for a table, with their number if some are missing.
 
     Args:
-        values: One number per member; NaN for a member that diverged.
+        values: One number per member; NaN for a diverged member.
         places: Decimal places.
         factor: Factor on the values.
         unit: Text behind the numbers.
@@ -78,18 +76,18 @@ def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float
 
 
 def number(values: Real[np.ndarray, " members"], form: str) -> str:
-    """Return the mean over members for a table, and their number if it is not that of all."""
+    """Return the mean over members for a table, with their number if some are missing."""
     mean, _, count = summarise(values)
     shown = format(float(mean), form)
     return shown if count == len(values) else f"{shown} ({count} of {len(values)})"
 
 
 def named_diverged(names: Sequence[str], diverged_at: Int[np.ndarray, " members"]) -> str:
-    """Return the end of a headline, on the members that diverged; empty if there are none.
+    """Return the end of a headline with the members that diverged; empty if there are none.
 
     Args:
         names: Names of the members.
-        diverged_at: The step at which a member diverged, or -1.
+        diverged_at: Step at which a member diverged, or -1.
 
     Example:
         >>> named_diverged(["seed 0", "seed 1", "seed 2"], np.array([-1, 12, -1]))

@@ -1,4 +1,4 @@
-"""Draw the figure of similarities, panel by panel, from its results."""
+"""Drawing of the figure `similarity`, panel by panel, from its results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from dissociation.plotting import _axes as plotting
 
 REWRITES = ("scaled", "duplicated", "zero", "permuted")
-"""Rewrites of one function, as tables, arrays and the figure call them."""
+"""Rewrites of one function, by their names in tables, arrays and the figure."""
 
 
 def draw(results: Any) -> Figure:
@@ -50,7 +50,7 @@ def _matrix(panel: Axes, results: Any, name: str, values: np.ndarray, *, first: 
 
 
 def _rewrites(panel: Axes, results: Any) -> None:
-    """Draw 1 where a rewrite does not move a measure, 0 where it leaves nothing above chance."""
+    """Draw 1 for measures that a rewrite does not move, 0 for chance."""
     names = list(results.rewritten)
     table = np.array(list(results.calibrated.values()))
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table])
@@ -72,7 +72,7 @@ def _training(panel: Axes, results: Any) -> None:
 
 
 def _function(panel: Axes, results: Any) -> None:
-    """Draw estimates with their intervals."""
+    """Draw estimates with their intervals by disagreement."""
     for index, (name, values) in enumerate(results.estimates.items()):
         look = plotting.look(index)
         kinds = (values, results.lows[name], results.highs[name], results.baselines[name])
@@ -86,7 +86,7 @@ def _function(panel: Axes, results: Any) -> None:
 
 
 def _plane(panel: Axes, results: Any) -> None:
-    """Draw representations in grey, as colours stand for measures."""
+    """Draw representations in grey, because colours are measures."""
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
     for layer, marker, shade in zip(layers, "osD^v", ("black", "0.4", "0.7", "0.2", "0.55"), strict=False):
         points = results.points[[index for index, (name, _) in enumerate(results.items) if name == layer]]

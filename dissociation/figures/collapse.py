@@ -1,8 +1,7 @@
 """Figure `collapse`: grokking, neural collapse and the information plane through training.
 
-Networks with large initial weights fit a few images at once and generalise long after. What happens in between: the
-features of a class shrink to a point, sooner the larger the weight decay, and with them goes what the features say
-about the image beyond its class.
+Networks with large initial weights fit a few images at once and generalise much later. In between, the features of a
+class shrink to a point, sooner for larger weight decays, and lose information about the image beyond its class.
 """
 
 import dataclasses
@@ -76,7 +75,7 @@ AXES = {
     "coefficients": ("coefficients",),
     "": (*_MEMBERS, "time_step"),  # in `series`: on training images, or on test images if the name begins with "test_"
 }
-"""Arrays of the figure, by how their names begin, and their axes."""
+"""Axes of the arrays, by the beginnings of their names."""
 
 UNITS = {"time_step": "steps", "information_step": "steps", "mi_": "nats", "first_": "steps", "median_": "steps"}
 
@@ -97,7 +96,7 @@ class Config(DataConfig):
     num_steps: int = 100_000
     """Optimiser steps."""
     num_train: int = 1000
-    """Training images that are trained on, the first ones; margins take the others for test images."""
+    """Training images that are used, the first ones; margins take the others for test images."""
     batch_size: int = 100
     """Images in a batch."""
     learning_rate: float = 1e-3
@@ -105,41 +104,41 @@ class Config(DataConfig):
     init_scale: float = 8.0
     """Factor of all initial parameters."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """The optimiser. The loss is a sum over classes and batch, and steep at an initial scale of 8: "sgd" diverges there
-    at the default rate within 3 steps (glyphs); at scale 1 it learns with 1e-4."""
+    """Optimiser. The loss, a sum over classes and batch, is steep at an initial scale of 8: there "sgd" diverges at the
+    default rate within 3 steps (glyphs); at scale 1 it learns with 1e-4."""
     network: Literal["mlp", "cnn"] = "mlp"
-    """The architecture."""
+    """Architecture."""
     width: int = 200
-    """Number of units of the hidden layers; of the last one for a convolutional network."""
+    """Units of the hidden layers; of the last one for a convolutional network."""
     depth: int = 2
     """Hidden layers of a multilayer perceptron."""
     last_activation: bool = True
     """If True, take features after an activation."""
     num_information: int = 30
-    """Observations at which information is measured, evenly spaced in the logarithm of the step; 0 for none."""
+    """Number of observations at which information is measured, evenly spaced in the logarithm of the step."""
     num_images: int = 10_000
-    """Test images on which it is measured, at most."""
+    """Largest number of test images for information."""
     num_neighbours: int = 10
     """Neighbours of the estimators by entropies, which are right in 4 + 4 dimensions; Kraskov's is too small there."""
     feature_noise: float = 0.1
     """Standard deviation of the noise on whitened features, without which information would be infinite."""
     code: int = 4
-    """Numbers to which images and features are compressed."""
+    """Number of dimensions to which images and features are compressed."""
     compression_epochs: int = 10
     """Passes of the autoencoder over at most 10 000 training images."""
     smoothing: float = 0.3
-    """Standard deviation of the noise for smoothed information over the features' root mean square distance from their
-    mean: d features can then show (d / 2) log(1 + 1 / (smoothing^2 d)) nats at the most."""
+    """Standard deviation of the noise for smoothed information, over the features' root mean square distance from their
+    mean: d features then show at most (d / 2) log(1 + 1 / (smoothing^2 d)) nats."""
     num_smoothed: int = 2000
-    """Test images for smoothed information, whose cost grows with their square, at most."""
+    """Largest number of test images for smoothed information, whose cost grows quadratically."""
     classes: tuple[int, int] = (0, 1)
     """Two classes whose margins are drawn."""
     accuracy_threshold: float = 0.99
     """Training accuracy above which a network has fitted."""
     collapse_threshold: float = 0.1
-    """RNC1 below which it has collapsed."""
+    """RNC1 below which a network has collapsed."""
     test_threshold: float = 0.8
-    """Test accuracy above which it has generalised."""
+    """Test accuracy above which a network has generalised."""
     num_loaded: int | None = None
     """Training images loaded, at least `num_train`; all by default."""
     num_test: int | None = None
@@ -186,7 +185,7 @@ class Config(DataConfig):
         )  # fmt: skip
 
     def information_steps(self) -> np.ndarray:
-        """`num_information` observations, nearest to steps evenly spaced in the logarithm; all if there are no more."""
+        """Return `num_information` observations, evenly spaced in the logarithm; all if fewer."""
         return spread_observations(self.num_steps, self.num_information)
 
 
@@ -199,10 +198,10 @@ def compute(
     progress: AnyMeter = None,
     mesh: Mesh | str | None = "auto",
 ) -> Results:
-    """Train all networks and follow them; see `figures.Figure.compute`.
+    """Train and measure all networks; see `figures.Figure.compute`.
 
-    `key` is that of the autoencoder that compresses images; networks follow from `config.seeds`. `folder` also keeps
-    the series so far, see `load_partial`. `mesh` is that of `training.Layout`.
+    `key` is for the autoencoder that compresses images; networks follow from `config.seeds`. `folder` also keeps the
+    series so far, see `load_partial`. `mesh` is that of `training.Layout`.
     """
     return run(partial(_computed, mesh=mesh), config, key, dataset, folder, progress)
 
@@ -210,7 +209,7 @@ def compute(
 def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mesh | str | None) -> Results:
     measures = None
     if config.num_information:
-        code_key = jax.random.fold_in(key, 2)  # of its own though `key` is a network's seed, which folds in 0 and 1
+        code_key = jax.random.fold_in(key, 2)  # networks of the same seed fold in 0 and 1
         train, images = data.train_images[:10_000], data.test_images[: config.num_images]
         options = {"size": config.code, "num_epochs": config.compression_epochs}
         codes = parts.get("codes", partial(compressed, train, images, **options, key=code_key))["codes"]
@@ -235,20 +234,20 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mes
     margins = parts.get("margins", masked_job(alive, job))
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
-    parts.save(SAVED, {"time_step": steps, **series})  # whole, even if the file was deleted during the run
+    parts.save(SAVED, {"time_step": steps, **series})  # complete, even if the file was deleted during the run
     member = take(trained.models, 0)
     return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds, member)
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
-    """Load the results so far of a sweep that runs or was stopped; `draw` leaves out what is missing.
+    """Load the results so far of a running or stopped sweep; `draw` leaves out what is missing.
 
     Args:
         config: Configuration of the sweep.
-        folder: The folder given to `compute`; that of the command line is `parts` in the run's own folder.
+        folder: Folder given to `compute`; for the command line, `parts` in the run's folder.
 
     Returns:
-        Results without margins, up to the last time that was kept.
+        Results without margins, up to the last saved step.
 
     Raises:
         FileNotFoundError: If there are no series yet.
@@ -257,7 +256,7 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
     path = Path(folder) / f"{SAVED}.npz"
     if not path.exists():
         raise FileNotFoundError(
-            f"`folder` must hold {path.name} of a sweep under way, got {folder}. Has it come to its first observation?"
+            f"`folder` must hold {path.name} of a running sweep, got {folder}. Wait for the first observation."
         )
     series = read_part(path, check_parts_of(folder, config))
     steps = series.pop("time_step")
@@ -270,7 +269,7 @@ def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
 
     Args:
         config: Configuration of the sweep.
-        folder: The folder given to `compute`.
+        folder: Folder given to `compute`.
 
     Returns:
         Stacked models, in the order [decay, seed].
@@ -281,7 +280,7 @@ def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
     """
     path, digest = Path(folder) / _MODELS, check_parts_of(folder, config)
     if checkpoints.read_header(path).get("run") != digest:
-        raise RefusedFile(f"{path} belongs to another run. Delete it and run the sweep again: it goes on from its end.")
+        raise RefusedFile(f"{path} belongs to another run. Delete it, then resume the sweep.")
     keys = jnp.zeros((len(config.weight_decays) * len(config.seeds), 2), jnp.uint32)
     like = jax.eval_shape(lambda: initial_models(keys, network=config.network, options=_network_options(config)))
     return checkpoints.restore(path, like)
@@ -313,7 +312,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON beside the figure."""
     return {
         "figure": STEM,
         "config": results.config,
@@ -324,12 +323,12 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def caption(results: Results) -> str:
-    """See `figures.Figure.caption`."""
+    """Return the caption."""
     return f"{drawing.caption(results)} Data: {headline(results)}."
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data, and the dependence of the time of collapse on weight decay."""
+    """Return a line with the data, and the slope of collapse time by weight decay."""
     config, data = results.config, results.data
     names = [f"weight decay {decay:g} seed {seed}" for decay in config.weight_decays for seed in config.seeds]
     return (
@@ -341,7 +340,7 @@ def headline(results: Results) -> str:
 
 
 def table(results: Results) -> list[list[str]]:
-    """Return a header and a row per weight decay: when networks fitted and collapsed, and how they end."""
+    """Return a header and a row per weight decay: steps of crossings, and the measures at the end."""
     rows = crossing_table(results.config.weight_decays, results.crossings)
     rows[0] += ["test accuracy", "RNC1", "NC2"]
     for index, row in enumerate(rows[1:]):

@@ -1,4 +1,4 @@
-"""Tables beside the figure of eigenvectors: similarity with its intervals, masks, certified accuracy."""
+"""Tables of the figure `eigenvectors`: similarity with its intervals, masks, certified accuracy."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ def similarity_table(results: Results, ranks: tuple[int, ...] = (1, 5, 20)) -> l
     """Return the similarity within the reference size, by order and rank, with two 90 % intervals and chance.
 
     Args:
-        results: The value of `eigenvectors.compute`.
+        results: Value of `eigenvectors.compute`.
         ranks: Ranks from 1; those above `num_ranks` are left out.
     """
     rows = [["components", "rank", "similarity", "members resampled", "Student over pairs x classes", "chance"]]
@@ -27,7 +27,7 @@ def similarity_table(results: Results, ranks: tuple[int, ...] = (1, 5, 20)) -> l
 
 
 def accuracy_table(results: Results) -> list[list[str]]:
-    """Return test accuracy by size: mean, least and most over seeds."""
+    """Return test accuracy by size: mean, smallest and largest over seeds."""
     rows = [["size", "seeds", "accuracy", "lowest", "highest"]]
     for size, errors in results.full_error.items():
         right = 1 - errors[np.isfinite(errors)]  # without networks that diverged
@@ -37,7 +37,7 @@ def accuracy_table(results: Results) -> list[list[str]]:
 
 
 def mask_table(results: Results) -> list[list[str]]:
-    """Return accuracy under a mask from the weights and its negative, and under random masks of the same norm."""
+    """Return accuracy under a mask from the weights, its negative, and random masks of the same norm."""
     masks = results.masks
     rows = [["norm", "mask", "negative", "taken for the digit", "negative", "random masks"]]
     columns = (*masks["mask_accuracy"], *masks["mask_share"], masks["random_accuracy"])
@@ -52,7 +52,7 @@ def certified_table(
     """Return certified accuracy by the norm of the perturbation and the components kept per class.
 
     Args:
-        results: The value of `eigenvectors.compute`.
+        results: Value of `eigenvectors.compute`.
         levels: Norms.
     """
     rows = [["components", *(f"{level:g}" for level in levels), "median radius"]]

@@ -1,7 +1,7 @@
-"""Figure `eigenvectors`: what bilinear networks of several sizes and seeds see, from their weights alone.
+"""Figure `eigenvectors`: features of bilinear networks of several sizes and seeds, from their weights alone.
 
-Every class of a bilinear network is a quadratic form of the image, whose eigenvectors are its features. Do networks
-of other seeds and sizes have the same ones, and how many of them carry the classification?
+Every class of a bilinear network is a quadratic form of the image, whose eigenvectors are its features. The figure
+compares them between seeds and sizes, and counts those that the classification needs.
 """
 
 import dataclasses
@@ -63,42 +63,42 @@ AXES = {
     "ends": ("ends",),
     "kinds": ("kinds",),
 }
-"""Arrays of the figure and their axes. Results hold dictionaries by size, and in these by measure or order. One more is
-`with_self`: the reference size's entry of `top` with every network also compared with itself, as published."""
+"""Axes of the arrays. Results hold dictionaries by size, and in these by measure or order. `with_self` is in addition:
+the reference size's entry of `top` with every network also compared with itself, as published."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(DataConfig):
-    """The networks, and what is compared."""
+    """Settings of the networks and their comparison."""
 
     sizes: tuple[int, ...] = (30, 50, 100, 300)
     """Hidden sizes."""
     reference: int = 300
-    """The size that all are compared with; one of the sizes."""
+    """Size with which all are compared; one of the sizes."""
     num_seeds: int = 5
     """Networks of each size."""
     large: int = 500
-    """Sizes from here on ..."""
+    """Least size with `num_large_seeds` networks."""
     num_large_seeds: int = 3
-    """... have this many networks."""
+    """Networks of each size from `large` on."""
     num_epochs: int = 100
     """Passes over the training images."""
     batch_size: int = 2048
     """Images in a batch."""
     weight_decay: float = 1.0
-    """AdamW's."""
+    """Weight decay of AdamW."""
     noise: float = 0.4
     """Standard deviation of the noise on training images."""
     num_ranks: int = 20
     """Leading components that are compared."""
     num_components: int = 30
-    """Most components per class in truncations."""
+    """Largest number of components per class in truncations."""
     digit: int = 5
-    """The class whose spectrum is drawn."""
+    """Class whose spectrum is drawn."""
     mask_norms: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
     """Euclidean norms of the masks added to test images."""
     num_certified: int = 100
-    """Test images whose distance to another class is computed, for the reference size's first network."""
+    """Test images with a computed distance to another class, for the reference size's first network."""
     num_train: int | None = None
     """Training images; all by default."""
     num_test: int | None = None
@@ -155,7 +155,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
         )
         parts.seconds[f"training size {size}"] = trained.seconds
         observed = trained.history.observed
-        # From where a network diverged its accuracy would be that of the first class.
+        # A diverged network would have the accuracy of the first class.
         finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
         history[size] = {name: np.where(finite, values, np.nan) for name, values in observed.items()}
         diverged_at[size] = trained.diverged_at
@@ -212,9 +212,9 @@ def _intervals(
 
 
 def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
-    """Return the least number of components per class that costs less than `drop` of accuracy, mean over seeds.
+    """Return by size the least number of components per class that costs less accuracy than `drop`, mean over seeds.
 
-    By size; infinite if no number up to `num_components` does.
+    Infinite if no number up to `num_components` does.
     """
     needed = {}
     for size, errors in results.error.items():
@@ -248,7 +248,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON beside the figure."""
     return {
         "figure": STEM,
         "config": results.config,
@@ -261,7 +261,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """Return the endings of array names, by the axes that they make; see `figures`."""
+    """Return the ends of array names, by the axes that they make."""
     config = results.config
     first = config.sizes[0]
     kinds = {"similarity": results.similarity, "interval": results.intervals, "error": results.error}
@@ -272,12 +272,12 @@ def families(results: Results) -> dict[str, Any]:
 
 
 def caption(results: Results) -> str:
-    """See `figures.Figure.caption`."""
+    """Return the caption."""
     return f"{drawing.caption(results)} Data: {headline(results)}."
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
+    """Return a line with the data and the size of the run."""
     sizes = f"{results.data['num_train']} training and {results.data['num_test']} test images"
     names = [f"size {size} seed {i}" for size, steps in results.diverged_at.items() for i in range(len(steps))]
     gone = named_diverged(names, np.concatenate(list(results.diverged_at.values())))

@@ -1,8 +1,8 @@
-"""Figure `freedom`: what the similarity of two networks could have been, for the same two functions.
+"""Figure `freedom`: attainable range of the similarity of two networks, for the same two functions.
 
-Networks are trained from several seeds, and every pair is compared by linear CKA on some test images, layer by layer.
-Scaling neurons changes none of the functions, but it moves the similarity: each pair's number stands in the interval
-of all that the first network's function can show, whose ends are approached by rewritten networks, certified as such.
+Networks of several seeds are compared in pairs by linear CKA, layer by layer. Scaling neurons keeps the functions and
+moves the similarity. Each pair's value is drawn in the interval that the first network's function can show; certified
+rewrites approach the ends.
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ from dissociation.training._members import take
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "freedom"
-SHOWS = "Linear CKA between seeds, within all that networks of the same functions can show."
+SHOWS = "Linear CKA between seeds, within the attainable range of networks with the same functions."
 
 _PAIRS = ("layers", "seeds", "seeds")
 AXES = {
     "measured": _PAIRS,  # linear CKA
-    "low": _PAIRS,  # the least that networks of the first one's function show
+    "low": _PAIRS,  # the smallest for networks of the first one's function
     "high": _PAIRS,  # the largest
     "residual": _PAIRS,  # of the conditions that certify the largest, relative
     "approached": ("ends", *_PAIRS),  # linear CKA of the first network rewritten towards an end
@@ -52,8 +52,8 @@ AXES = {
     "test_error": ("seeds", "epochs"),  # along training
     "diverged_at": ("seeds",),
 }
-"""Results of the figure and their axes. The first network of a pair is in rows, the second in columns; NaN on the
-diagonal and for networks that diverged."""
+"""Axes of the results: first network of a pair in rows, second in columns; NaN on the diagonal and for diverged
+networks."""
 
 _INTERVALS = ("measured", "low", "high", "residual")
 LAYERS = {"hidden0": "first hidden layer", "features": "last hidden layer"}
@@ -64,7 +64,7 @@ REWRITES = {
     "zero": "zero\nneurons",
     "null_perturbed": "null space",
 }
-"""Rewrites whose effect on the last layer's similarity is shown, by their names in the figure."""
+"""Rewrites of the last layer, by their names in the figure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Config(members.Config):
     scale_factor: float = 20.0
     """Factor on all incoming weights (outgoing ones are divided by it)."""
     spread: float = 1.0
-    """Standard deviation of the logarithm of the factors of neurons that are scaled unevenly."""
+    """Standard deviation of the logarithm of the factors of unevenly scaled neurons."""
     duplicate_multiplier: float = 2.0
     """Copies of each neuron in the duplicated network."""
     num_zero: int = 64
-    """Neurons without effect, one per group."""
+    """Nuisance neurons, one per group."""
     null_scale: float = 0.1
-    """Standard deviation of the noise in the null space of the data, or, for networks of images, of what their last
-    layer sees."""
+    """Standard deviation of the noise in the null space of the data; for networks of images, of the last layer's
+    inputs."""
 
     def __post_init__(self):
         check_count("num_seeds", self.num_seeds, minimum=2)
@@ -98,7 +98,7 @@ class Config(members.Config):
             fail("spread", "lie from 0 to 10", self.spread)
 
     def quick(self) -> "Config":
-        """Return the options of a smoke run, which takes seconds."""
+        """Return the options of a smoke run."""
         return dataclasses.replace(
             self, num_seeds=3, num_epochs=3, num_train=2000, num_test=200, num_samples=100, width=32, num_zero=8
         )
@@ -140,7 +140,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
 
 
 def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -> dict[str, NeuronGroup]:
-    """Return layers that are vectors of neurons with their groups: both of the perceptron, of others the last."""
+    """Return the groups of layers that are vectors of neurons: both of the perceptron, else the last one."""
     groups = {"features": members.rewritten_group(models, example)}
     if config.model == "mlp":
         groups = {"hidden0": neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]} | groups
@@ -150,7 +150,7 @@ def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -
 def _freedom(
     models: Any, group: NeuronGroup, layer: str, represented: Array, images: Array, all_images: Array
 ) -> dict[str, np.ndarray]:
-    """Return intervals of all pairs, and similarities of networks rewritten towards their ends: [seeds, seeds]."""
+    """Return intervals of all pairs, and similarities of networks rewritten towards the ends: [seeds, seeds]."""
     count = len(represented)
     ends = [f"{kind}_{end}" for kind in ("approached", "change") for end in ENDS]
     tables = {name: np.full((count, count), np.nan) for name in (*_INTERVALS, *ends)}
@@ -170,7 +170,7 @@ def _freedom(
 
 @eqx.filter_jit
 def _rewritten(model: Any, rewrite: Rewrite) -> Any:
-    """Rewrite in a program of its own: fused with what follows, it would be rounded differently from the weights."""
+    """Rewrite in a separate program, because fused weights would be rounded differently."""
     return rewrite(model)
 
 
@@ -215,7 +215,7 @@ def _moved(
 
 
 def draw(results: Results) -> Figure:
-    """Draw a panel per layer with every pair's number in its interval, and one of the rewrites; 1.7 inches each."""
+    """Draw a panel per layer with every pair's value in its interval, and one of rewrites; 1.7 inches each."""
     layers = list(results.measured)
     with plotting.house_style():
         figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
@@ -226,12 +226,12 @@ def draw(results: Results) -> Figure:
         _rewrites(axes[-1], results)
         plotting.letter(*axes)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
 def _intervals(panel: Axes, results: Results, layer: str) -> None:
-    """Draw pairs from left to right by their similarity."""
+    """Draw pairs from left to right by similarity."""
     there = np.isfinite(results.measured[layer])
     own = [tables[layer][there] for tables in (results.measured, results.low, results.high)]
     measured, low, high = (part[np.argsort(own[0])] for part in own)
@@ -243,7 +243,7 @@ def _intervals(panel: Axes, results: Results, layer: str) -> None:
 
 
 def _rewrites(panel: Axes, results: Results) -> None:
-    """Draw the similarity that rewrites of the last layer leave."""
+    """Draw the similarity after rewrites of the last layer."""
     there = np.isfinite(results.measured["features"])
     panel.axhline(float(results.measured["features"][there].mean()), color="0.5", linestyle=":", linewidth=0.8)
     for place, table in enumerate(results.moved.values()):
@@ -255,26 +255,26 @@ def _rewrites(panel: Axes, results: Results) -> None:
 
 
 def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name; see `figures.Figure.arrays`."""
+    """Return the arrays of the figure by name."""
     return {name: getattr(results, name) for name in AXES}
 
 
 def caption(results: Results) -> str:
-    """See `figures.Figure.caption`."""
+    """Return the caption."""
     there = np.isfinite(results.measured["features"])
     layers = [f"({'ab'[index]}) {LAYERS[layer]}" for index, layer in enumerate(results.measured)]
     rewritten = "bc"[len(layers) - 1]
     return (
         f"Linear CKA of {there.sum()} ordered pairs of seeds on {results.config.num_samples} test images: "
-        f"{', '.join(layers)}. Dots are what each pair measures, from left to right, bars all that scaling the first "
-        f"one's neurons can make of it for the same functions. ({rewritten}) The same pairs' last hidden layer with "
-        "the first one rewritten, a dot a pair, the dotted line the mean as trained. Data: "
+        f"{', '.join(layers)}. Dots are the pairs in ascending order; bars are the attainable ranges when the first "
+        f"network's neurons are scaled, with the same functions. ({rewritten}) The last hidden layer of the same pairs "
+        "after rewrites of the first network, a dot per pair; the dotted line is the mean as trained. Data: "
         f"{members.headline(results)}."
     )
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data, the measure, and the range that every pair of functions can show."""
+    """Return a line with the data, the measure, and the attainable range."""
     layer = "features"
     measured = results.measured[layer]
     return (
@@ -286,7 +286,7 @@ def headline(results: Results) -> str:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON beside the figure."""
     return {
         "figure": "freedom",
         "config": results.config,
@@ -299,7 +299,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """Return a header and a row per layer: measured, ends, distance of rewrites from these, change of the function."""
+    """Return a header and a row per layer: value, ends, distance of rewrites from them, change of the function."""
     header = ["layer", "measured", "least", "largest", "distance from ends", "change of a logit", "residual"]
     rows = [header]
     for layer, measured in results.measured.items():

@@ -1,9 +1,8 @@
 """Figure `robustness`: networks of one function and many representations, under noise on inputs and parameters.
 
-Networks are trained from several seeds and rewritten without changing their function: moved in the null space of the
-data, duplicated, scaled, given neurons without effect. Then inputs or parameters become noisy. The rewrites that act
-on hidden neurons cannot change what input noise does, since they keep the function everywhere; a move in the null
-space keeps it on the data alone. Noise on parameters, on the other hand, tells them apart.
+Trained networks are rewritten without a change of function: moved in the null space of the data, duplicated, scaled, or
+given nuisance neurons. Rewrites of hidden neurons keep the function everywhere, so input noise has the same effect;
+moves in the null space keep it on the data alone. Parameter noise distinguishes the rewrites.
 """
 
 import dataclasses
@@ -49,10 +48,9 @@ AXES = {
     "test_error": ("seeds", "epochs"),  # along training
     "diverged_at": ("seeds",),
 }
-"""Results of the figure and their axes. Two more are by name: `certificates`, per variant the largest change of a logit
-on the test images over all seeds, absolute and relative, and the number of changed predictions; and `null_space` of the
-inputs of the moved weights: its dimension, the rank, and the singular values on both sides of the cut. If each network
-has its own null space, the least clear cut counts."""
+"""Axes of the results. Also `certificates`: per variant, the largest change of a logit on the test images over all
+seeds, absolute and relative, and the number of changed predictions; and `null_space` of the moved weights' inputs:
+dimension, rank, and the singular values on both sides of the cut (the least clear one, if each network has its own)."""
 
 UNITS = {"input_scales": "pixel intensity"}
 
@@ -64,8 +62,7 @@ LABELS = {
     "nuisance": "nuisance neurons",
     "published_null": "function changed",
 }
-"""Names of the variants in the figure, in the order of its legend. The last is a null space by the usual float32
-cut-off, which is too large."""
+"""Names of the variants in the order of the legend; the last uses a float32 cut-off, as usual, which is too large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +74,14 @@ class Config(members.Config):
     num_scales: int = 40
     """Noise scales on each axis."""
     null_scale: float = 0.1
-    """Standard deviation of the noise in the null space of the data, or, for networks of images, of what their last
-    hidden layer sees of it."""
+    """Standard deviation of the noise in the null space of the data; for networks of images, of their last hidden
+    layer's inputs."""
     duplicate_multiplier: float = 2.0
     """Copies of each neuron in the duplicated network."""
     scale_factor: float = 20.0
     """Factor on incoming weights (outgoing ones are divided by it)."""
     num_zero: int = 1024
-    """Neurons without effect, one per group."""
+    """Nuisance neurons, one per group."""
     published_null: bool = False
     """If True, add the usual float32 cut-off: its null space is too large, so the function changes."""
 
@@ -95,10 +92,10 @@ class Config(members.Config):
         if self.null_scale > members.FACTORS[1]:
             fail("null_scale", f"be at most {members.FACTORS[1]:g}", self.null_scale)
         if self.published_null and self.model != "mlp":
-            fail("published_null", "be left out but for the perceptron, whose first layer sees the data", self.model)
+            fail("published_null", "be False except for the perceptron, whose first layer gets the data", self.model)
 
     def quick(self) -> "Config":
-        """Return the options of a smoke run, which takes seconds."""
+        """Return the options of a smoke run."""
         return dataclasses.replace(
             self, num_seeds=2, num_epochs=5, num_train=2000, num_test=300, width=128, num_scales=10, num_zero=128
         )
@@ -107,7 +104,7 @@ class Config(members.Config):
 def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[str, Callable[..., Any]]:
     """Return the variants as functions of a network and a key, the trained network first.
 
-    Moves in a null space take a pair of key and basis, orthonormal rows [dimension, features], in place of the key.
+    Moves in a null space take a pair of key and basis, orthonormal rows [dimension, features], instead of the key.
     """
     moved = null_perturbed(weights, config.null_scale)
     neurons = members.neuron_rewrites(config, group)
@@ -178,7 +175,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
 
 
 def draw(results: Results) -> Figure:
-    """Draw test error by noise on inputs and on parameters, above what every rewrite adds to it; 3.24 x 2.9 inches."""
+    """Draw test error by noise on inputs and parameters, above what rewrites add; 3.24 x 2.9 inches."""
     names = {variant: label(results.config, variant) for variant in results.input_error}
     looks = plotting.looks(names)
     if "published_null" in looks:
@@ -198,7 +195,7 @@ def draw(results: Results) -> Figure:
         plotting.letter(*axes.flat)
         handles = axes[0, 0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
@@ -208,7 +205,7 @@ def _noises(results: Results) -> list[tuple[str, np.ndarray, dict[str, np.ndarra
 
 
 def caption(results: Results) -> str:
-    """See `figures.Figure.caption`."""
+    """Return the caption."""
     said = []
     for kind, scales, errors in _noises(results):
         most = []
@@ -220,20 +217,20 @@ def caption(results: Results) -> str:
         said.append(f"under {kind} noise, {', '.join(most)}")
     curves = [*results.input_error.values(), *results.parameter_error.values()]
     return (
-        "Test error of trained networks, and of rewrites that keep their function, under noise on inputs (a) and on "
-        "parameters (b), and what every rewrite adds to its own trained network's error (c, d). "
+        "Test error of trained networks, and of rewrites that keep the function, under noise on inputs (a) and on "
+        "parameters (b), and the error that a rewrite adds to the same seed's trained network (c, d). "
         f"{plotting.drawn_as(*curves)} The largest mean differences: {'; '.join(said)}. "
         f"Data: {headline(results)}."
     )
 
 
 def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name; see `figures.Figure.arrays`."""
+    """Return the arrays of the figure by name."""
     return {name: getattr(results, name) for name in AXES}
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON beside the figure."""
     return {
         "figure": "robustness",
         "config": results.config,
@@ -264,7 +261,7 @@ def table(results: Results) -> list[list[str]]:
 
 
 def label(config: Config, variant: str) -> str:
-    """Return the name of a variant: the perceptron's null space is that of the inputs."""
+    """Return the name of a variant; only the perceptron's null space is that of the inputs."""
     return LABELS[variant] if config.model == "mlp" else LABELS[variant].removeprefix("input ")
 
 

@@ -1,7 +1,7 @@
 """Similarity of representations: between seeds and layers, under rewrites, through training, beside the function.
 
-Several networks are trained from scratch; some test images are represented by every layer of each of them, at the
-beginning and after every epoch. Measures of `similarity` then say which representations resemble which.
+Every layer of networks from several seeds represents some test images, at the start and after every epoch. Measures of
+`similarity` compare the representations.
 """
 
 import dataclasses
@@ -56,17 +56,17 @@ AXES = {
     "rewrites": ("rewrites",),
     "ends": ("ends",),
 }
-"""Results of the figure and their axes."""
+"""Axes of the results."""
 
 UNITS = {"jensen_shannon": "nats"}
 
 REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
-"""Measures that rewrites are tried on: of representations, measured once."""
+"""Measures on which rewrites are tried: of representations, measured once."""
 
 SIMILARITIES = tuple(
     name for name in REPRESENTATIONAL if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
 )
-"""Measures of one scale, at most 1."""
+"""Measures on one scale, at most 1."""
 
 MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
 """Features of the widest layer that does not depend on `width`."""
@@ -77,7 +77,7 @@ class Config(members.Config):
     """Settings of training, rewrites and comparison."""
 
     model: members.ModelName = "mlp"
-    """The architecture. Of a convolutional layer every position of every channel is a neuron, of tokens every entry."""
+    """Architecture. Neurons are all positions of all channels of a convolutional layer, all entries of tokens."""
     num_seeds: int = 5
     """Networks trained from scratch, at least 3."""
     num_samples: int = 1000
@@ -87,7 +87,7 @@ class Config(members.Config):
     measures: tuple[str, ...] = ("debiased_cka", "angular_similarity", "rsa", "mutual_knn")
     """Measures of seeds and layers, through training and beside the function: similarities up to 1."""
     rewrite_measures: tuple[str, ...] = REPRESENTATIONAL
-    """Measures that the rewrites are tried on."""
+    """Measures on which rewrites are tried."""
     num_blocks: int = 20
     """Blocks of samples for the jackknife's 90 % intervals."""
     scale_factor: float = 20.0
@@ -95,7 +95,7 @@ class Config(members.Config):
     duplicate_multiplier: float = 2.0
     """Copies of each neuron in the duplicated network."""
     num_zero: int = 64
-    """Neurons without effect, one per group."""
+    """Nuisance neurons, one per group."""
 
     def __post_init__(self):
         check_count("num_seeds", self.num_seeds, minimum=3)
@@ -118,7 +118,7 @@ class Config(members.Config):
                     fail(name, f"suit {samples} samples of {widest} features", measure, advice)
 
     def quick(self) -> "Config":
-        """Return the options of a smoke run, which takes seconds."""
+        """Return the options of a smoke run."""
         return dataclasses.replace(
             self, num_seeds=3, num_epochs=3, num_train=2000, num_test=200, num_samples=100, width=24, num_blocks=5,
             num_zero=8, rewrite_measures=("debiased_cka", "angular_distance", "cca", "mutual_knn"),
@@ -200,7 +200,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
 
 def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large biases: the figure shows estimates, too
+        warnings.simplefilter("ignore")  # about large biases: the figure shows estimates too
         found = similarity.pairwise(
             layers, name, num_blocks=config.num_blocks, positions="neurons", key=key, progress=None
         )
@@ -237,7 +237,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
         for step in range(features.shape[1])
     ]
     course = np.full((3, len(tables)), np.nan)
-    if len(known) > 2:  # of two, no interval is known
+    if len(known) > 2:  # two networks have no interval
         bounds = MEASURES[name].range
         found = [similarity.member_interval(table[np.ix_(known, known)], bounds=bounds) for table in tables]
         course = np.array([[float(end) for end in (one.mean, one.low, one.high)] for one in found]).T
@@ -253,14 +253,14 @@ def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
 def _without(
     part: dict[str, np.ndarray], alive: np.ndarray, items: tuple[tuple[str, int], ...]
 ) -> dict[str, np.ndarray]:
-    """Return a part with NaN for seeds that diverged, wherever they have a row or column."""
+    """Return a part with NaN in the rows and columns of diverged seeds."""
     if alive.all():
         return part
     gone = {len(alive): ~alive, len(items): np.array([not alive[seed] for _, seed in items])}
     masked = {}
     for name, value in part.items():
         masked[name] = np.array(value, float)
-        if name in ("course", "calibrated"):  # of the others already
+        if name in ("course", "calibrated"):  # these leave them out already
             continue
         for axis, size in enumerate(value.shape):
             if size in gone:
@@ -269,7 +269,7 @@ def _without(
 
 
 def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name; see `figures.Figure.arrays`."""
+    """Return the arrays of the figure by name."""
     others = {
         "matrix": results.matrices, "estimate": results.estimates, "low": results.lows, "high": results.highs,
         "baseline": results.baselines, "items": np.asarray([f"{layer} {seed}" for layer, seed in results.items]),
@@ -278,27 +278,27 @@ def arrays(results: Results) -> dict[str, Any]:
 
 
 def caption(results: Results) -> str:
-    """See `figures.Figure.caption`."""
+    """Return the caption."""
     config = results.config
     pairs = f"{config.num_seeds * (config.num_seeds - 1) // 2} pairs of seeds"
     return (
         f"Similarity of the representations of {config.num_samples} test images. (a) Values of all pairs of "
-        f"{config.num_seeds} seeds and their layers. (b) A network with its own rewrites of the same function, last "
-        f"hidden layer, means over {config.num_seeds} seeds. (c) Through training, means over {pairs} with 90 % "
-        f"intervals over the seeds. (d) Of the same {pairs} after training, by the share of images that they classify "
-        "differently: estimates (values without their bias), with 90 % intervals over blocks of images; dotted what is "
-        f"found by chance. (e) All representations in a plane by angular_distance, stress {results.stress:.2f}. "
+        f"{config.num_seeds} seeds and their layers. (b) A network and its rewrites with the same function, last "
+        f"hidden layer, means over {config.num_seeds} seeds. (c) During training, means over {pairs} with 90 % "
+        f"intervals over the seeds. (d) The same {pairs} after training, by the share of images that they classify "
+        "differently: estimates (values without their bias), with 90 % intervals over blocks of images; dotted, "
+        f"values by chance. (e) All representations in a plane by angular_distance, stress {results.stress:.2f}. "
         f"Data: {headline(results)}."
     )
 
 
 def headline(results: Results) -> str:
-    """Return a line that names the data and the size of the run."""
+    """Return a line with the data and the size of the run."""
     return f"{members.headline(results)}; {results.config.num_samples} samples"
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON beside the figure."""
     return {
         "figure": "similarity",
         "config": results.config,
@@ -309,7 +309,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """Return a header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
+    """Return a header and a row per measure: between seeds by layer, by chance, and under rewrites."""
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
     rows = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]]
     for name in dict.fromkeys((*results.matrices, *results.rewritten)):

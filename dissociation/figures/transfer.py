@@ -1,10 +1,9 @@
-"""Figure `transfer`: what a linear probe learns from the representations of networks of one function.
+"""Figure `transfer`: linear probes on the representations of networks of one function.
 
-Networks are trained on the digits and rewritten without changing their function. Softmax probes then learn another
-task from the last hidden layer: how far an image was turned, or a coarser class. There are three
-probes. The converged one shows what the representation holds; a fixed budget of gradient steps, at a rate that follows
-each representation's curvature, what a learner with limited time takes from it; the same steps at one rate for all
-networks of a seed (the largest that is stable for each of them), the effect of the rate.
+Softmax probes learn another task from the last hidden layer of networks, trained on digits and rewritten: how far an
+image was turned, or a coarser class. A converged probe measures the content of a representation; a fixed number of
+gradient steps, at a rate that follows its curvature, measures learning in limited time. The same steps at one rate per
+seed (the largest that is stable for all its networks) show the effect of the rate.
 """
 
 import dataclasses
@@ -46,7 +45,7 @@ AXES = {
     "test_error": ("seeds", "epochs"),  # along training
     "diverged_at": ("seeds",),
 }
-"""Results of the figure and their axes; one more is `certificates`, see `robustness.AXES`."""
+"""Axes of the results; `certificates` is in addition, see `robustness.AXES`."""
 
 UNITS = {"budgets": "samples"}
 
@@ -54,10 +53,10 @@ LABELS = {"trained": "trained", "scaled": "scaled", "duplicated": "duplicated", 
 """Names of the variants in the figure, in the order of its legend."""
 
 TASKS = {"rotation": "quarter turns", "coarse": "least prime factor"}
-"""Tasks of the probes, by their titles in figure, caption and table."""
+"""Titles of the probes' tasks in figure, caption and table."""
 
 PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_rate": "{} steps, one rate"}
-"""The learners, by their titles in the figure."""
+"""Titles of the learners in the figure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Config(members.Config):
     width: int = 1024
     """Units in each of the two hidden layers; of networks of images, in the last."""
     num_budgets: int = 20
-    """Sample budgets: this many equal steps up to all test images."""
+    """Number of sample budgets, in equal steps up to all test images."""
     num_splits: int = 10
     """Folds of the cross-validation."""
     gradient_steps: int = 200
@@ -79,9 +78,9 @@ class Config(members.Config):
     duplicate_multiplier: float = 1.2
     """Copies of each neuron in the duplicated network."""
     num_zero: int = 128
-    """Neurons without effect, one per group."""
+    """Nuisance neurons, one per group."""
     probes: tuple[str, ...] = ("converged", "gradient")
-    """Learners; "one_rate" is a third, whose gradient steps have one rate for all networks of a seed."""
+    """Learners; a third is "one_rate", whose gradient steps have one rate for all networks of a seed."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,7 +91,7 @@ class Config(members.Config):
             check_choice("probes", name, PROBES)
 
     def check_data(self, data: Dataset) -> None:
-        """Raise if there are too few test images for the quarters of a turn, or for folds of the smallest budget."""
+        """Raise if there are too few test images for quarter turns, or for folds of the smallest budget."""
         count = len(data.test_images)
         if count < NUM_QUARTERS:
             fail("num_test", f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way", count)
@@ -101,7 +100,7 @@ class Config(members.Config):
             fail("num_budgets", wanted, f"{self.num_budgets} budgets of {count} test images")
 
     def quick(self) -> "Config":
-        """Return the options of a smoke run, which takes seconds."""
+        """Return the options of a smoke run."""
         return dataclasses.replace(
             self, num_seeds=2, num_epochs=5, num_train=2000, num_test=200, width=64, num_budgets=2, num_zero=8,
             num_splits=5,
@@ -184,32 +183,32 @@ def draw(results: Results) -> Figure:
         plotting.letter(*axes.flat)
         handles = axes[0, 0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
 def caption(results: Results) -> str:
-    """See `figures.Figure.caption`."""
+    """Return the caption."""
     count = len(results.config.probes)
     rows = ["abcdefghijkl"[first : first + count] for first in range(0, 4 * count, count)]
     a, c, e, g = (", ".join(row) for row in rows)
     probes = [variants for task in results.transfer_error.values() for variants in task.values()]
     curves = [errors for variants in probes for errors in variants.values()]
     return (
-        "Error of linear probes on the last hidden layer of trained networks, and of rewrites that keep their "
-        f"function, by the number of test images (up to {results.budgets[-1]}) they learn from: "
-        f"{TASKS['rotation']} ({a}) and {TASKS['coarse']} ({e}). Below ({c}, {g}), what every rewrite adds to its own "
-        f"trained network's error. {plotting.drawn_as(*curves)} Data: {headline(results)}."
+        "Error of linear probes on the last hidden layer of trained networks, and of rewrites that keep the "
+        f"function, by the number of test images (up to {results.budgets[-1]}) from which the probes learn: "
+        f"{TASKS['rotation']} ({a}) and {TASKS['coarse']} ({e}). Below ({c}, {g}), the error that a rewrite adds to "
+        f"the same seed's trained network. {plotting.drawn_as(*curves)} Data: {headline(results)}."
     )
 
 
 def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name; see `figures.Figure.arrays`."""
+    """Return the arrays of the figure by name."""
     return {name: getattr(results, name) for name in AXES}
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """Return the settings and numbers for the JSON beside the figure."""
+    """Return settings and numbers for the JSON beside the figure."""
     return {
         "figure": "transfer",
         "config": results.config,
@@ -219,7 +218,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def table(results: Results) -> list[list[str]]:
-    """Return a header and a row per variant: transfer errors (%) with all samples, and changes of the function."""
+    """Return a header and a row per variant: transfer errors (%) with all samples, and function changes."""
     names = [(task, probe) for task in TASKS for probe in results.config.probes]
     rows = [["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]]
     for variant, certificate in results.certificates.items():
@@ -240,7 +239,7 @@ def _curves(
     models: Any,
     keys: Array,
 ) -> dict[str, Array]:
-    """Return the probe's errors on the features of each member's variant, [members, budgets]; `keys` rewrite."""
+    """Return the probe's errors on each member's rewritten features, [members, budgets]."""
     images, labels = task
     features = members.measure_members(variants[name], eqx.Partial(members.represent, images), models, keys, keys)
     steps = None
@@ -248,7 +247,7 @@ def _curves(
         step = eqx.Partial(_stable_step, images)
         largest = [members.measure_members(one, step, models, keys, keys) for one in variants.values()]
         steps = jnp.min(jnp.stack(largest), 0)
-    # In a program of its own: it is the slow one to compile, and variants of one width share it.
+    # In a separate program, which compiles slowly and is shared by variants of one width.
     measure = eqx.Partial(_errors, config, fractions, probe, labels)
     return members.measure_members(_as_it_is, measure, (features, steps), keys, keys)
 
@@ -273,6 +272,6 @@ def _errors(
     features, step = given
     kind: Literal["converged", "gradient"] = "converged" if probe == "converged" else "gradient"
     options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps, "step_size": step}
-    # As published: rows as the test set has them, in contiguous folds.
+    # As published: rows in the order of the test set, contiguous folds.
     options |= {"key": None, "folds": "contiguous", "num_splits": config.num_splits}
     return {"error": transfer_errors(features, labels, fractions=fractions, probe=kind, **options)}

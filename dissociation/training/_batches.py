@@ -1,4 +1,4 @@
-"""Batches of a run, on the host: plans of blocks, and blocks that the host makes ahead."""
+"""Batches of a run on the host: plans of blocks, and blocks that a thread makes ahead."""
 
 import itertools
 import queue
@@ -22,7 +22,7 @@ from dissociation.training._sharding import place_members
 
 
 def example(tree: Any) -> Any:
-    """Return the arrays of one member, as shapes and dtypes."""
+    """Return the shapes and dtypes of one member's arrays."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
@@ -31,23 +31,23 @@ def _shape(leaf: Any) -> Any:
 
 
 class Batches:
-    """Sources of the batches of a run: the arrays of the sampler, and the plan of the current block."""
+    """Batches of a run, from the sampler's arrays and the current block's plan."""
 
     def __init__(self, sampler: Sampler, order_keys: Array):
         self.sampler, self.keys = sampler, order_keys
         self.shards = Shards(1, 1)
         self.arrays = eqx.filter(sampler, eqx.is_array)
-        self._block, self._plan = -1, cast(Any, None)  # what is the members' own, and the plan, become lists of shards
+        self._block, self._plan = -1, cast(Any, None)  # `lay` makes lists of shards
         self._prefetched, self._expected = None, -1
 
     def lay(self, shards: Shards) -> None:
-        """Put the arrays on devices, and those of single members into shards."""
+        """Place the arrays on devices, those of single members in shards."""
         self.shards = shards
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
     def example(self, step: int) -> tuple[Any, Any]:
-        """Return the sampler's arrays and a plan as one member gets them, as shapes and dtypes."""
+        """Return the sampler's arrays and plan for one member, as shapes and dtypes."""
         arrays = eqx.filter(self.sampler, eqx.is_array)
         arrays = example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
         if isinstance(self.sampler, HostBatches):
@@ -56,9 +56,9 @@ class Batches:
         return arrays, jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
 
     def source(self, step: int) -> tuple[Any, list[Any], Segment]:
-        """Return the sources of a step's batch, for all members and for those of each shard, and the step's place.
+        """Return (arrays, plan) of a step's batch for all members, the same per shard, and the step's `Segment`.
 
-        A source is the arrays of the sampler and the plan of the block, each None if it is in the other source.
+        An entry is None if the other pair holds it.
         """
         segment = self.sampler.segment(step)
         if segment.block != self._block:
@@ -67,7 +67,7 @@ class Batches:
         if isinstance(self.sampler, HostBatches):
             segment = segment._replace(end=self._expected)
             if step >= segment.end:
-                wanted, advice = f"give a batch for every step, {step} among them", "Repeat it, as by itertools.cycle"
+                wanted, advice = f"give a batch for every step, {step} among them", "Repeat it with itertools.cycle"
                 checks.fail("start", wanted, "an iterator that has ended", advice)
         nothing: Any = [None] * self.shards.number
         arrays, common_arrays = (self.arrays, None) if self.sampler.stacked else (nothing, self.arrays)
@@ -83,7 +83,7 @@ class Batches:
             plan, count = self._prefetched.next_block()
             self._expected = segment.block * self.sampler.block + count
             return self._placed(plan, own=False)
-        number = jnp.asarray(segment.block)  # an array: a number would be compiled in
+        number = jnp.asarray(segment.block)  # an array: a Python number would be a constant
         return self._placed(_plan(self.sampler, self.keys, number), own=not self.sampler.shared)
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
@@ -109,9 +109,9 @@ def _kept(leaf: Any) -> Any:
 
 
 class Prefetched:
-    """Blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last batch.
+    """Blocks of a `HostBatches`, made ahead in a thread; an incomplete block repeats the last batch.
 
-    `like` is the shapes and dtypes that all batches must have; None: those of the first one.
+    `like`: shapes and dtypes of all batches; None takes those of the first.
     """
 
     def __init__(self, sampler: HostBatches, step: int, like: Any = None):
@@ -127,13 +127,13 @@ class Prefetched:
         try:
             while not self._ended.is_set():
                 part = [jax.tree.map(_kept, batch) for batch in itertools.islice(batches, size)]
-                if part:  # what came before a run that goes on is never looked at
+                if part:  # a resumed run does not read the places before its step
                     part = [part[0]] * (self._sampler.block - size) + part
                 self._put(part)
                 if len(part) < self._sampler.block:
                     return
                 size = self._sampler.block
-        except BaseException as error:  # it belongs to the thread that trains
+        except BaseException as error:  # raised in the training thread
             self._put(error)
 
     def _put(self, item: Any) -> None:
@@ -144,16 +144,16 @@ class Prefetched:
                 continue
 
     def next_block(self) -> tuple[PyTree, int]:
-        """Return the next block, stacked, and its number of batches; None and 0 at the end."""
+        """Return the next block, stacked, and the number of batches; None and 0 at the end."""
         part = self._blocks.get()
         if isinstance(part, BaseException):
             raise part
         if not part:
             return None, 0
         for step, batch in enumerate(part, self._next):
-            shapes = jax.tree.map(_shape, as_arrays("start", batch, "samples"))  # numbers alone would be stacked too
+            shapes = jax.tree.map(_shape, as_arrays("start", batch, "samples"))  # `np.stack` accepts plain numbers
             if self.like not in (None, shapes):
-                wanted, advice = "give batches of one structure and shape", "Drop a last, smaller batch, or fill it up"
+                wanted, advice = "give batches of one structure and shape", "Drop a last, smaller batch, or pad it"
                 checks.fail("start", wanted, f"{shapes} at step {step} after {self.like}", advice)
             self.like = shapes
         self._next += self._sampler.block
@@ -162,5 +162,4 @@ class Prefetched:
         return as_data(stacked, finite=False), len(part)
 
     def close(self) -> None:
-        """End the thread."""
         self._ended.set()

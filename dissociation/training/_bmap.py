@@ -1,4 +1,4 @@
-"""Vectorising a function over members in batches, so that a map over many of them fits in memory."""
+"""Vectorise a function over members in batches, so that the map fits in memory."""
 
 import dataclasses
 import inspect
@@ -35,31 +35,30 @@ def bmap(
 ) -> Callable[..., Any]:
     """Vectorise `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.
 
-    Values, structure and dtypes are those of `equinox.filter_vmap`. Arguments that are not mapped reach `fun` as they
-    came: a Python number stays one and may set a shape. `fun` is traced at every call; repeated calls belong inside
-    `equinox.filter_jit`. Outside of it, the loop over batches is compiled once for programs that are equal, and single
-    members (`batch_size=1`) without a convolution are mapped in parallel on a CPU after `dissociation.use_all_cores`,
-    with the same results up to rounding.
+    Values, structure and dtypes equal those of `equinox.filter_vmap`. Unmapped arguments reach `fun` unchanged: a
+    Python number may set a shape. Every call traces `fun`, so put repeated calls inside `equinox.filter_jit`. Outside
+    it, equal programs compile the loop over batches once. On a CPU after `dissociation.use_all_cores`, single members
+    (`batch_size=1`) without a convolution are then mapped in parallel, with the same results up to rounding.
 
-    On a CPU, XLA runs convolutions in a compiled loop several times slower than outside of one. If `fun` holds one, a
-    call on concrete arrays therefore loops in Python, which costs no memory. Inside `jit` an unrolled program is as
-    fast, but keeps intermediate results of all batches; a compiled loop warns there.
+    On a CPU, XLA runs convolutions several times slower in a compiled loop. With a convolution, a call on concrete
+    arrays therefore loops in Python, which costs no memory. Inside `jit`, an unrolled program is as fast but keeps
+    intermediate results of all batches; a compiled loop warns there.
 
     Args:
-        fun: A function of positional arguments. None returns a decorator.
-        in_axes: Mapped axis of each array in the arguments; None: not mapped; or a function from leaf to
-            axis. A prefix of the tuple of arguments, or a dict by name, whose missing names mean `if_array(0)`.
-        out_axes: Place of the mapped axis in the results, a prefix of what `fun` returns. Leaves at None are
-            returned once and must not depend on a mapped argument.
+        fun: Function of positional arguments. None returns a decorator.
+        in_axes: Mapped axis of each array, None if unmapped, or a function from leaf to axis. A prefix of the tuple of
+            arguments, or a dict by name, in which missing names mean `if_array(0)`.
+        out_axes: Mapped axis of the results, as a prefix of the results. Leaves at None are returned once and must not
+            depend on a mapped argument.
         axis_name: Name of the mapped axis for collectives, which cannot cross batches: needs a single batch.
         axis_size: Number of members; needed only if no argument is mapped.
-        batch_size: Members per batch, at least 1; the last batch may be smaller. None: a single batch, which is
-            `equinox.filter_vmap` itself. 1: members sequentially, as `fun` computes each without batching.
-            "auto": the largest batch that fits `memory_budget`; the call is compiled ahead of time to measure that, on
-            concrete arguments only, outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
+        batch_size: Members per batch, at least 1; the last batch may be smaller. None: one batch, by
+            `equinox.filter_vmap`. 1: members sequentially, without batching. "auto": the largest batch that fits
+            `memory_budget`. "auto" compiles ahead of time to measure, so it needs concrete arguments outside `jit`,
+            `grad` and `vmap`; it logs the choice at level INFO.
         memory_budget: For "auto": bytes for temporaries and results, beyond the arguments, as the compiler counts them;
-            on a CPU it does not count the scratch of matrix routines. None: nine tenths of the device's free memory; on
-            a CPU, half of the machine's free memory within the limits of control groups.
+            on a CPU it omits the scratch memory of matrix routines. None: nine tenths of the device's free memory; on a
+            CPU, half of the machine's, within the limits of control groups.
         loop: "scan" (compiled loop), "unroll" (Python loop) or "auto" (as above).
 
     Returns:
@@ -95,7 +94,7 @@ def bmap(
 
 
 class _Batched(eqx.Module):
-    """Function together with the options of its mapping; a PyTree, so that arrays of a wrapped module stay leaves."""
+    """Function with its mapping options; a PyTree, so that arrays of a wrapped module stay leaves."""
 
     fun: Callable[..., Any]
     in_axes: PyTree
@@ -116,7 +115,7 @@ class _Batched(eqx.Module):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
             names = ", ".join(f"`{name}`" for name in kwargs)
-            raise RuntimeError(f"{names} must be passed by position, got keyword arguments, which bmap does not map.")
+            raise RuntimeError(f"{names} must be passed by position, got keyword arguments. bmap does not map them.")
         in_axes = _in_axes_by_position(self.fun, self.in_axes, args)
         axes = _axis_of_each_leaf("in_axes", in_axes, args)
         size = _common_size(self.fun, args, axes, self.axis_size)
@@ -124,7 +123,7 @@ class _Batched(eqx.Module):
             return self._unmapped(args)
         if self.batch_size == "auto":
             return self._in_largest_batches(args, axes, size)
-        # One member by itself is computed without batching as well, unless collectives need the mapped axis.
+        # A single member needs no batching either, unless collectives need the mapped axis.
         sequential = self.batch_size == 1 and self.axis_name is None
         if self.batch_size is None or self.batch_size > size or (self.batch_size == size and not sequential):
             options = {"axis_name": self.axis_name, "axis_size": self.axis_size}
@@ -135,11 +134,11 @@ class _Batched(eqx.Module):
         return self._in_batches(args, axes, size)
 
     def _unmapped(self, args: tuple[Any, ...]) -> Any:
-        """Call the function once: allowed if no result is to be stacked."""
+        """Call the function once; raise if a result is to be stacked."""
         out = self.fun(*args)
         if any(axis is not None for axis in _axis_of_each_leaf("out_axes", self.out_axes, out)):
             advice = "Map one, give `axis_size`, or set `out_axes` to None"
-            checks.fail("in_axes", "map at least one argument where results are stacked", "nothing to map", advice)
+            checks.fail("in_axes", "map at least one argument if results are stacked", "nothing to map", advice)
         return out
 
     def _in_largest_batches(self, args: tuple[Any, ...], axes: list[int | None], size: int) -> Any:
@@ -156,7 +155,7 @@ class _Batched(eqx.Module):
         leaves, structure = jax.tree.flatten(args)
 
         def member(row: tuple[Any, list[Any]]) -> Any:
-            """Return one member's result: arrays to stack, arrays that all members share, and their places in it."""
+            """Return one member's mapped leaves, common leaves, output axes and tree structure."""
             out = self.fun(*structure.unflatten(_filled(leaves, axes, row[1])))
             out_axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
             outputs = list(zip(jax.tree.leaves(out), out_axes, strict=True))
@@ -166,8 +165,8 @@ class _Batched(eqx.Module):
 
         mapped = [jnp.moveaxis(jnp.asarray(leaf), axis, 0)
                   for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]  # fmt: skip
-        rows = jnp.arange(size), mapped  # there may be nothing to map but the number of members
-        # A structure keeps weak types, which example arrays of the same dtype would lose.
+        rows = jnp.arange(size), mapped  # with `axis_size` alone there are no mapped arrays
+        # Shapes from `eval_shape` keep weak types; example arrays of the same dtype would lose them.
         example = jax.eval_shape(lambda arrays: jax.tree.map(lambda leaf: leaf[0], arrays), rows)
         one = eqx.filter_closure_convert(member, example)
         _, common, out_axes, out_structure = eqx.filter_eval_shape(one, example)
@@ -203,25 +202,25 @@ class _Batched(eqx.Module):
         if not known and size > 1:
             message = (
                 "bmap loops over batches with a convolution inside a compiled program on a CPU, where XLA is slow. "
-                "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop and silences this."
+                "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop without this warning."
             )
             checks.warn(message, UserWarning)
         return known
 
 
 def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> list[Any]:
-    """Return all leaves, the mapped ones replaced in order."""
+    """Return all leaves, with the mapped ones replaced in order."""
     values = iter(mapped)
     return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
 def _loop_over(how: tuple[Callable[..., Any], int], rows: Any) -> Any:
     one, batch_size = how
-    # Batches of one member need no batching rules: products and convolutions keep their fast forms.
+    # Without batching rules, products and convolutions of single members keep their fast forms.
     return jax.lax.map(one, rows) if batch_size == 1 else jax.lax.map(one, rows, batch_size=batch_size)
 
 
-_looped_over = eqx.filter_jit(_loop_over)  # a call on the same data by the same program compiles once
+_looped_over = eqx.filter_jit(_loop_over)  # equal programs compile once
 
 
 def _batch(own_of: Callable[..., Any], rows: Any) -> list[Any]:
@@ -231,7 +230,7 @@ def _batch(own_of: Callable[..., Any], rows: Any) -> list[Any]:
 
 
 def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[Any, ...]) -> PyTree:
-    """Return `in_axes` given by name as a tuple for the arguments; unnamed ones get `if_array(0)`."""
+    """Return `in_axes` by name as a tuple; missing names get `if_array(0)`."""
     if not isinstance(in_axes, dict):
         return in_axes
     names = list(inspect.signature(fun).parameters)[: len(args)]
@@ -242,7 +241,7 @@ def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[A
 
 
 def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]:
-    """Return the axis of every leaf of `tree`, in order, from a prefix of it."""
+    """Return the axis of every leaf of `tree` from a prefix."""
     axes: list[int | None] = []
 
     def resolve(axis: Any, subtree: Any) -> None:
@@ -264,7 +263,7 @@ def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]
 def _common_size(
     fun: Callable[..., Any], args: tuple[Any, ...], axes: list[int | None], axis_size: int | None
 ) -> int | None:
-    """Return the number of members, from `axis_size` and every mapped array; None if nothing is mapped."""
+    """Return the number of members; None if nothing is mapped."""
     sizes: dict[str, int] = {} if axis_size is None else {"axis_size": axis_size}
     for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(args), axes, strict=True):
         if axis is None:
@@ -286,7 +285,7 @@ def _common_size(
 
 
 def _name_of(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
-    """Return the name of the leaf of the arguments at `path`, as the caller writes it."""
+    """Return the name of an argument's leaf as the caller writes it."""
     index = path[0].idx
     try:
         parameters = list(inspect.signature(fun).parameters.values())

@@ -1,8 +1,8 @@
-"""Callbacks: what happens on the host while a run goes on.
+"""Callbacks on the host during a run: a `Callback`, or a function `callback(step, records)`.
 
-A function `callback(step, records)` will do, called at the steps of `Save`. `records["loss"]` is each member's mean
-loss since the last record ([members], NaN at the start), `records["metrics"]` the same of the loss's metrics, and
-`records["observed"]` the observation, members first. True ends the run; a truth value per member freezes members.
+They are called at the steps of `Save.at`. `records["loss"]` is each member's mean loss since the last record
+([members], NaN at the start), `records["metrics"]` the means of metrics, `records["observed"]` the observation, members
+first. A callback returns True to end the run, or a boolean per member to freeze members.
 """
 
 import csv
@@ -20,23 +20,23 @@ from dissociation._core.validation import validated
 from dissociation.training._progress import MeterFactory, SilentMeter, open_meter
 
 MAX_DESCRIBED = 6
-"""Recorded numbers that progress shows by default."""
+"""Number of recorded values that progress shows by default."""
 
 
 class Callback:
-    """Hooks of a run on the host; every method may be left out."""
+    """Hooks of a run on the host; every method is optional."""
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Start a call of `fit` at `step`, which ends at `num_steps`; `past` holds a resumed run's records by step."""
+        """Start a call of `fit` from `step` to `num_steps`; `past` holds a resumed run's records by step."""
 
     def advance(self, step: int, loss: np.ndarray) -> None:
-        """Take the losses [members, steps] since the last call; it is called once before the first step too."""
+        """Receive the losses [members, steps] since the last call, first before any step."""
 
     def record(self, step: int, records: dict[str, Any]) -> Any:
-        """Take the records at a step of `Save`, and return True to end the run or the members to freeze [members]."""
+        """Receive records; return True to end the run, or booleans [members] to freeze members."""
 
     def close(self) -> None:
-        """End, also after an error."""
+        """Finish, also after an error."""
 
 
 class OfFunction(Callback):
@@ -46,50 +46,45 @@ class OfFunction(Callback):
         self.function = function
 
     def record(self, step: int, records: dict[str, Any]) -> Any:
-        """Call the function."""
         return self.function(step, records)
 
 
 class Progress(Callback):
-    """A meter of steps, with the loss and recorded numbers as mean and standard deviation over members.
+    """Meter of steps, with mean and standard deviation over members of recorded numbers.
 
     Args:
         how: "auto", "terminal", "notebook", None for silence, or a factory `(total, description) -> Meter`.
-        shown: Names of the numbers to show beside the loss, one per member each; default: the first six.
+        shown: Names of the numbers to show beside the loss; default: the first six.
     """
 
     def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
         self.how, self.shown, self._meter, self._text, self._recorded = how, shown, SilentMeter(), "", False
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Open the meter."""
         self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False
 
     def advance(self, step: int, loss: np.ndarray) -> None:
-        """Move the meter."""
         if not self._recorded and loss.size:
             self._text = described({"loss": loss.mean(axis=1)}, self.shown)
         self._meter.advance(step, self._text)
 
     def record(self, step: int, records: dict[str, Any]) -> None:
-        """Change the text."""
         for name in self.shown or ():
             checks.check_choice("shown", name, numbers_of(records))
         self._text, self._recorded = described(records, self.shown), True
 
     def close(self) -> None:
-        """Close the meter."""
         self._meter.close()
 
 
 class CsvLog(Callback):
-    """A table on disk, a row per record and member: step, member, loss, and every recorded number.
+    """Table on disk with a row per record and member: step, member, loss, and every recorded number.
 
-    A run that goes on from a checkpoint goes on with its table: later rows of the run that was cut off are dropped.
+    A resumed run continues the table at the checkpoint: later rows are dropped.
 
     Args:
-        path: The file; an older one is replaced.
-        columns: What to say of the members: names and [members] values each, as in `Grid.values`.
+        path: File, which is replaced.
+        columns: Further columns: names and [members] values each, as in `Grid.values`.
     """
 
     @validated
@@ -105,7 +100,6 @@ class CsvLog(Callback):
             self.record(recorded, records)
 
     def record(self, step: int, records: dict[str, Any]) -> None:
-        """Add a row per member."""
         numbers = numbers_of(records)
         rows = []
         if self._names is None:
@@ -123,16 +117,16 @@ class CsvLog(Callback):
 
 
 class EarlyStop(Callback):
-    """Freezes members whose recorded number has stopped falling; the run ends when none is left.
+    """Callback that freezes members whose recorded number stopped falling; the run ends when none is left.
 
     Args:
-        name: Of the number: "loss", or one observed.
-        patience: Records without a new least value that a member is given.
-        least_change: By how much a value must lie below the least one so far.
-        rising: Whether the number is one that should rise.
+        name: Name of the number: "loss", or a metric or observation.
+        patience: Number of records without a new minimum that a member may have.
+        least_change: Decrease that a new minimum must exceed.
+        rising: If True, the number should rise.
 
     Raises:
-        ValueError: If a count is negative, or no number of this name is recorded.
+        ValueError: If `patience` or `least_change` is negative, or no number of this name is recorded.
     """
 
     @validated
@@ -149,7 +143,7 @@ class EarlyStop(Callback):
             self.record(recorded, records)
 
     def record(self, step: int, records: dict[str, Any]) -> np.ndarray:
-        """Return the members that have waited long enough: [members]."""
+        """Return True for members without a new minimum for too long, [members]."""
         numbers = numbers_of(records)
         checks.check_choice("name", self.name, numbers)
         values = -numbers[self.name] if self.rising else numbers[self.name]
@@ -162,22 +156,21 @@ class EarlyStop(Callback):
 
 
 class FreezeDiverged(Callback):
-    """Freezes members whose loss is not finite."""
+    """Callback that freezes members whose loss is not finite."""
 
     _first = -1
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Store the step of the first record."""
         self._first = past[0][0] if past else step
 
     def record(self, step: int, records: dict[str, Any]) -> np.ndarray | None:
-        """Return the members whose loss is not finite: [members]."""
+        """Return True for members whose loss is not finite, [members]."""
         loss = records["loss"]
         return None if step == self._first and np.isnan(loss).all() else ~np.isfinite(loss)
 
 
 def numbers_of(records: dict[str, Any]) -> dict[str, Any]:
-    """Return recorded numbers [members] by name, without "observed." and "metrics." if the rest is unambiguous."""
+    """Return recorded numbers [members], named without "observed." and "metrics." if that is unambiguous."""
     leaves = jax.tree_util.tree_leaves_with_path(records)
     named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
     short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in named]
@@ -186,7 +179,7 @@ def numbers_of(records: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(records: dict[str, Any], shown: Sequence[str] | None) -> str:
-    """Return a line with the mean and standard deviation over members of the loss and of other numbers."""
+    """Return mean and standard deviation over members of the loss and other numbers, in a line."""
     known = numbers_of(records)
     others = [name for name in known if name != "loss"]
     names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]

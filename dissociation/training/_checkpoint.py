@@ -1,7 +1,7 @@
-"""Atomic save and restore of PyTrees: a JSON header, then the bytes of every leaf, each with its checksum.
+"""Atomic save and restore of PyTrees: a JSON header, then the bytes of every leaf with a checksum.
 
-A reader finds the old file or the new one, never half of one, and what was changed since is noticed. Typed
-PRNG keys are kept with the name of their implementation.
+A reader finds the old file or the new one, and checksums detect changes. Typed PRNG keys are stored with the name of
+their implementation.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from dissociation._core.files import RefusedFile, replacing
 
 MAGIC = b"dissociation checkpoint 2\n"
 
-_ADVICE = "Delete it to begin again without it."
+_ADVICE = "Delete it to start from scratch."
 
 
 def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None = None) -> None:
-    """Write `tree` and a header, atomically."""
+    """Write `tree` and a header atomically."""
     described, blobs = [], []
     for name, leaf in _storable_leaves(tree):
         numbers = type(leaf) in _NUMBERS or _is_key(leaf)
@@ -43,12 +43,12 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the header that `save` was given."""
+    """Return the header that was given to `save`."""
     return _read_meta(Path(path).read_bytes(), path)[0]["user"]
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
-    """Read a tree of the structure of `like`."""
+    """Read a tree with the structure of `like`."""
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
     wanted = dict(_storable_leaves(like))
@@ -70,7 +70,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 
 
 def fingerprint(tree: Any) -> str:
-    """Return a hexadecimal digest of all that `save` would store of `tree`: paths, dtypes, shapes and bytes."""
+    """Return a hexadecimal digest of the arrays of `tree`: paths, dtypes, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in _storable_leaves(tree):
         entry, blob = _encode(leaf)

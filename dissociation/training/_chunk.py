@@ -1,4 +1,4 @@
-"""Compiled parts of a run: some steps of every member, and observations of them."""
+"""Compiled chunks of a run: some steps of every member, and observations."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,24 +19,24 @@ from dissociation.training._state import State, Step
 from dissociation.training._traced import Traced, trace
 
 MAX_CHUNK = 512
-"""The longest chunk in steps: the length of the buffer that a compiled chunk writes losses and metrics to."""
+"""Largest number of steps in a chunk, which sets the buffer for losses and metrics."""
 
 
 class Layout(NamedTuple):
-    """Placement of members on devices, and the order in which they are trained.
+    """Placement of members on devices, and mapping over members.
 
     Attributes:
         member_map: "vmap" (members batched in one program), "scan" (sequentially inside the program), "unroll"
-            (sequentially, one step per call, no loop in the program) or "auto": on a CPU "scan", or "unroll" if a step
-            contains a convolution, which XLA's CPU backend runs slowly inside a loop; elsewhere "vmap".
-        members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
-            the memory that is free (their program is compiled once more to measure that).
-        mesh: Of `member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
-            one, the samples of every batch. All of them belong to this process. None: one device and one thread.
-            "auto": one device, whose programs run in `threads`.
-        threads: With sequential mapping on a CPU and without a mesh, into how many shards the members are cut,
-            which worker threads train in parallel, as many at once as there are devices. "auto": one shard per device,
-            of which `dissociation.use_all_cores` makes one for each core.
+            (sequentially, one step per call, no loop in the program) or "auto". On a CPU "auto" is "scan", or "unroll"
+            if a step has a convolution, which XLA runs slowly inside a loop there; elsewhere it is "vmap".
+        members_per_batch: With "vmap", number of members batched at once. None: all. "auto": as many as fit in the free
+            memory, measured by one more compilation.
+        mesh: Mesh of `member_mesh`: devices of this process over which members are split, and, along the axis "data" if
+            there is one, the samples of every batch. None: one device and one thread. "auto": one device with
+            `threads`.
+        threads: With `mesh="auto"` and sequential mapping on a CPU, number of shards of the members, which worker
+            threads train in parallel, as many at once as there are devices. "auto": one shard per device;
+            `dissociation.use_all_cores` makes every core a device.
     """
 
     member_map: str = "auto"
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     threads: int | str = "auto"
 
     def resumed(self, stored: dict[str, Any]) -> "Layout":
-        """Fill what is "auto" from a stored layout, with the devices that there are."""
+        """Return the layout with "auto" entries filled from a stored layout."""
         if self.member_map not in ("auto", stored["member_map"]):
             return self
         given = {name: value for name, value in self._asdict().items() if value != "auto"}
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
 
 def stored_layout(layout: Layout) -> dict[str, Any]:
-    """Return a layout as a header holds it; a mesh becomes its numbers of devices, for members and for data."""
+    """Return a layout for JSON; a mesh becomes its numbers of devices for members and data."""
     mesh = layout.mesh
     if isinstance(mesh, Mesh):
         members = sharding.member_devices(mesh)
@@ -66,7 +66,7 @@ def stored_layout(layout: Layout) -> dict[str, Any]:
 
 
 def checked_mesh(layout: Layout) -> Mesh | None:
-    """Return the mesh of a layout, or None if it has none or leaves it open."""
+    """Return the checked mesh of a layout, None without one."""
     if isinstance(layout.mesh, Mesh):
         sharding.check_mesh(layout.mesh)
         return layout.mesh
@@ -78,10 +78,7 @@ def checked_mesh(layout: Layout) -> Mesh | None:
 def chosen_layout(
     layout: Layout, mesh: Mesh | None, num_members: int, arrays: Any, step: Traced, *others: Traced
 ) -> tuple[Layout, int]:
-    """Return the layout that suits the platform and the programs, and the number of threads that can run now.
-
-    Only `members_per_batch` of it may still be "auto".
-    """
+    """Return the layout, with only `members_per_batch` perhaps "auto", and the number of worker threads."""
     member_map, members_per_batch, _, wanted = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
     for name, value in (("members_per_batch", members_per_batch), ("threads", wanted)):
@@ -102,13 +99,13 @@ def chosen_layout(
         return Layout(member_map, None, mesh, 1), 1
     operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
     threads = number_of_threads(num_members, operations, (arrays, step, *others))
-    # Bits depend on the shards: on fewer cores, fewer threads compute the same ones.
+    # Bits depend on the shards, so fewer cores compute the same shards with fewer threads.
     shards = threads if isinstance(wanted, str) else min(wanted, num_members)
     return Layout(member_map, None, None, shards), threads
 
 
 def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
-    """Trace state, sampler arrays, plan, place in the block and key of one member to (state, info)."""
+    """Trace one member's step: (state, sampler arrays, plan, place in the block, key) -> (state, info)."""
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
     devices = 0 if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else mesh.shape[sharding.DATA_AXIS]
 
@@ -122,14 +119,14 @@ def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None
 
     if mesh is None or not devices:
         return trace(function, *example)
-    # As it is inside `map_members`, where the axis of members is no matter of the compiler's any more.
+    # As inside `map_members`, where the axis of members is manual.
     inside = mesh.abstract_mesh.update_axis_types({sharding.MEMBER_AXIS: AxisType.Manual})
     with jax.sharding.use_abstract_mesh(inside):
         return trace(function, *example)
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
-    """Trace state (as `observable` has it), step and key of one member to its observation."""
+    """Trace one member's observation: (state as in `observable`, step, key) -> arrays."""
 
     def observation(state: State, step: Array, key: Array) -> Any:
         carried = () if state.aux is None else (state.aux,)
@@ -139,21 +136,21 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
 
 
 def observable(state: State) -> State:
-    """Return the state without the optimiser's part, which losses and observations do not get."""
+    """Return the state as losses and observations get it, without the optimiser's part."""
     return eqx.tree_at(lambda s: (s.opt_state, s.hyperparams), state, (None, None), is_leaf=lambda leaf: leaf is None)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def run_chunk(inputs: Any, state: State) -> Any:
-    """Return the new state and the `Info`s of several steps of every member, of one if members are unrolled.
+    """Return the new state and `Info`s of several steps of every member, of one step if unrolled.
 
-    `inputs` is the layout, the traced step, the members' loss keys, which of them are trained (None: all), the sources
-    of each one's and of all members' batches, and `[first step, place in the block, steps]`. The state is donated. The
-    number of steps is traced: chunks follow the clock, and a loop of known length 1 rounds differently.
+    `inputs`: layout, traced step, loss keys, trained members (None: all), sources of batches per member and common, and
+    `[first step, place in the block, steps]`. The state is donated.
     """
     layout, traced, keys, active, mapped, common, place = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
+        # `steps` is traced: chunk lengths follow wall time, and a loop of constant length 1 rounds differently.
         traced, common, (start, within, steps) = shared
         state, mapped, key, goes_on = stacked
         source = [mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)]
@@ -184,7 +181,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
     shared = traced, common, place
     if layout.member_map != "scan" or layout.mesh is not None:
         return _over_members(layout, one, shared, (state, mapped, keys, active))
-    # A loop that rewrites the state in place: `jax.lax.map` would hold it twice.
+    # This loop updates the state in place; `jax.lax.map` would hold it twice.
     own, static = eqx.partition(state, eqx.is_array)
     rest, rest_static = eqx.partition((mapped, keys, active), eqx.is_array)
 
@@ -199,7 +196,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
 
 def largest_batch(inputs: Any, state: State) -> int:
-    """Return the number of members per batch and device that fits in the free memory; `inputs` as of `run_chunk`."""
+    """Return the number of members per batch and device that fits in free memory; `inputs` as in `run_chunk`."""
     layout, *others = inputs
 
     def bytes_of(size: int) -> int:
@@ -212,7 +209,7 @@ def largest_batch(inputs: Any, state: State) -> int:
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return NaN, the least integer, or False, for entries that are missing."""
+    """Return the fill value for missing entries: NaN, the smallest integer, or False."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.full(shape, jnp.nan, dtype)
     return jnp.full(shape, jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False, dtype)
@@ -220,7 +217,7 @@ def missing(shape: tuple[int, ...], dtype: Any) -> Array:
 
 @eqx.filter_jit
 def observe_members(inputs: Any, state: State) -> Any:
-    """Return each member's observation; `inputs` is the layout, the traced observation, the step and the keys."""
+    """Return each member's observation; `inputs`: layout, traced observation, step and keys."""
     layout, traced, step, keys = inputs
 
     def one(shared: Any, stacked: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Cores of a CPU, and worker threads, each of which calls one compiled function on a shard of the members.
+"""Worker threads for the cores of a CPU, each calling one compiled function on a shard of the members.
 
-XLA's CPU backend runs the programs of one thread in order, and those of several threads in parallel, on one device.
+XLA's CPU backend runs programs of one thread in order, and those of several threads in parallel, on one device.
 """
 
 import math
@@ -23,7 +23,7 @@ from dissociation.training._sharding import place_members
 
 
 def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
-    """Return the number of cores of this process: of its affinity, at most its control group's quota, at least one."""
+    """Return the number of this process' cores: its affinity, at most the control group's quota, at least one."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     try:
@@ -34,13 +34,13 @@ def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
 
 
 def use_all_cores() -> None:
-    """Make every core that this process may use a device of JAX's CPU backend.
+    """Make every core of this process a device of JAX's CPU backend.
 
-    Call it before anything is computed: JAX fixes the number of devices then. `fit`, and `bmap` over single members,
-    train or map as many members in parallel as there are devices. It changes nothing if as many devices are set or have
-    started, or if JAX computes on an accelerator. A number of devices in `XLA_FLAGS` gives way. SciPy's OpenBLAS, with
-    which JAX decomposes matrices on a CPU, gets one thread, on which it rounds otherwise: several programs call it at
-    once.
+    Call it before any computation, because JAX then fixes the number of devices. `fit`, and `bmap` over single members,
+    train or map as many members in parallel as there are devices. The call replaces a number of devices in `XLA_FLAGS`,
+    and keeps a larger one in JAX's configuration. It changes nothing if JAX has started with as many devices, or on an
+    accelerator. SciPy's OpenBLAS, which decomposes matrices for JAX on a CPU, gets one thread, because several programs
+    call it at once; it then rounds differently.
 
     Raises:
         RuntimeError: If JAX has started on a CPU with fewer devices.
@@ -51,7 +51,7 @@ def use_all_cores() -> None:
     cores = available_cores()
     wanted = max(cores, getattr(jax.config, "jax_num_cpu_devices", -1))
     try:
-        for number in (wanted + 1, wanted):  # the number that is set would be taken where JAX has started, too
+        for number in (wanted + 1, wanted):  # JAX accepts the number that is set even after it has started
             jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError as started:
         have = jax.local_device_count("cpu")
@@ -62,9 +62,9 @@ def use_all_cores() -> None:
             f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it first."
         ) from started
     os.environ.setdefault(_POOL, str(2 * cores))
-    import scipy.linalg  # noqa: F401  # loads the OpenBLAS whose threads are set; JAX would load it later
+    import scipy.linalg  # noqa: F401  # loads OpenBLAS before its threads are set
 
-    for library in ThreadpoolController().lib_controllers:  # NumPy's keeps its threads
+    for library in ThreadpoolController().lib_controllers:  # NumPy's OpenBLAS keeps its threads
         if library.user_api == "blas" and "numpy.libs" not in library.filepath:
             library.set_num_threads(1)
 
@@ -75,24 +75,22 @@ DECOMPOSITIONS = frozenset(
     ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "schur", "svd")
     + ("triangular_solve", "tridiagonal", "tridiagonal_solve")
 )
-"""Operations that XLA leaves to LAPACK on a CPU."""
+"""Operations that XLA computes by LAPACK on a CPU."""
 
 CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 """Operations that call the host."""
 
 
 def runs_in_parallel(operations: Iterable[str]) -> bool:
-    """Return True if a CPU can run several programs of such operations at once.
-
-    A thread of XLA waits for others with a batch of decompositions: without more threads than programs, for ever.
-    """
+    """Return True if a CPU can run several such programs at once."""
+    # In a batch of decompositions XLA's threads wait for others: for ever, without more threads than programs.
     pool = os.environ.get(_POOL, "")
     enough = pool.isdecimal() and int(pool) > jax.local_device_count("cpu")
     return (CALLBACKS if enough else CALLBACKS | DECOMPOSITIONS).isdisjoint(operations)
 
 
 def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) -> int:
-    """Return the number of worker threads for sequential mapping of a program of such primitives and arguments."""
+    """Return the number of worker threads for sequential mapping of a program."""
     if any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")):
         return 1
     spread = any(isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays))
@@ -102,7 +100,7 @@ def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) 
 
 
 class Shards(NamedTuple):
-    """Members in shards of equal size, the last one padded by copies of its last member, each laid over a mesh."""
+    """Members in shards of equal size, each on a mesh; copies of the last member fill the last shard."""
 
     num_members: int
     size: int
@@ -114,11 +112,10 @@ class Shards(NamedTuple):
         return -(-self.num_members // self.size)
 
     def split(self, stacked: Any) -> list[Any]:
-        """Cut a PyTree whose array leaves carry members first into shards; other leaves go to each shard."""
+        """Cut a PyTree with members first into shards; other leaves go to every shard."""
         arrays, rest = eqx.partition(stacked, eqx.is_array)
         shards = []
         for start in range(0, self.num_members, self.size):
-            # The last shard repeats its last member.
             rows = np.minimum(np.arange(start, start + self.size), self.num_members - 1)
             own = arrays if len(rows) == self.num_members else jax.tree.map(itemgetter(rows), arrays)
             shards.append(eqx.combine(own if self.mesh is None else place_members(own, self.mesh), rest))
@@ -131,12 +128,12 @@ class Shards(NamedTuple):
 
 
 def compiled(function: Any, threads: int, *example: Any) -> Callable[..., Any]:
-    """Compile a function made by `eqx.filter_jit` for arguments like `example` before several threads call it."""
+    """Compile a `filter_jit` function for arguments like `example`, if several threads call it."""
     return function if threads == 1 else function.lower(*example).compile()
 
 
 def run_tasks(tasks: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
-    """Return the results of the tasks, `threads` of which run at the same time; they must be compiled already."""
+    """Return the results of compiled tasks, `threads` of them at the same time."""
     if threads == 1 or len(tasks) == 1:
         return [task() for task in tasks]
     with ThreadPoolExecutor(threads) as pool:
@@ -144,7 +141,7 @@ def run_tasks(tasks: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
 
 
 def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threads: int) -> Any:
-    """Return `function(shared, stacked)`, computed in one shard per worker thread; `function` is a `filter_jit`."""
+    """Return `function(shared, stacked)` of a `filter_jit`, with a shard per worker thread."""
     shards = Shards(num_members, -(-num_members // threads))
     each = shards.split(stacked)
     program = compiled(function, threads, shared, each[0])

@@ -1,4 +1,4 @@
-"""Several processes of one program: joining them, and all-gathering what each one has computed on its own devices."""
+"""Several processes of one program: joining, and all-gathers of their values."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from dissociation._core import checks
 from dissociation._core.validation import validated
 
 _DAY = 86_400  # seconds
-_BLOCK = 2**24  # bytes that are all-gathered at once: each device holds as many of every process
+_BLOCK = 2**24  # bytes per all-gather; each device holds as many from every process
 _joined = threading.Event()
 
 
@@ -26,12 +26,13 @@ _joined = threading.Event()
 def initialize(
     address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *, timeout: int = 300
 ) -> None:
-    """Join the other processes by `jax.distributed.initialize`, before anything is computed.
+    """Join the other processes with `jax.distributed.initialize`, before any computation.
 
     Afterwards an uncaught error ends this process at once, and with it the others.
 
     Args:
-        address: The only address at which process 0 listens, "host:port"; None takes all from a cluster's environment.
+        address: Only address at which process 0 listens, "host:port"; None takes all arguments from a cluster's
+            environment.
         num_processes: Number of processes.
         process_id: Index of this process, from 0.
         timeout: Seconds to wait for all processes. Afterwards a `ConnectionError` is raised: end this process.
@@ -54,7 +55,7 @@ def initialize(
         except Exception as error:
             failure.append(error)
 
-    # In a thread: the runtime would abort the process at the end of its own timeout.
+    # In a thread, because the runtime aborts the process at its own timeout.
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
     thread.join(timeout)
@@ -69,11 +70,11 @@ def initialize(
 
 
 def leave(status: int) -> None:
-    """End this process, if it has joined others, without waiting for them; their next all-gather fails."""
+    """End a process that has joined others, without waiting; their next all-gather fails."""
     if _joined.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
-        # The runtime ends with process 0: let the others print their errors.
+        # The runtime ends with process 0, so the others get time to print their errors.
         time.sleep(0 if jax.process_index() else 2)
         os._exit(status)
 
@@ -81,18 +82,18 @@ def leave(status: int) -> None:
 def all_gather(data: bytes, error: BaseException | None = None) -> list[bytes]:
     """Return the bytes of every process, in order; all processes must call it at the same place.
 
-    An `error` is raised in all processes, in others as `ConnectionError` or `KeyboardInterrupt`.
+    All processes raise an `error`, the others as `ConnectionError` or `KeyboardInterrupt`.
     """
     message = b"+" + data if error is None else f"{type(error).__name__}: {error}".encode()
     try:
         lengths = process_allgather(np.frombuffer(len(message).to_bytes(8, "little"), np.uint8), tiled=True)
         sizes = [int(size) for size in lengths.view("<u8")]
-        size = min(_BLOCK, 1 << (max(sizes) - 1).bit_length())  # one of few sizes, as each one is compiled
+        size = min(_BLOCK, 1 << (max(sizes) - 1).bit_length())  # few sizes, because each is compiled
         padded = np.frombuffer(message.ljust(-(-max(sizes) // size) * size, b"\0"), np.uint8)
         blocks = [process_allgather(block, tiled=True) for block in padded.reshape(-1, size)]
     except (jax.errors.JaxRuntimeError, ValueError) as lost:
         advice = "Start all processes again: they resume from their checkpoints."
-        raise ConnectionError(f"An all-gather failed, perhaps as a process ended ({lost}). {advice}") from lost
+        raise ConnectionError(f"An all-gather failed, perhaps because a process ended ({lost}). {advice}") from lost
     if error is not None:
         raise error
     rows = np.concatenate([block.reshape(-1, size) for block in blocks], axis=1)
@@ -106,12 +107,12 @@ def all_gather(data: bytes, error: BaseException | None = None) -> list[bytes]:
 
 
 def all_values(value: Any, error: BaseException | None = None) -> list[Any]:
-    """Return the value of every process, which JSON must hold, see `all_gather`."""
+    """Return the JSON-compatible value of every process, see `all_gather`."""
     return [json.loads(data) for data in all_gather(json.dumps(value).encode(), error)]
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-    """Return in all processes what `function`, called in process 0 alone, returns, or raise; JSON must hold it."""
+    """Call `function` in process 0, and return its JSON-compatible result, or raise, in all processes."""
     value, error = None, None
     try:
         value = function() if jax.process_index() == 0 else None
@@ -121,7 +122,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 
 class LocalMembers:
-    """Members of this process: a contiguous part of all members, perhaps none, or all of them if `alone`."""
+    """Members of this process: a contiguous range, perhaps empty, or all if `alone`."""
 
     def __init__(self, total: int, *, alone: bool = False):
         count = 1 if alone else jax.process_count()
@@ -129,13 +130,13 @@ class LocalMembers:
         self.bounds = [total * i // count for i in range(count + 1)]
 
     def take(self, tree: Any) -> Any:
-        """Return this process' members of a PyTree whose arrays carry all members first; at least one of them."""
+        """Return this process' members, at least one, of a PyTree with all members first."""
         start = min(self.bounds[self.index], self.total - 1)
         rows = slice(start, max(self.bounds[self.index + 1], start + 1))
         return tree if self.alone else jax.tree.map(lambda leaf: leaf[rows] if eqx.is_array(leaf) else leaf, tree)
 
     def gather(self, tree: Any) -> Any:
-        """Return all members of a PyTree whose arrays carry this process' members first; NumPy arrays, and keys."""
+        """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""
         return tree if self.alone else jax.tree.map(lambda leaf: self._all(leaf) if eqx.is_array(leaf) else leaf, tree)
 
     def _all(self, leaf: Any) -> Any:

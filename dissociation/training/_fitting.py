@@ -1,4 +1,4 @@
-"""`fit`: from models, a step and a sampler to trained models and their history."""
+"""Training of stacked members by `fit`."""
 
 import logging
 import math
@@ -45,12 +45,12 @@ class FitResult(NamedTuple):
     """Outcome of `fit`.
 
     Attributes:
-        models: The trained models, members stacked as they came.
+        models: Trained models, members stacked as given.
         history: Records of the run.
-        diverged_at: Per member, the first step whose loss was not finite, or -1: [members], NumPy.
+        diverged_at: First step whose loss was not finite, or -1: [members], NumPy.
         num_steps: Updates in all; fewer than asked for if a callback ended the run.
         member_map: Mapping of the members: "vmap", "scan" or "unroll".
-        seconds: Wall time, compilation and the earlier parts of a resumed run included.
+        seconds: Wall time in seconds, with compilation and the earlier parts of a resumed run.
         state: State after training: `fit(result.state, ...)` continues.
     """
 
@@ -63,7 +63,7 @@ class FitResult(NamedTuple):
     state: State
 
     def labelled(self, over: Over = None) -> Labelled:
-        """Label the history, see `History.labelled`, and `diverged_at` [members]; not the models."""
+        """Label the history, see `History.labelled`, and `diverged_at` [members]."""
         attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
         return labelled_fit(self.history, self.diverged_at, over, attrs)
 
@@ -102,47 +102,46 @@ def fit(
     checkpoint: str | Path | None = None,
     same_program: bool = False,
 ) -> FitResult:
-    """Train stacked members: the host's part around compiled chunks of steps.
+    """Train stacked members in compiled chunks of steps, driven by the host.
 
-    Step and observation are traced at every call, and compiled unless an equal program was before: an optimiser or a
-    loss that the caller made anew compiles nothing if it computes the same. Arrays that they hold or close over are
-    passed to the compiled program, not baked into it.
+    Every call traces step and observation, and compiles them unless an equal program was compiled before: a new
+    optimiser or loss that computes the same compiles nothing. Arrays that it holds or closes over are arguments of the
+    compiled program, not constants.
 
-    After `training.initialize` every process must call it with the same arguments. Each trains its own members on
-    its own devices and returns all of them. Process 0 calls the callbacks.
+    After `training.initialize` every process must call `fit` with the same arguments. Each process trains its own
+    members on its own devices and returns all members. Process 0 calls the callbacks.
 
     Args:
-        models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis. Floats of half
-            precision are trained, and returned, as float32. Or the `state` of another call's result, to continue
-            with the same or another step; the optimiser's state is kept if it fits this optimiser, else made anew,
-            and hyperparameters are kept if it is a function of them.
+        models: PyTree, such as an Equinox module, whose array leaves carry members on the leading axis. Half-precision
+            floats are trained, and returned, as float32. Or the `state` of another result, to continue with the same or
+            another step: its optimiser state is kept if it fits this optimiser, else initialised, and its
+            hyperparameters are kept if the optimiser is a function of them.
         step: Step of `make_step`: loss and optimiser.
         sampler: Batches: `training.Epochs`, `FullBatch`, `Online`, `HostBatches`.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
         key: One key (members fold in their index), or one key per member, for samplers that members do not share, or
             both: for the order of the data and for each member.
-        hyperparams: A PyTree of arrays, members first, for an optimiser that is a function of one member's. They are
+        hyperparams: PyTree of arrays, members first, for an optimiser that is a function of one member's. They are
             traced: a sweep over them compiles once.
         aux: PyTree that the loss carries beside the model, members first: an `eqx.nn.State`, multipliers.
-        save: What to record, and when.
+        save: Records and their steps.
         layout: Mapping of the members, and devices.
         callbacks: Functions `callback(step, records)`, or `Callback`s.
-        checkpoint: A file, or a link to one, written during the run and at its end, be that an interrupt (Ctrl-C,
-            or SIGTERM, whose handler is called afterwards) or the error of a callback or an iterator. If it exists,
-            the run resumes from it: under the same layout the outcome equals the uninterrupted one bit for bit.
-            Data, models, hyperparameters, key, step, sampler and observation must be the same; layout, callbacks
-            and number of steps may be others: a finished run is extended by more of them. What `layout` leaves open
-            is taken from the file; under another layout bits may differ, which a line of the log states. A run that
-            a callback ended stays ended, unless no callback records any more, or no record is made at that step.
-            One call at a time has the file. Each of several processes writes a file beside it and keeps its last
-            two; as many processes resume from the newest step of which all have one.
-        same_program: True to take the checkpoint's program for the same though its operations differ, as after an
-            update of JAX.
+        checkpoint: File, or a link to one, written during the run and at its end, also after an interrupt (Ctrl-C, or
+            SIGTERM, whose handler is called afterwards) or an error of a callback or an iterator. If it exists, the run
+            resumes from it; under the same layout the outcome equals the uninterrupted one bit for bit. Data, models,
+            hyperparameters, key, step, sampler and observation must be the same. Layout, callbacks and number of steps
+            may differ: more steps extend a finished run. "auto" entries of `layout` are taken from the file; another
+            layout may change bits, which is logged. A run that a callback ended stays ended, unless no callback records
+            any more, or no record is made at that step. One call at a time uses the file. Each of several processes
+            writes a file beside it and keeps its last two; as many processes resume from the newest step of which all
+            have one.
+        same_program: If True, accept a checkpoint whose program has other operations, as after an update of JAX.
 
     Raises:
-        ValueError: If arguments contradict each other or the data, what is recorded has a name that no file of results
-            can hold, or the checkpoint is of another run.
+        ValueError: If arguments contradict each other or the data, a record has a name that no file of results can
+            hold, or the checkpoint is of another run.
         BlockingIOError: If another call is writing to the checkpoint.
         TypeError: If an argument is traced, a count is not a Python integer, data are not arrays of numbers, or the
             optimiser is not a transformation (without `hyperparams`) or not a function to one (with them).
@@ -172,7 +171,7 @@ def fit(
             file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
         devices = member_devices(run.layout.mesh)
         logger.info("%d members by %s, %d threads, %d devices", num_members, run.layout[0], run.threads, devices)
-        del state  # the run has its own
+        del state  # the run has copies
         with ExitStack() as held:
             if file is not None:
                 held.enter_context(files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path))
@@ -194,7 +193,7 @@ def fit(
 
 
 class Needs(NamedTuple):
-    """Estimate of the bytes that a run takes, from above; it does not count the memory of the compiler."""
+    """Upper estimate of the bytes of a run, without the compiler's memory."""
 
     fixed: int  # data and programs, for any number of members
     per_member: int
@@ -203,13 +202,13 @@ class Needs(NamedTuple):
 
 
 COPIES = 3
-"""Safety factor: copies of all states that are in memory at once at the most (given, trained and returned ones)."""
+"""Largest number of copies of all states in memory: given, trained and returned."""
 
 
 def estimated_bytes(
     models: PyTree, step: Step, sampler: Sampler, save: Save, layout: Layout, **arguments: Any
 ) -> Needs:
-    """Estimate what `fit` takes for at least four members, from programs of 2 and 4 members, which are not run."""
+    """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members."""
     state, first, total, order_keys, own_keys = _prepared(models, step, sampler, save, **arguments)
     count = len(own_keys.loss)
     programs = []
@@ -236,19 +235,19 @@ def _bytes(tree: Any) -> int:
 
 
 def _resumed(layout: Layout, path: Path | None) -> Layout:
-    """Take what `layout` leaves open from the checkpoint, if there is one."""
+    """Return the layout with "auto" entries from the checkpoint, if there is one."""
     if path is not None and path.is_dir():
         checks.fail("checkpoint", "be a file", f"the folder {path}")
     if path is None or not path.exists():
         return layout
     header = checkpoints.read_header(path)
-    if "layout" not in header or header["format"] > FORMAT:  # `Checkpoint.check` refuses a later format
+    if "layout" not in header or header["format"] > FORMAT:  # `Checkpoint.check` raises for a later format
         return layout
     return layout.resumed(header["layout"])
 
 
 def _check_names(run: Run) -> None:
-    """Raise if records are going to have names that no file of results can hold: the end is too late."""
+    """Raise early if a record has a name that no file of results can hold."""
     nothing = History(np.zeros((run.num_members, 0)), np.zeros(0, int), None, None, 0)
     for name, field, tree in (("save", "observed", run.observe and run.observe.out), ("step", "metrics", run.info[1])):
         empty = jax.tree.map(lambda leaf: np.zeros((run.num_members, 0, *leaf.shape), bool), tree)
@@ -280,7 +279,7 @@ def _prepared(
     hyperparams: Any = None,
     aux: Any = None,
 ) -> tuple[State, int, int, Array, Streams]:
-    """Return stacked states, the first and the last step, and the keys of the data's order and of members."""
+    """Return stacked states, first and last step, the data order's key and the members' keys."""
     state = _begin(models, step, aux, hyperparams, save)
     num_members = leading_size("models", state.arrays)
     if sampler.stacked:
@@ -296,7 +295,6 @@ def _prepared(
 
 
 def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
-    """Return stacked states before training."""
     try:
         count = leading_size("models", models.arrays if isinstance(models, State) else models)
     except checks.WrongValue as error:
@@ -321,7 +319,7 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> S
 
 
 def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
-    """Return the states of another call, with a new state of the optimiser if the old one does not fit."""
+    """Return the states of another call, with a new optimiser state unless the old one fits."""
     if aux is not None:
         state = state.replace(aux=aux)
     if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
@@ -336,7 +334,6 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
 
 
 def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
-    """Return the steps of the records."""
     if save.at is not None:
         return check_steps("at", save.at, total, first)
     if save.observe is None and not any(map(records_something, callbacks)):
@@ -346,7 +343,7 @@ def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, ep
 
 
 def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) -> dict[str, Any]:
-    """Return digests of the program by its parts, with the precision of matrix products, and of its inputs."""
+    """Return digests of the program by part (with the precision of matrix products) and of the inputs."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
     one, loss_key = example(state), run.keys[0].loss[0]
     trained = eqx.filter(one.arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
@@ -361,7 +358,7 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
         return jax.tree.map(jnp.asarray, step.loss(state.model, *carried, batch, key))
 
     def update(hyperparams: Any, opt_state: Any, arrays: Any) -> Any:
-        more = {"value": jnp.zeros(()), "grad": arrays, "value_fn": optax.tree.sum}  # of any loss
+        more = {"value": jnp.zeros(()), "grad": arrays, "value_fn": optax.tree.sum}  # stands for any loss
         return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays, **more)
 
     after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
@@ -380,13 +377,13 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
 
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Streams]:
-    """Return keys of the order of the data (one, or one per member), and every member's."""
+    """Return the data order's key (one, or one per member), and the members' keys."""
     order: Any = None
     if isinstance(key, tuple):
         order, key = map(typed, key)
         if not shared:
-            wanted = "be one per member where the sampler is not shared"
-            checks.fail("key", wanted, "one for the order of the data, too")
+            wanted = "be one per member if the sampler is not shared"
+            checks.fail("key", wanted, "another one for the order of the data")
     key = typed(key)
     if key.ndim == 0:
         order, root = jax.random.split(key)
@@ -394,6 +391,6 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Streams
     elif key.shape != (num_members,):
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
     elif shared and order is None:
-        checks.fail("shared", "be False in the sampler where every member has a key of its own", shared)
+        checks.fail("shared", "be False in the sampler if every member has its own key", shared)
     keys = streams(key)
     return (order if shared else keys.order), keys

@@ -1,4 +1,4 @@
-"""`fit_grid`: a sweep over a grid in groups of members that fit in memory, kept in a folder group by group."""
+"""Sweeps over a grid by `fit_grid`, stored group by group."""
 
 import inspect
 import json
@@ -37,20 +37,20 @@ from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
 
 MANIFEST = "sweep.json"
-"""File of a folder with the identity of its sweep and the groups that are done."""
+"""File with the settings of a sweep and its finished groups."""
 FORMAT = 1
-"""Format of `sweep.json`; folders from before the layout was stored have none, and are resumed."""
+"""Format of `sweep.json`; earlier files without it are resumed as well."""
 
 logger = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
-    """Groups of members that a sweep trains at once, by their places in the grid; printed, a sentence."""
+    """Groups of members that are trained at once, by index in the grid."""
 
     groups: tuple[tuple[int, ...], ...]
     peak_bytes: int  # estimate for the largest group, without the memory of the compiler
     budget: int
-    devices: int  # of this process, over which members are laid
+    devices: int  # of this process, which train members
 
     def __str__(self) -> str:
         members, most = sum(map(len, self.groups)), max(map(len, self.groups))
@@ -64,11 +64,11 @@ class GridResult(NamedTuple):
     Attributes:
         grid: Values of the members.
         history: Records of all members, in the order of the grid.
-        diverged_at: See `FitResult`: [members].
-        plan: Groups, and the memory that was planned for.
-        seconds: Wall time of every group, earlier parts included.
-        models_of: Function from members' places in the grid to their trained models, stacked; all of one shape.
-        aux_of: The same for the trained `aux`; None if there is none.
+        diverged_at: First step whose loss was not finite, or -1: [members].
+        plan: Groups, and the memory estimate.
+        seconds: Wall time in seconds of every group, earlier parts included.
+        models_of: Function from indices in the grid to trained models, stacked; all of one shape.
+        aux_of: The same for the trained `aux`; None without one.
     """
 
     grid: Grid
@@ -83,7 +83,7 @@ class GridResult(NamedTuple):
         return f"GridResult({self.grid}, {self.plan}, {sum(self.seconds):.0f} s)"
 
     def labelled(self, over: Over = None) -> Labelled:
-        """Label the history along the grid's axes, see `History.labelled`, and `diverged_at`; not the models."""
+        """Label the history along the grid's axes, see `History.labelled`, and `diverged_at`."""
         return labelled_fit(self.history, self.diverged_at, self.grid if over is None else over)
 
     to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
@@ -114,12 +114,10 @@ class _Sweep(NamedTuple):
         return _fresh(make, fixed, self.keys[jnp.asarray(members), 0])
 
     def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
-        """Return models and `aux` before training."""
         aux = self.fresh(self.aux, members) if _makes(self.aux) else take(self.aux, np.asarray(members))
         return self.fresh(self.init, members), aux
 
     def arguments(self, members: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments of `fit` for some members."""
         where = jnp.asarray(members)
         traced = [name for name in self.grid.values if name not in (*self.shapes, "seed")]
         hyperparams = take(self.grid.hyperparams(*traced), where) or None
@@ -129,7 +127,7 @@ class _Sweep(NamedTuple):
 
 
 def _makes(aux: Any) -> bool:
-    """Return True if `aux` is a function that returns a member's, not the arrays of all members."""
+    """Return True if `aux` is a function of one member, not arrays of all members."""
     return callable(aux) and not jax.tree.leaves(eqx.filter(aux, eqx.is_array))
 
 
@@ -152,39 +150,40 @@ def fit_grid(
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = "auto",
 ) -> GridResult:
-    """Train all members of a grid, as many at once as fit in memory, and keep each group as soon as it is done.
+    """Train all members of a grid, as many at once as fit in memory, and store each finished group.
 
-    Quantities of the grid that `init` takes by name (a width, say) are given to it as Python numbers; members with the
-    same ones share a program. "seed" makes a member's key, whatever else the member is. All others are given
-    to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. The
-    grouping of members changes results by rounding alone.
+    Quantities of the grid that `init` takes by name (a width, say) are passed as Python numbers; members with equal
+    ones share a program. "seed" alone determines a member's key. All other quantities go to the optimiser, a function
+    of a dictionary of them; they are traced, so new values compile nothing. Grouping changes results by rounding alone.
 
     Args:
         init: Function from a key, and quantities of the grid by name, to a model.
         step: Step of `make_step`.
         sampler: Batches, see `fit`.
         grid: Values of the members.
-        key: Key of everything random.
+        key: Key of all randomness.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
         aux: PyTree that the loss carries beside the model, as an `eqx.nn.State` of batch normalisation: arrays, members
-            first in the order of the grid, or a function of `init`'s arguments that returns one member's, such as
-            `lambda key: eqx.nn.make_with_state(Net)(key)[1]`. It gets the key that `init` gets.
-        save: What to record, and when; must not differ in shape between groups.
+            first in the order of the grid, or a function of `init`'s arguments, with the same key, that returns one
+            member's, such as `lambda key: eqx.nn.make_with_state(Net)(key)[1]`.
+        save: Records and their steps; shapes must not differ between groups.
         layout: Layout of each group.
-        folder: Folder of the groups; a second call with the same arguments resumes from it. Without it trained
-            models stay in memory.
-        fresh: True to set aside what the folder holds, this sweep or another, and start anew.
-        same_program: True to take the programs of the folder for the same, see `fit`.
-        memory_budget: Bytes that groups are planned to stay within, without those of the compiler. None: nine tenths of
-            the free memory of an accelerator, half of the host's.
-        progress: A meter of the programs that planning compiles, then one of all groups' steps, with the plan before
-            its bar and the time that remains behind it.
+        folder: Folder of the groups; a second call with the same arguments resumes from it. Without it trained models
+            stay in memory.
+        fresh: If True, set aside what the folder holds, this sweep or another, and start from scratch.
+        same_program: If True, accept the programs of the folder, see `fit`.
+        memory_budget: Bytes for a group, without the compiler's memory. None: nine tenths of the free memory of an
+            accelerator, half of the host's.
+        progress: Meter of the compilations for the memory estimate, then of all groups' steps, with the estimate before
+            the bar and the remaining time behind it.
 
     Raises:
-        ValueError: If `init` does not take a quantity of text, no member fits, or arguments contradict each other.
+        ValueError: If the optimiser does not read a quantity, no member fits in memory, or arguments contradict each
+            other.
         RefusedFile: If the folder holds another sweep.
-        TypeError: If the optimiser is not a function of the grid's quantities, or `init` takes no key.
+        TypeError: If `init` does not take a quantity of text, the optimiser is not a function of the grid's quantities,
+            or `init` takes no key.
 
     Example:
         >>> import optax
@@ -235,7 +234,7 @@ def _run(
                 result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
             except checks.WrongValue as error:
                 if kept.path is not None and str(error).startswith("`checkpoint`"):
-                    raise files.RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
+                    raise files.RefusedFile(f"{error} Or pass fresh=True, which sets {kept.path} aside.") from error
                 raise
             parts.append((result.history, result.diverged_at, result.seconds))
             trained = result.models if aux is None else (result.models, result.state.aux)
@@ -261,14 +260,14 @@ def _run(
 
 
 def _trained_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any], members: Sequence[int]) -> PyTree:
-    """Return trained models of some members, and their `aux` if there is one, stacked in this order."""
+    """Return trained models of some members, with `aux` if there is one, stacked in this order."""
     places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
     for member in members:
         if member not in places:
             checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
     shapes = {sweep.shape_of[member] for member in members}
     if len(shapes) != 1:
-        checks.fail("members", "be some of one shape", f"{len(shapes)} of them: {', '.join(map(str, sorted(shapes)))}")
+        checks.fail("members", "have one shape", f"{len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}")
     loaded = dict(models)
     for index in {places[member][0] for member in members}:
         if (path := kept.file(index, "models")) is not None:
@@ -296,7 +295,6 @@ class _Steps(Callback):
         self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
 
     def end(self) -> None:
-        """Close the meter."""
         if self.meter is not None:
             self.meter.close()
 
@@ -306,14 +304,14 @@ RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "d
 
 
 def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]:
-    """Return the quantities of a grid that `init` takes by name; all others but seeds must be the optimiser's."""
+    """Return the quantities that `init` takes; raise unless the optimiser reads all others but seeds."""
     taken = list(inspect.signature(init).parameters)[1:]
     names = tuple(name for name in grid.values if name in taken)
     for name, values in grid.values.items():
         if name in RESERVED or "/" in name or name.startswith(("observed_", "metrics_")):
             checks.fail("grid", f"have other names than {', '.join(RESERVED)}, without a slash", repr(name))
         if name not in (*names, "seed") and values.dtype.kind not in "fiub":
-            checks.fail_kind("grid", "hold numbers, but for what `init` takes by name", f"{name!r}, which is text")
+            checks.fail_kind("grid", "hold numbers, except in what `init` takes by name", f"{name!r}, which is text")
     others = [name for name in grid.values if name not in (*names, "seed")]
     for name in _unread(step.optimizer, {name: float(grid.values[name][0]) for name in others}):
         wanted = f"hold nothing but seeds, what `init` takes by name ({', '.join(taken) or 'nothing'})"
@@ -322,7 +320,7 @@ def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]
 
 
 def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
-    """Return the names that a function to an optimiser does not read; none if it is wrong, as `fit` raises then."""
+    """Return the names that an optimiser function does not read; none if it fails, as `fit` then raises."""
 
     def works(given: dict[str, float]) -> bool:
         try:
@@ -343,7 +341,7 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
 
 
 def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
-    """Return groups that fit, by the programs of 2 and 4 members of each shape."""
+    """Return groups that fit in memory, by programs of 2 and 4 members of each shape."""
     given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
     room = given or memory.free_memory([])
     shapes = dict.fromkeys(sweep.shape_of)
@@ -351,20 +349,20 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | 
     needs = []
     with closing(open_meter(progress, len(alike), "planning")) as meter:
         for done, members in enumerate(alike):
-            meter.advance(done, "compiling")  # which takes most of a short sweep's time
+            meter.advance(done, "compiling")  # most of a short sweep's time
             four = (members * 4)[:4]
             models, aux = sweep.start(four)
             needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **sweep.arguments(four)))
         meter.advance(len(alike), "")
     groups, peak, kept, devices = [], 0, 0, 1
     for members, need in zip(alike, needs, strict=True):
-        held = need.model if keeps else 0  # trained models that stay
+        held = need.model if keeps else 0  # trained models that stay in memory
         kept += held * len(members)
         size = min(len(members), (room - need.fixed - kept) // need.per_member)
         if size < 1:
             least = need.fixed + kept + need.per_member
             checks.fail("memory_budget", f"be at least {least} bytes, which one member takes with its data", room)
-        size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of one size share a program
+        size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of equal size share a program
         devices = max(devices, need.devices)
         peak = max(peak, need.fixed + need.per_member * size + kept)
         groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
@@ -373,7 +371,7 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | 
 
 @contextmanager
 def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) -> Iterator["_Folder"]:
-    """Lock the folder of a sweep in process 0, and yield it with what it holds."""
+    """Lock the folder of a sweep in process 0, and yield it with its manifest."""
     identity = json.loads(json.dumps(identity))
     if folder is None:
         yield _Folder(None, identity, {})
@@ -391,7 +389,7 @@ def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) ->
 
 
 def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
-    """Return the manifest of a folder, {} if it has none; if `fresh`, set aside what the folder holds."""
+    """Return the manifest of a folder, {} if it has none; if `fresh`, set the folder's contents aside."""
     path = folder / MANIFEST
     if not path.exists():
         return {}
@@ -405,7 +403,7 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
         manifest = json.loads(path.read_text())
         stored = manifest["identity"]
     except (ValueError, KeyError, TypeError) as error:
-        raise files.RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
+        raise files.RefusedFile(f"{path} is broken. Name another folder, or pass fresh=True.") from error
     if manifest.get("format", 0) > FORMAT:
         raise files.RefusedFile(
             f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
@@ -413,31 +411,31 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
     if different := [name for name in identity if stored.get(name) != identity[name]]:
         raise files.RefusedFile(
             f"`folder` must hold the same sweep, got {folder}, whose {checks.that_differ(different)}. "
-            "Name another folder, or say fresh=True."
+            "Name another folder, or pass fresh=True."
         )
     return manifest
 
 
 class _Folder(NamedTuple):
-    """A sweep on disk: its identity, its groups and those that are done; without a path nothing is kept."""
+    """Settings and finished groups of a sweep on disk; nothing is stored without a path."""
 
     path: Path | None
     identity: dict[str, Any]
     manifest: dict[str, Any]
 
     def plan(self, make: Callable[[], Plan]) -> Plan:
-        """Return the plan of the folder, or a new one."""
+        """Return the stored plan of the folder, or a new one."""
         if self.manifest:
             kept = self.manifest["plan"]
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
-        groups, *rest = distributed.on_main(make)  # others may have less memory, but the groups must be the same
+        groups, *rest = distributed.on_main(make)  # other processes need the same groups, even with less memory
         plan = Plan(tuple(map(tuple, groups)), *rest)
         self.manifest.update(format=FORMAT, identity=self.identity, plan=plan._asdict(), seconds={})
         self._write()
         return plan
 
     def layout(self, layout: Layout, threads: int) -> Layout:
-        """Take what `layout` leaves open from the folder, for groups that have not started; store it in a new one."""
+        """Return the layout with "auto" entries from the folder, or store it in a new folder."""
         if "layout" in self.manifest:
             return layout.resumed(self.manifest["layout"])
         layout = layout._replace(threads=threads) if layout.threads == "auto" else layout
@@ -455,7 +453,7 @@ class _Folder(NamedTuple):
         return None if self.path is None else self.path / f"group-{index:04d}.{kind}"
 
     def finish(self, index: int, models: Any, seconds: float) -> None:
-        """Write a group's trained models, and store that it is done."""
+        """Write a group's trained models and mark the group as finished."""
         path = self.file(index, "models")
         if path is None or str(index) in self.manifest["seconds"]:
             return

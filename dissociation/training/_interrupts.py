@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM in a program of its own: heard at any moment, answered in a sentence, never by a traceback.
+"""Handling of Ctrl-C and SIGTERM in a program: a sentence, never a traceback.
 
-Before `begin` a signal ends the program at once. Afterwards it raises `KeyboardInterrupt`, and a second thread ends
-the process after `grace`: a compiler is deaf, and an exception can be lost in a callback. Files are replaced as a
-whole, so this is safe. This module imports only the standard library, so that it is there first.
+Before `begin` a signal ends the program at once. Afterwards it raises `KeyboardInterrupt`, and a second thread ends the
+process after `grace` seconds, because a compiler does not react and a callback can lose an exception. Files are
+replaced as a whole, so this is safe. Only the standard library is imported, so that the module loads first.
 """
 
 import os
@@ -17,9 +17,9 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 grace = 10.0
-"""Seconds that a program has to save what it has, after the first signal."""
+"""Seconds for saving after the first signal."""
 
-NOTHING = "Nothing had begun."
+NOTHING = "Nothing had started."
 
 advice = NOTHING
 """Advice on how to resume, printed when an interrupted process ends."""
@@ -30,7 +30,7 @@ _program = ""
 
 
 def listen(program: str) -> None:
-    """Take the two signals over; call it first, in the main thread."""
+    """Install the handlers of both signals; call it first, in the main thread."""
     global _program
     _program = program
     reading, writing = socket.socketpair()
@@ -43,31 +43,28 @@ def listen(program: str) -> None:
 
 
 def begin() -> None:
-    """Let a signal raise `KeyboardInterrupt` from now on, and end the process after `grace` seconds."""
+    """Raise `KeyboardInterrupt` at a signal from now on, and end the process `grace` seconds later."""
     global _saving
     _saving = True
 
 
 def status() -> int:
-    """Return the exit status of a program that was interrupted: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Return the exit status of an interrupted program: 130 after Ctrl-C, 143 after SIGTERM."""
     return 128 + (_heard[0] if _heard else signal.SIGINT)
 
 
 def heard() -> bool:
-    """Return True if a signal has come."""
+    """Return True if a signal has arrived."""
     return bool(_heard)
 
 
 def end() -> None:
-    """Let signals end the process as by default, or end it here after an interrupt.
-
-    The interpreter is not taken down then: a compiler's threads may still run under it.
-    """
+    """Restore the default handlers, or end the process here after an interrupt."""
     if _heard:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(status())
+        os._exit(status())  # without shutdown of the interpreter, under which a compiler's threads may still run
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -81,26 +78,26 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _terminate(number: int, frame: Any) -> None:
-    """Interrupt by the handler of the moment: training delays it to the end of its steps."""
+    """Interrupt by the current handler of SIGINT, which training delays."""
     _note(number)
     signal.raise_signal(signal.SIGINT)
 
 
 def _note(number: int) -> None:
-    """Store the first signal; the handlers and the second thread race for it."""
+    """Store the first signal; handlers and the second thread race for it."""
     if not _heard:
         _heard.append(number)
 
 
 def _lost(unraisable: Any) -> None:
-    """End the process at an interrupt that no one can catch any more, and show all other exceptions."""
+    """End the process at an interrupt that cannot be caught; show all other exceptions."""
     if _heard and issubclass(unraisable.exc_type, KeyboardInterrupt):
         _leave()
     sys.__unraisablehook__(unraisable)
 
 
 def _watch(reading: socket.socket, _keep: socket.socket) -> None:
-    """Take signals while the main thread is deaf; the third one ends the process."""
+    """Handle signals while the main thread does not react; the third ends the process."""
     count = 0
     while True:
         for number in reading.recv(64):
@@ -128,7 +125,7 @@ def _leave() -> None:
 
 @contextmanager
 def interrupts_later() -> Iterator[Callable[[], None]]:
-    """Hold a signal back until the block ends, or calls the function: a chunk's donated state must not be lost."""
+    """Delay signals until the block ends or calls the function, so that no donated state is lost."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
@@ -150,9 +147,9 @@ def interrupts_later() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def terminations_interrupt() -> Iterator[None]:
-    """Let the first SIGTERM in the block be a `KeyboardInterrupt`, and call the handler of before after the block.
+    """Raise `KeyboardInterrupt` at the first SIGTERM in the block; call the previous handler afterwards.
 
-    Without one the process ends then. Only the main thread can take signals.
+    Without a previous handler the process then ends. Only the main thread can handle signals.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -169,7 +166,7 @@ def terminations_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is interrupt:  # or somebody has set another one meanwhile
+        if signal.getsignal(signal.SIGTERM) is interrupt:  # unless another one was set meanwhile
             signal.signal(signal.SIGTERM, before)
         if heard and callable(before):
             before(*heard[0])

@@ -1,4 +1,4 @@
-"""`train`: a whole training as one pure function."""
+"""Training as one pure function, `train`."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from dissociation.training._state import Info, State, Step, check_fitting
 
 
 class Streams(NamedTuple):
-    """Keys of a member: of its losses, of its observations, and of the order of its data."""
+    """Keys of a member for losses, observations, and the order of data."""
 
     loss: Array
     observe: Array
@@ -25,7 +25,7 @@ class Streams(NamedTuple):
 
 
 def streams(key: Array) -> Streams:
-    """Return the keys of one member, or of an array of them."""
+    """Split the key of one member, or an array of keys."""
     split = jax.vmap(lambda k: jax.random.split(k, 3))(key) if key.ndim else jax.random.split(key, 3)
     return Streams(*jnp.moveaxis(split, -1, 0))
 
@@ -44,22 +44,23 @@ def train(
 ) -> tuple[State, Info]:
     """Take steps in one compiled loop: a pure function of arrays, for `jax.jit`, `vmap` and `grad`.
 
-    A member that `fit` trains with a key of its own (and batches that members do not share) takes the same steps.
+    `fit` takes the same steps for a member with its own key, if members do not share batches.
 
     Args:
-        state: Initial state; `step.init(model)` makes one.
+        state: Initial state, such as `step.init(model)`.
         step: Step of `make_step`.
-        sampler: Sampler, not of the host; its draws follow from the key and a step's number.
+        sampler: Sampler, except `HostBatches`; key and step number determine the batches.
         num_steps: Number of steps; 0 returns the state.
-        key: Split into the keys of losses and of the order of samples.
-        first_step: Number of the first step: to continue after another call, with its key.
+        key: Key that is split for losses and for the order of samples.
+        first_step: Number of the first step, to continue another call with its key.
 
     Returns:
         The state, and the `Info` of every step: [num_steps] on the leading axis.
 
     Raises:
-        ValueError: If a count is negative, or state or sampler are of several members (map over them), or of another
-            optimiser.
+        ValueError: If a count is negative, state or sampler are of several members (map over them), or the state is of
+            another optimiser.
+        TypeError: If the sampler is a `HostBatches`.
 
     Example:
         >>> import optax
@@ -112,7 +113,6 @@ def train(
 
 
 def _blocks(sampler: Sampler, first: int, total: int) -> Any:
-    """Yield pieces of every block, and its number."""
     at, end = first, first + total
     while at < end:
         number, parts = sampler.segment(at).block, []

@@ -1,6 +1,6 @@
 """Stacked members: taking, stacking and mapping over them.
 
-A stack's arrays carry members first; its other leaves (functions, numbers, text) belong to all.
+Arrays carry members first; other leaves (functions, numbers, text) belong to all members.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ def member(models: Any, index: int) -> Any:
     """Return one of stacked members.
 
     Args:
-        models: A PyTree whose array leaves carry members first; other leaves belong to all.
-        index: Place of the member; counted from the end if negative.
+        models: PyTree whose array leaves carry members first; other leaves belong to all.
+        index: Index of the member, negative from the end.
 
     Raises:
-        TypeError: If `models` is the whole result of a training.
-        ValueError: If no member has this index, or the arrays do not agree in their number of members.
+        TypeError: If `models` is a result of training.
+        ValueError: If no member has this index, or arrays disagree in the number of members.
 
     Example:
         >>> member({"weight": jnp.arange(6.0).reshape(3, 2), "name": "a"}, -1)
@@ -56,7 +56,7 @@ def count(models: Any) -> int:
 
 
 def take(models: Any, index: Any) -> Any:
-    """Return stacked members at an index, a slice or an array of indices, unchecked; other leaves as they are.
+    """Return stacked members at an index, a slice or an array of indices, unchecked; other leaves unchanged.
 
     Example:
         >>> take({"weight": jnp.arange(6.0).reshape(3, 2)}, jnp.array([2, 0]))["weight"].tolist()
@@ -77,10 +77,10 @@ def concatenate(trees: Sequence[Any], axis: int = 0) -> Any:
 
 
 def per_batch(platform: str | None = None) -> int | None:
-    """Return the number of members to map over at once: 1 on a CPU, which one member keeps busy, else None (all).
+    """Return the number of members to map at once: 1 on a CPU, which one member keeps busy, else None (all).
 
     Args:
-        platform: Of the devices; None: JAX's default.
+        platform: Platform of the devices; None: JAX's default.
 
     Example:
         >>> per_batch("cpu"), per_batch("gpu")
@@ -100,17 +100,16 @@ def map_members(
     mesh: Mesh | None = None,
     ordered: bool = False,
 ) -> Any:
-    """Return `function(shared, member)` for every member, which does not depend on the others, up to rounding.
+    """Return `function(shared, member)` for every member, independent of the others up to rounding.
 
     Args:
-        function: Function for one member; must return arrays.
-        shared: A PyTree that every call gets whole.
-        stacked: A PyTree whose array leaves carry members first; other leaves are passed as they are.
+        function: Function for one member that returns arrays.
+        shared: PyTree that every call gets whole.
+        stacked: PyTree whose array leaves carry members first; other leaves are passed unchanged.
         member_map: "vmap" (batched), "scan" (sequentially, a compiled loop) or "unroll" (sequentially, no loop).
-        members_per_batch: With "vmap", number of members that are batched at once; None means all.
-        mesh: Devices over which the members are laid; must divide their number.
-        ordered: With "unroll", whether a member waits for the one before it. Decompositions of several members at once
-            can hang on a CPU.
+        members_per_batch: With "vmap", number of members batched at once; None: all.
+        mesh: Devices over which members are split, equally many on each.
+        ordered: With "unroll", if True, compute members in order: simultaneous decompositions can hang on a CPU.
 
     Returns:
         The results, every leaf with members first.
@@ -145,10 +144,8 @@ def _map_locally(
 
 
 def after(done: Any, then: Any) -> tuple[Any, Any]:
-    """Return both arguments; what is made of the second is computed after the first.
-
-    Decompositions that XLA computes in parallel, of one program on a CPU, can wait for each other for ever.
-    """
+    """Return both arguments; what is computed from the second waits for the first."""
+    # Decompositions that XLA runs in parallel in one program on a CPU can wait for each other for ever.
     arrays, static = eqx.partition((done, then), eqx.is_array)
     return eqx.combine(jax.lax.optimization_barrier(arrays), static)
 

@@ -1,4 +1,4 @@
-"""Memory that compiled programs take, memory that is free, and the largest batch of members that fits."""
+"""Memory of compiled programs, free memory, and the largest batch that fits."""
 
 import functools
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def program_bytes(executable: Any) -> int:
-    """Return the bytes that a compiled program takes for temporaries and results, beyond its arguments."""
+    """Return the bytes of a compiled program's temporaries and results."""
     usage = executable.memory_analysis()
     if usage is None:
         checks.fail("batch_size", "be a number here", "'auto'", "This backend gives no memory analysis")
@@ -24,7 +24,7 @@ def program_bytes(executable: Any) -> int:
 
 
 def free_memory(arrays: Iterable[jax.Array]) -> int:
-    """Return nine tenths of the free bytes of the arrays' devices, or half of the host's, where other programs run."""
+    """Return nine tenths of the devices' free bytes, or half of the host's, where other programs run."""
     devices = set().union(*(leaf.devices() for leaf in arrays)) or {jax.local_devices()[0]}
     stats = [device.memory_stats() or {} for device in devices]
     known = {"bytes_limit", "bytes_in_use"}
@@ -34,7 +34,7 @@ def free_memory(arrays: Iterable[jax.Array]) -> int:
 
 
 def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
-    """Yield the free bytes of each control group with a limit that this process is in, parents included."""
+    """Yield the free bytes of this process' limited control groups, parents included."""
     for line in _lines(process):
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -43,12 +43,12 @@ def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path 
             top, limit, usage = Path(root) / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # In a container the path may be the host's; then only the folder at the top exists.
+        # In a container the path may be the host's; then only the top folder exists.
         folder = top / group.strip("/")
         for place in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
             allowed, used = _lines(place / limit), _lines(place / usage)
-            if allowed and used and allowed[0].isdigit():  # "max" is no limit
-                # The kernel counts cached files as used, and takes them back when memory is short.
+            if allowed and used and allowed[0].isdigit():  # "max" means no limit
+                # The kernel counts cached files as used, and frees them when memory is short.
                 stat = dict(entry.split() for entry in _lines(place / "memory.stat"))
                 cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
                 yield int(allowed[0]) - int(used[0]) + int(cached)
@@ -62,13 +62,13 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
-    """Return a large batch of at most `size` members whose program needs at most `budget` bytes."""
+    """Return a large batch size, at most `size`, whose program fits in `budget` bytes."""
     if bytes_of(size) <= budget:
         return size
-    # Memory is linear in the batch from 2 on, not from 1.
+    # Memory is linear in the batch size from 2 on.
     two, four = bytes_of(2), bytes_of(4)
     batch = max(1, min(size - 1, 2 + int(2 * (budget - two) // max(four - two, 1))))
-    while batch > 1 and bytes_of(batch) > budget:  # the line is no bound
+    while batch > 1 and bytes_of(batch) > budget:  # the line is not a bound
         batch = batch * 7 // 8
     if bytes_of(batch) > budget:
         checks.fail("memory_budget", f"be at least {bytes_of(1)} bytes (one member at a time, all results)", budget)
@@ -76,11 +76,11 @@ def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
 
 
 def run_largest(function_of: Callable[[int], Callable[..., Any]], arrays: Any, size: int, budget: int | None) -> Any:
-    """Return `function_of(batch_size)(arrays)` for the largest batch of `size` members that fits in `budget` bytes."""
+    """Return `function_of(batch_size)(arrays)` for the largest batch within `budget` bytes."""
 
     @functools.cache
     def compiled(batch_size: int) -> tuple[Any, int]:
-        # As constants, arrays that a function closes over would be folded and copied.
+        # Closed-over arrays become arguments; as constants they would be folded and copied.
         converted = eqx.filter_closure_convert(function_of(batch_size), arrays)
         _refuse_traced(converted)
         jitted: Any = eqx.filter_jit(lambda function, arrays: function(arrays))

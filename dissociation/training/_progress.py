@@ -1,7 +1,6 @@
 """Progress meters driven from the host: none, in a terminal, in a notebook, or the caller's own.
 
-A bar becomes a line now and then if the terminal is a file. A compiled program never calls back: between compiled
-chunks the host advances the meter.
+If stderr is a file, a bar becomes occasional lines. The host advances the meter between compiled chunks.
 """
 
 import sys
@@ -20,7 +19,7 @@ class Meter(Protocol):
     """Interface of a meter: any object with these two methods."""
 
     def advance(self, step: int, text: str) -> None:
-        """Show that `step` steps of the total are done, and a short text (if empty, keep the last one)."""
+        """Show `step` finished steps of the total and a short text; an empty text keeps the last one."""
         ...
 
     def close(self) -> None:
@@ -29,7 +28,7 @@ class Meter(Protocol):
 
 
 MeterFactory = Callable[[int, str], Meter]
-"""From the total number of steps and a description to a meter."""
+"""Function from the total number of steps and a description to a meter."""
 
 
 class SilentMeter:
@@ -43,7 +42,7 @@ class SilentMeter:
 
 
 class TqdmMeter:
-    """Bar of `tqdm`, by any of its classes, that draws itself after `delay` seconds."""
+    """Meter with a bar of a tqdm class, which appears after `delay` seconds."""
 
     def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm, delay: float = 0.0):
         options = {"file": sys.stderr, "dynamic_ncols": True, "mininterval": 0.2, "smoothing": 0, "delay": delay}
@@ -51,25 +50,23 @@ class TqdmMeter:
         self._started = False
 
     def advance(self, step: int, text: str) -> None:
-        """Move the bar to `step` and show `text` behind it."""
         if text:
             self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
-        if step and not self._started:  # before was compiling, which says nothing of what remains
+        if step and not self._started:  # the rate leaves compilation out
             self._started, self._bar.initial, self._bar.start_t = True, step, time.time()
         self.show()
 
     def show(self) -> None:
-        """Draw the bar again."""
         self._bar.refresh()
 
     def close(self) -> None:
-        """Close the bar, which leaves its last state on the screen."""
+        """Close the bar; its last state stays on the screen."""
         self._bar.close()
 
 
 class LineMeter(TqdmMeter):
-    """The same bar in a file: a line each `SECONDS`, and one at the end."""
+    """Meter for a file: a line every `SECONDS` seconds, and one at the end."""
 
     SECONDS = 10.0
 
@@ -78,7 +75,7 @@ class LineMeter(TqdmMeter):
         super().__init__(total, description, delay=float("inf"))
 
     def show(self) -> None:
-        """Write a line, if the last one is old enough."""
+        """Write a line, if the last line is old enough."""
         if time.monotonic() - self._shown >= self.SECONDS:
             self._write()
 
@@ -89,13 +86,12 @@ class LineMeter(TqdmMeter):
             sys.stderr.flush()
 
     def close(self) -> None:
-        """Write the last state."""
         self._write()
         super().close()
 
 
 class LateMeter:
-    """Meter that opens after `SECONDS`, also while a compiled program runs: short work shows nothing."""
+    """Meter that opens after `SECONDS` seconds, also during a compiled program."""
 
     SECONDS = 4.0
 
@@ -114,7 +110,6 @@ class LateMeter:
                 self._meter.advance(*self._state)
 
     def advance(self, step: int, text: str) -> None:
-        """Move the meter to `step`."""
         with self._lock:
             self._state = step, text
             self._meter.advance(step, text)
@@ -154,10 +149,10 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
     """Open a meter.
 
     Args:
-        progress: None for silence, "terminal", "notebook", "auto" (whichever it is), "late" (that one, if the
-            work takes longer than 4 seconds), or a factory `(total, description) -> Meter`.
-        total: Number of steps of the whole work.
-        description: A word or two in front of the bar.
+        progress: None for silence, "terminal", "notebook", "auto" (terminal or notebook), "late" ("auto", if the work
+            takes longer than 4 seconds), or a factory `(total, description) -> Meter`.
+        total: Total number of steps.
+        description: Short text in front of the bar.
 
     Example:
         >>> meter = open_meter(None, 10, "training")

@@ -1,4 +1,4 @@
-"""Records of a run: `Save` sets what and when, a `History` holds it."""
+"""Records of a run: `Save` selects them, and a `History` holds them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ class History(NamedTuple):
     """Records of a run.
 
     Attributes:
-        loss: Loss of every step's batch, before the update: [members, steps], NumPy. NaN if a member is frozen.
+        loss: Loss of every step's batch before the update: [members, steps], NumPy. NaN if a member is frozen.
         observed_at: Steps of the observations: [times]; step s is the state after s updates.
-        observed: Observations, every leaf [members, times, ...], NumPy; None if nothing is observed.
-        metrics: What the loss returned beside its scalar, every leaf [members, steps, ...]; None if nothing.
-        first_step: Step of the first loss: 0 unless training began at a state that had updates already.
+        observed: Observations, every leaf [members, times, ...], NumPy; or None.
+        metrics: Metrics of the loss, every leaf [members, steps, ...]; or None.
+        first_step: Step of the first loss: the number of updates of the initial state.
     """
 
     loss: np.ndarray
@@ -52,15 +52,16 @@ class History(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Options of what is recorded, and when.
+    """Selection of records and of their steps.
 
     Attributes:
         observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; if the state has an
             `aux`, `observe(model, aux, step, key)`.
-        at: Steps at which to observe and to call the callbacks' `record`, the first and the last included if wanted;
-            default: the beginning and the end of every epoch (of the run, if an epoch is one step), and none
-            without `observe` and callbacks that record.
-        seconds: Least time between two writes of the checkpoint; the first is written after five seconds already.
+        at: Steps at which to observe and to call the callbacks' `record`, the first and the last only if listed.
+            Default: start and end of every epoch (of the run, if an epoch is one step), or none without `observe` and
+            callbacks that record.
+        seconds: Least time in seconds between two writes of the checkpoint; the first write comes after at most five
+            seconds.
     """
 
     observe: Callable[..., Any] | None = None
@@ -73,8 +74,8 @@ def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
     """Return steps from 0 to `num_steps`, evenly spaced in the logarithm, without repetition.
 
     Args:
-        num_steps: The last step, at least 1.
-        count: Number of steps to aim for, at least 2; early repetitions are dropped, so there may be fewer.
+        num_steps: Last step, at least 1.
+        count: Number of steps before repetitions are dropped, at least 2.
 
     Example:
         >>> log_spaced_steps(100, 6)
@@ -87,11 +88,11 @@ def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
 
 
 def check_steps(name: str, steps: object, num_steps: int, first: int = 0) -> Int[np.ndarray, " times"]:
-    """Return `steps` sorted and without repetition, or raise unless they are integers within the run."""
+    """Return `steps` sorted, without repetition; raise unless they are integers within the run."""
     array = np.atleast_1d(np.asarray(steps))
     array = array if array.size else array.astype(int)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"`{name}` must be a sequence of whole steps, got {steps!r}.")
+        raise TypeError(f"`{name}` must be a sequence of integers, got {steps!r}.")
     if array.size and (array.min() < first or array.max() > num_steps):
         checks.fail(name, f"lie between {first} and the last step ({num_steps})", f"{array.min()} to {array.max()}")
     return np.unique(array)

@@ -1,4 +1,4 @@
-"""Host's part of a run: chunks of steps, records, checkpoints."""
+"""Host's loop of a run: chunks of steps, records, checkpoints."""
 
 import glob
 import logging
@@ -47,18 +47,18 @@ from dissociation.training._state import Info, State, Step
 logger = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 1.0
-"""Seconds that a chunk should take, between updates of progress and checks for an interrupt."""
+"""Target time of a chunk, between updates of progress and checks for an interrupt."""
 FORMAT = 1
-"""Format of a run's header; files from before the layout was stored have none, and are resumed."""
+"""Format of a run's header; earlier files without it are resumed as well."""
 FIRST_WRITE = 5.0
-"""The longest time until the first write of a checkpoint, which is after a chunk: compiling is not lost."""
+"""Longest time until the first checkpoint, written after a chunk, so that compilation is not lost."""
 
 
 class Run:
-    """One run of this process' members: its stacked state, which steps donate, and the records of all members.
+    """Run of this process' members: the state, which steps donate, and the records of all members.
 
-    Several processes take chunks of the same length, after which losses, metrics, stops and a hash of the arguments
-    are all-gathered. Process 0 calls the callbacks.
+    Processes take chunks of the same length, then all-gather losses, metrics, stops and a hash of the arguments.
+    Process 0 calls the callbacks.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Run:
         self.layout, self.threads = chosen_layout(layout, mesh, own, (state, batches.arrays), *programs)
         devices, shards = member_devices(self.layout.mesh), int(self.layout.threads)
         rows = devices * -(-own // (devices * shards))
-        # Unrolled, one member of every device is a shard, so that one program serves all.
+        # With "unroll", a shard is one member of every device, so that one program serves all shards.
         self.shards = Shards(own, devices if self.layout.member_map == "unroll" else rows, mesh)
-        # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
-        copied = partial(jnp.array, copy=self.shards.number == 1)  # several shards are copies
+        # Copies, because steps donate the state; without weak types, as steps return it: one program serves all.
+        copied = partial(jnp.array, copy=self.shards.number == 1)  # `split` has copied several shards
         self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self.shards.split(state)]
         self.keys = self.shards.split(keys)
         batches.lay(self.shards)
@@ -111,7 +111,7 @@ class Run:
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
     def _empty(self, tree: Any, columns: int) -> Any:
-        """Return NumPy arrays of zeros [members, columns, ...] for the shapes of one member."""
+        """Return NumPy zeros [members, columns, ...] for the shapes of one member."""
         return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
 
     def _example(self) -> Any:
@@ -129,7 +129,7 @@ class Run:
         return self.earlier_seconds + time.perf_counter() - self.began
 
     def to_the_end(self, total: int, times: np.ndarray, checkpoint: "Checkpoint | None") -> None:
-        """Alternate between chunks of steps and records, until `total` steps are done or a callback ends the run."""
+        """Alternate chunks and records, until `total` steps are done or a callback ends the run."""
         past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
         listens = any(records_something(callback) for callback in self.callbacks)
         self.stopped = self.stopped and listens and self.step in self.observed_at
@@ -152,7 +152,7 @@ class Run:
                     if self.stopped or self.step == total or self.frozen.all():
                         break
                     later = times[times > self.step]
-                    source = self.batches.source(self.step)  # may wait for the host: an interrupt is heard
+                    source = self.batches.source(self.step)  # may wait for the host, so interrupts are not delayed
                     with interrupts_later():
                         losses = self.advance(min([total, *later[:1].tolist()]), source)
                     if checkpoint is not None and self.unsaved >= min(self.save.seconds, self.first_write):
@@ -162,7 +162,7 @@ class Run:
                 if not lost:
                     self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
                 if not self.local.alone:
-                    with suppress(BaseException):  # the others learn of it, and all have written when all go on
+                    with suppress(BaseException):  # the others get the error, after all have written
                         distributed.all_gather(b"", error)
                 raise
             finally:
@@ -170,7 +170,7 @@ class Run:
             self.write(checkpoint)
 
     def _call(self, function: Callable[[], Any]) -> None:
-        """Call `function`; several processes keep its error until they agree on a stop."""
+        """Call `function`; several processes store its error until `_agreed`."""
         try:
             function()
         except BaseException as error:
@@ -179,7 +179,7 @@ class Run:
             self.error = self.error or error
 
     def _agreed(self, value: Any) -> list[Any]:
-        """Return the value of every process, or raise in all if one has an error, an interrupt or other arguments."""
+        """Return every process' value; raise in all if one has an error, an interrupt or other arguments."""
         if self.local.alone:
             return [value]
         self._call(self.raise_signal)
@@ -190,7 +190,7 @@ class Run:
         return [own for _, own in said]
 
     def advance(self, target: int, source: tuple[Any, list[Any], Segment]) -> np.ndarray:
-        """Run and record one chunk of steps, up to `target` at the most, and return its losses."""
+        """Run and record one chunk, at most up to step `target`, and return the losses."""
         common, mapped, place = source
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
@@ -220,13 +220,13 @@ class Run:
             infos = self.local.gather(infos)
         self.states, self.step = [state for state, _ in done], self.step + count
         self.infos.append(infos)
-        if count == self.chunk:  # otherwise the time says nothing about a whole chunk
+        if count == self.chunk:  # a shorter chunk does not measure a whole one
             self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
         self._notice_divergence(infos.loss)
         return infos.loss
 
     def program_bytes(self) -> int:
-        """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
+        """Return the bytes of the larger program, chunk or observation."""
         programs: list[Any] = [(run_chunk, self._example())]
         if self.observe is not None:
             shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
@@ -235,7 +235,7 @@ class Run:
         return max(map(program_bytes, compiled))
 
     def record(self) -> None:
-        """Record the observation at the current step, and call the callbacks."""
+        """Record the observation at this step, and call the callbacks."""
         observed = None
         if self.observe is not None:
             shared = self.layout, self.observe, jnp.asarray(self.step)
@@ -243,7 +243,7 @@ class Run:
             program = compiled(observe_members, self.threads, (*shared, own[0][0].observe), own[0][1])
 
             def observe(keys: Streams, state: State) -> Any:
-                # On the host before the next: in one thread, one member's decompositions at a time.
+                # On the host before the next, so that a thread decomposes matrices of one member at a time.
                 return jax.device_get(program((*shared, keys.observe), state))
 
             observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
@@ -255,18 +255,18 @@ class Run:
         self._call(lambda: self._ask_callbacks(records))
 
     def _ask_callbacks(self, records: dict[str, Any]) -> None:
-        """Call the callbacks with a record, and stop or freeze members as they return."""
+        """Call the callbacks; stop the run or freeze members as they return."""
         interrupted = False
         for callback in self.callbacks:
             try:
                 answer = callback.record(self.step, records)
-            except KeyboardInterrupt:  # the record counts: the other callbacks get it all the same
+            except KeyboardInterrupt:  # the other callbacks still get the record
                 interrupted, answer = True, None
             if answer is None:
                 continue
             frozen = np.asarray(answer)
             if frozen.dtype != bool or (frozen.shape != (self.num_members,) and frozen.size != 1):
-                wanted = f"return None, True, or a truth value for each of the {self.num_members} members"
+                wanted = f"return None, True, or a boolean for each of the {self.num_members} members"
                 checks.fail("callbacks", wanted, describe(answer))
             self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
             if frozen.ndim:
@@ -275,7 +275,7 @@ class Run:
             raise KeyboardInterrupt
 
     def records(self, index: int) -> dict[str, Any]:
-        """Return what callbacks get of a record: means since the one before, and the observation."""
+        """Return a record for callbacks: means since the last one, and the observation."""
         at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
         done: Info = concatenate(self.infos, axis=1)
 
@@ -287,14 +287,12 @@ class Run:
         return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 
     def history(self) -> History:
-        """Return all records, stacked."""
         observed, done = None, concatenate(self.infos, axis=1)
         if self.observe is not None and self.observations:
             observed = stack(self.observations, axis=1)
         return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
     def write(self, checkpoint: "Checkpoint | None") -> None:
-        """Write the checkpoint, if there is one."""
         if checkpoint is None:
             return
         header = {
@@ -317,7 +315,7 @@ class Run:
         self.saved_at, self.first_write = time.perf_counter(), np.inf
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
-        """Resume from the checkpoint, if there is one, without records at other steps than `times`."""
+        """Resume from the checkpoint, if there is one, with its records at `times`."""
         path, found = checkpoint.path, {}
         self._call(lambda: found.update(checkpoint.found()))
         steps = self._agreed([*found])
@@ -368,25 +366,25 @@ class Run:
 
 
 def own_file(path: Path) -> Path:
-    """Return the file of this process for a checkpoint: the path itself if there is one process."""
+    """Return this process' file of a checkpoint: the path itself for one process."""
     count = jax.process_count()
     return path if count == 1 else path.with_name(f"{path.name}.{jax.process_index()}-of-{count}")
 
 
 def _before(own: Path) -> Path:
-    """Return the last but one file of one of several processes."""
+    """Return the previous file of one of several processes."""
     return own.with_name(f"{own.name}.before")
 
 
 class Checkpoint(NamedTuple):
-    """File of a run: path, identity, and whether another program's file is taken for the same."""
+    """File of a run: path, identity, and acceptance of other programs."""
 
     path: Path
     identity: dict[str, Any]
     same_program: bool
 
     def found(self) -> dict[int, Path]:
-        """Return the files of this process by their step, or raise if another number of processes wrote them."""
+        """Return this process' files by step; raise if another number of processes wrote them."""
         count = jax.process_count()
         common = self.path if count == 1 else self.path.with_suffix("")
         named = re.compile(rf"{re.escape(common.name)}\.\d+-of-(\d+)(\.before)?")
@@ -404,7 +402,7 @@ class Checkpoint(NamedTuple):
         return found
 
     def check(self, header: dict[str, Any]) -> None:
-        """Raise unless the file with this header is this run's."""
+        """Raise unless a file with this header is of the same run."""
         if header.get("format", 0) > FORMAT:
             wanted = f"be a file of format {FORMAT} or lower"
             checks.fail("checkpoint", wanted, f"{self.path} of format {header['format']}", "Update this package")
@@ -419,11 +417,11 @@ class Checkpoint(NamedTuple):
         advice = "Delete it or name another file"
         if set(different) <= set(traced):
             cause = "" if version == jax.__version__ else f" (JAX {version} wrote it, this is {jax.__version__})"
-            advice += f"; if it is the same program{cause}, say same_program=True"
+            advice += f"; if it is the same program{cause}, pass same_program=True"
         got = f"{self.path}, whose {checks.that_differ(different)}"
         checks.fail("checkpoint", "be a file of the same run", got, advice)
 
 
 def records_something(callback: Callback) -> bool:
-    """Return True if a callback uses records for more than a line of text."""
+    """Return True if a callback needs records for more than progress text."""
     return type(callback).record is not Callback.record and not isinstance(callback, Progress)

@@ -1,6 +1,6 @@
-"""Meshes of devices of this process, over which stacked members are laid.
+"""Meshes of this process' devices, over which stacked members are split.
 
-Members are independent: every device trains or measures its own members, and nothing is communicated.
+Every device trains or measures its own members, without communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ MEMBER_AXIS, DATA_AXIS = "members", "data"
 
 @validated
 def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
-    """Return a mesh whose axes are `"members"`, and `"data"` if batches are laid over several devices too.
+    """Return a mesh with the axis `"members"`, and `"data"` if batches are split over several devices too.
 
     Args:
-        devices: Devices of this process; None means all of the default backend.
-        data: Number of devices over which a member's batches are laid; must divide the number of devices.
+        devices: Devices of this process; None: all of the default backend.
+        data: Number of devices over which a member's batches are split; must divide the number of devices.
 
     Returns:
-        A mesh with automatic axes, as `training.Layout` takes it.
+        A mesh with automatic axes, for `training.Layout`.
     """
     chosen = jax.local_devices() if devices is None else list(devices)
     checks.check_count("data", data, minimum=1)
@@ -38,12 +38,12 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
 
 
 def member_devices(mesh: Any) -> int:
-    """Return the number of devices over which a mesh, or None, lays members."""
+    """Return the number of devices over which a mesh, or None, splits members."""
     return 1 if mesh is None else mesh.shape[MEMBER_AXIS]
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise unless `mesh` has the axis `"members"`, none but `"data"` beside it, and devices of this process."""
+    """Raise unless `mesh` has the axis `"members"`, at most `"data"` beside it, and local devices."""
     if mesh.axis_names not in ((MEMBER_AXIS,), (MEMBER_AXIS, DATA_AXIS)):
         wanted = f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most"
         checks.fail("mesh", wanted, mesh.axis_names, "Make it with sharding.member_mesh")
@@ -53,13 +53,13 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def place_members(tree: Any, mesh: Mesh, spec: PartitionSpec | None = None) -> Any:
-    """Put every array leaf on the mesh, by default with its leading axis split over the devices."""
+    """Place array leaves on the mesh, by default split along the leading axis."""
     where = NamedSharding(mesh, PartitionSpec(MEMBER_AXIS) if spec is None else spec)
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf, tree)
 
 
 def each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any) -> Any:
-    """Return `function(shared, stacked)`, called on every device with the members that lie there."""
+    """Return `function(shared, stacked)`, called on every device with its members."""
     arrays, static = eqx.partition((shared, stacked), eqx.is_array)
     split = PartitionSpec(MEMBER_AXIS)
     specs = {"in_specs": (PartitionSpec(), split), "out_specs": split}

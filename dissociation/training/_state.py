@@ -20,7 +20,7 @@ from dissociation._core.validation import validated
 
 
 class Static:
-    """Parts of a model that are not arrays; equal if they are the same or compare equal, one by one."""
+    """Parts of a model that are not arrays; equal if each pair is identical or compares equal."""
 
     def __init__(self, tree: Any):
         self.leaves, self.treedef = jax.tree.flatten(tree)
@@ -46,12 +46,12 @@ class State(eqx.Module):
     Stacked states carry members on the leading axis of every array.
 
     Attributes:
-        arrays: Arrays of the model; the inexact ones among them are trained.
-        aux: PyTree that a step carries beside the model: an `eqx.nn.State`, multipliers, averages; None if nothing.
+        arrays: Arrays of the model; the inexact ones are trained.
+        aux: PyTree carried beside the model: an `eqx.nn.State`, multipliers, averages; or None.
         opt_state: State of the optimiser.
-        hyperparams: Arguments of the optimiser, which do not change; None if it is ready-made.
+        hyperparams: Constant arguments of an optimiser function; None for a transformation.
         step: Number of updates.
-        static: The rest of the model: see `model`.
+        static: Rest of the model, see `model`.
     """
 
     arrays: PyTree
@@ -67,7 +67,7 @@ class State(eqx.Module):
         return eqx.combine(self.arrays, self.static.tree())
 
     def replace(self, **changes: Any) -> "State":
-        """Return the state with `model`, `aux`, `opt_state`, `hyperparams` or `step` replaced."""
+        """Return the state with changed `model`, `aux`, `opt_state`, `hyperparams` or `step`."""
         for name in changes:
             checks.check_choice("changes", name, ("model", "aux", "opt_state", "hyperparams", "step"))
         if "model" in changes:
@@ -77,14 +77,14 @@ class State(eqx.Module):
 
 
 class Info(NamedTuple):
-    """Records of one step: the loss of the batch before the update, and metrics that the loss returned, or None."""
+    """Records of one step: loss before the update, and metrics or None."""
 
     loss: Any
     metrics: PyTree
 
 
 class Step(eqx.Module):
-    """One optimiser step, see `make_step`."""
+    """Optimiser step, see `make_step`."""
 
     loss: Callable[..., Any]
     optimizer: Any
@@ -96,10 +96,10 @@ class Step(eqx.Module):
         """Return the state before training.
 
         Args:
-            model: One network, any PyTree with at least one array; floats of half precision become float32.
-                `eqx.filter_vmap(step.init)` makes stacked states of stacked models.
+            model: One network, any PyTree with at least one array; half-precision floats become float32.
+                `eqx.filter_vmap(step.init)` returns stacked states of stacked models.
             aux: PyTree that the loss gets and returns beside the model.
-            hyperparams: A PyTree of numbers or arrays with which `optimizer`, a function of them, is called.
+            hyperparams: PyTree of numbers or arrays, the argument of an `optimizer` that is a function.
 
         Raises:
             TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
@@ -117,7 +117,7 @@ class Step(eqx.Module):
         return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), Static(static))
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
-        """Return the state after one update, and its `Info`; `key` goes to the loss."""
+        """Return the state after one update, and the `Info`; `key` goes to the loss."""
         self.check_loss(state.aux)
         arrays = _trained(state.arrays)
         others = eqx.filter(state.arrays, eqx.is_inexact_array, inverse=True)
@@ -147,12 +147,12 @@ class Step(eqx.Module):
         return new, Info(value, metrics)
 
     def check_loss(self, aux: Any) -> None:
-        """Raise unless the loss can be called with a model, a batch and a key, and with `aux` if there is one."""
+        """Raise unless the loss takes a model, `aux` if there is one, a batch and a key."""
         advice = "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
         checks.check_call("loss", self.loss, ("model", *([] if aux is None else ["aux"]), "batch", "key"), advice)
 
     def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
-        """Return means over micro-batches of value, metrics and gradient; `aux` goes through all in order."""
+        """Return means over micro-batches of value, metrics and gradient; `aux` passes through all."""
         count = self.micro_batches
         for leaf in jax.tree.leaves(batch):
             if not leaf.ndim or leaf.shape[0] % count:
@@ -179,21 +179,21 @@ def make_step(
 ) -> Step:
     """Return one optimiser step as a pure function `step(state, batch, key) -> (state, info)`.
 
-    The gradient is with respect to every inexact array of the model; other arrays stay as they are.
+    The gradient is with respect to every inexact array of the model; other arrays do not change.
 
     Args:
         loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any PyTree of arrays). If the
             state has an `aux`, `loss(model, aux, batch, key)`: a scalar and the new `aux`, or these and metrics.
-        optimizer: An Optax transformation, or a function from a state's `hyperparams` to one. Its update gets `value`,
-            `grad` and `value_fn` as well, which `optax.lbfgs` and `optax.contrib.reduce_on_plateau` take: the loss, its
+        optimizer: Optax transformation, or a function from a state's `hyperparams` to one. The update also gets
+            `value`, `grad` and `value_fn`, as `optax.lbfgs` and `optax.contrib.reduce_on_plateau` need: the loss, its
             gradient, and the loss of other parameters on the same batch with the same key.
         after_update: Function from the updated state to the final one, by `State.replace`: a projection of the model on
             a constraint, an ascent of multipliers in `aux`, an average of weights.
-        micro_batches: Parts that every batch is cut into, whose gradients (and losses, metrics) are averaged: for
-            batches too large for the memory. Every part gets a key of its own.
+        micro_batches: Number of parts of every batch, each with its own key, over which gradients, losses and metrics
+            are averaged: for batches too large for the memory.
 
     Returns:
-        The step; `step.init(model)` makes the state before training.
+        The step; `step.init(model)` returns the state before training.
 
     Example:
         >>> step = make_step(lambda w, batch, key: (w - batch) ** 2, optax.sgd(0.25))
@@ -210,49 +210,49 @@ def make_step(
 
 
 def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
-    """Raise unless hyperparameters are given if, and only if, the optimiser is a function of them."""
+    """Raise unless hyperparameters are given exactly if the optimiser is a function."""
     made = isinstance(optimizer, optax.GradientTransformation)
     if hyperparams is None and not made:
         raise TypeError(
-            f"`optimizer` must be an optax.GradientTransformation where `hyperparams` is None, got {optimizer!r}. "
-            "Call it, as in optax.adam(1e-3), or give the hyperparameters that it is to be called with."
+            f"`optimizer` must be an optax.GradientTransformation if `hyperparams` is None, got {optimizer!r}. "
+            "Call it, as in optax.adam(1e-3), or pass its `hyperparams`."
         )
     if hyperparams is not None and (made or not callable(optimizer)):
         raise TypeError(
-            "`optimizer` must be a function of one member's hyperparameters where `hyperparams` is given, got "
+            "`optimizer` must be a function of one member's hyperparameters if `hyperparams` is given, got "
             f"{optimizer!r}, which does not use them."
         )
 
 
 def check_fitting(state: State, step: Step) -> None:
-    """Raise unless the state is of one member, and of the step's optimiser."""
+    """Raise unless the state is of one member and of the step's optimiser."""
     if jnp.ndim(state.step):
         advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
         checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
     check_optimizer(step.optimizer, state.hyperparams)
     like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
     if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
-        wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) begins anew"
+        wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) starts from scratch"
         checks.fail("state", wanted, "that of another", advice)
 
 
 def _one_transformation(optimizer: Any) -> Any:
-    """Return an optimiser that takes further arguments of its update, or what is not one as it is."""
+    """Return a transformation whose update takes further arguments; others stay unchanged."""
     multi = getattr(getattr(optimizer, "update", None), "__self__", None)
-    if isinstance(multi, optax.MultiSteps):  # whose own `gradient_transformation` drops them
+    if isinstance(multi, optax.MultiSteps):  # its `gradient_transformation` drops further arguments
         update: Any = multi.update
         return optax.GradientTransformationExtraArgs(multi.init, update)
     if isinstance(optimizer, optax.GradientTransformation):
         try:
             inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
-        except TypeError:  # whatever its type says, as that of `optax.contrib.sam` does
+        except TypeError:  # in spite of the type, as for `optax.contrib.sam`
             update = _without_grad_fn(optimizer.update)
             return optax.with_extra_args_support(optax.GradientTransformation(optimizer.init, update))
     return optimizer
 
 
 def _without_grad_fn(update: Any) -> Any:
-    """Return an update that names the option if Optax asks for `grad_fn`."""
+    """Return an update whose error names the option if Optax requires `grad_fn`."""
 
     def wrapped(updates: Any, state: Any, params: Any = None) -> Any:
         try:
@@ -267,7 +267,7 @@ def _without_grad_fn(update: Any) -> Any:
 
 
 def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformationExtraArgs:
-    """Return the optimiser, made with its hyperparameters if it is a function of them."""
+    """Return the optimiser, called with hyperparameters if it is a function."""
     if isinstance(optimizer, optax.GradientTransformation):
         return optax.with_extra_args_support(optimizer)
     check_optimizer(optimizer, hyperparams)
@@ -290,7 +290,7 @@ def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
 
 
 def checked_models(models: Any) -> Any:
-    """Return models whose arrays hold real numbers that JAX keeps, none of them in half precision."""
+    """Return models with arrays of real numbers that JAX keeps, none in half precision."""
 
     def one(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
@@ -312,15 +312,15 @@ def _trained(arrays: Any) -> Any:
 
 
 def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: Any) -> Any:
-    """Return (scalar, (aux, metrics)) of a loss of any of its forms."""
+    """Return (scalar, (aux, metrics)) of a loss in any of its forms."""
     if aux is None:
         out = loss(model, batch, key)
         value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     else:
-        # A copy: an `eqx.nn.State` may be used once, and the caller's must outlive the call.
+        # A copy, because an `eqx.nn.State` can be used only once and the caller still needs it.
         out = loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
-            wanted = "return a scalar and the new `aux`, or these and metrics, where a state has an `aux`"
+            wanted = "return a scalar and the new `aux`, or these and metrics, if a state has an `aux`"
             checks.fail("loss", wanted, type(out).__name__)
         value, new, metrics = out if len(out) == 3 else (*out, None)
         aux = _same_structure(new, aux, "loss", "aux")
@@ -331,7 +331,7 @@ def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: A
 
 
 def _same_structure(new: Any, old: Any, name: str = "after_update", what: str = "the state") -> Any:
-    """Return `new`, whose arrays must be of the shapes and dtypes of `old`, as a loop carries them."""
+    """Return `new`; raise unless its arrays have the shapes and dtypes of `old`."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
         came = type(new).__name__ if type(new) is not type(old) else f"arrays of {str(shapes[0])[:200]}"

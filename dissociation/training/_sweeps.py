@@ -1,4 +1,4 @@
-"""Sweeps: the members of a grid of named axes, and results back in those axes."""
+"""Sweeps over the members of a grid of named axes, and results in those axes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,16 @@ from dissociation._core.validation import validated
 class Grid:
     """Product of named axes: members in the order of `itertools.product`, the last axis fastest.
 
-    Seeds are an axis like any other. `Grid.zipped` makes one axis of several quantities that vary together, and
-    `first * second` the product of two grids.
+    Seeds are an axis like any other. `Grid.zipped` makes one axis of several quantities that vary together, and `first
+    * second` the product of two grids.
 
     Args:
-        **axes: Values of each quantity, at least one and none twice: numbers, or text (the name of an optimiser).
+        **axes: Values of each quantity, at least one and without repetition: numbers, or text (the name of an
+            optimiser).
 
     Raises:
-        ValueError: If there is no axis, or one has no values, NaN, or a value twice.
-        TypeError: If values are neither numbers nor text, one after the other.
+        ValueError: If there is no axis, or an axis has no values, NaN, or a repeated value.
+        TypeError: If the values of an axis are neither numbers nor text.
 
     Example:
         >>> grid = Grid(weight_decay=[0.1, 0.3], seed=[0, 1, 2])
@@ -56,7 +57,7 @@ class Grid:
         """Return a grid of one axis, along which several quantities vary together.
 
         Raises:
-            ValueError: If they differ in their number of values, or two members are equal.
+            ValueError: If the quantities differ in their number of values, or two members are equal.
 
         Example:
             >>> (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).axes
@@ -79,7 +80,7 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the name of every axis; of a zipped one, its names with a comma between."""
+        """Return the name of every axis; a zipped axis joins its names by commas."""
         return tuple(",".join(part) for part in self._parts)
 
     @property
@@ -100,7 +101,7 @@ class Grid:
 
     @property
     def values(self) -> dict[str, np.ndarray]:
-        """Return every quantity by member: [members] each."""
+        """Return every quantity by member, [members] each."""
         return {
             name: values[place]
             for part, place in zip(self._parts, np.unravel_index(np.arange(len(self)), self.shape), strict=True)
@@ -109,7 +110,7 @@ class Grid:
 
     @property
     def coords(self) -> dict[str, tuple[str, np.ndarray]]:
-        """Return every quantity by its axis: the name of the axis, and the values along it."""
+        """Return the axis of every quantity and the values along it."""
         return {
             name: (axis, values)
             for axis, part in zip(self.axes, self._parts, strict=True)
@@ -117,7 +118,7 @@ class Grid:
         }
 
     def hyperparams(self, *names: str) -> dict[str, Array]:
-        """Return quantities of these names by member as floats, for `fit(hyperparams=...)`.
+        """Return the named quantities by member as floats, for `fit(hyperparams=...)`.
 
         Raises:
             ValueError: If a name is unknown, or distinct values become equal as floats.
@@ -147,11 +148,11 @@ class Grid:
 
     @validated
     def keys(self, key: PRNGKey, name: str = "seed") -> Array:
-        """Return a key per member, which depends on its seed alone: [members].
+        """Return a key per member, which depends only on the member's seed: [members].
 
         Args:
-            key: Key into which the values are folded.
-            name: Quantity whose values are seeds, integers from 0 to 4294967295.
+            key: Key into which the seeds are folded.
+            name: Name of the quantity with the seeds, integers from 0 to 4294967295.
         """
         values = self.values
         checks.check_choice("name", name, values)
@@ -160,7 +161,7 @@ class Grid:
         return jax.vmap(lambda seed: jax.random.fold_in(typed(key), seed))(jnp.asarray(values[name], jnp.uint32))
 
     def where(self, **coordinates: Any) -> np.ndarray:
-        """Return places of the members whose quantities have these values, or one of several that are given."""
+        """Return indices of members whose quantities have these values, or one of several given values."""
         values, matching = self.values, np.ones(len(self), bool)
         for name, value in coordinates.items():
             checks.check_choice("coordinates", name, values)
@@ -182,10 +183,10 @@ class Grid:
         return jax.tree.map(lambda leaf: one(leaf) if hasattr(leaf, "shape") else leaf, tree)
 
     def split(self, name: str) -> list[tuple[Any, "Grid | None"]]:
-        """Return a sweep whose members differ in shape as groups, each of them one program.
+        """Split the grid along an axis whose members differ in shape, into groups that are one program each.
 
         Args:
-            name: Axis that does not vary together with others: the width, say.
+            name: Axis of a single quantity, such as the width.
 
         Returns:
             For every value of the axis, the value and the grid of the other axes (None if there is none).
@@ -200,11 +201,11 @@ class Grid:
         return [(value.item(), _of_parts(rest) if rest else None) for value in values]
 
     def join(self, name: str, results: Sequence[PyTree]) -> PyTree:
-        """Return the results of the groups of `split(name)` in one PyTree, in the order of the members.
+        """Join the results of the groups of `split(name)`, in the order of the members.
 
         Args:
             name: Name of the axis.
-            results: One PyTree per value of the axis, arrays with the group's members first; of equal shapes.
+            results: One PyTree per value of the axis, of equal shapes, with the group's members first.
         """
         groups = self.split(name)
         checks.check_same_length(name, len(groups), "results", len(results), "groups")
@@ -232,16 +233,15 @@ def _values(name: str, values: Any) -> np.ndarray:
     """Return the values of an axis: numbers or text."""
     if isinstance(values, (list, tuple)) and values and all(isinstance(value, str) for value in values):
         return np.asarray(values)
-    given = as_array(name, values, "numbers or text, one after the other")
+    given = as_array(name, values, "numbers or text")
     array = np.asarray(as_numbers(name, given, frozenset({"bool", "int", "float"})))
     if array.ndim != 1:
-        checks.fail(name, "be values, one after the other", f"shape {array.shape}")
+        checks.fail(name, "be one-dimensional", f"shape {array.shape}")
     if array.dtype.kind == "f" and np.isnan(array).any():
         checks.fail(name, "hold no NaN, by which no member is found", array.tolist())
     return array
 
 
 def _check_distinct(part: Mapping[str, np.ndarray]) -> None:
-    """Raise if two members along an axis are equal."""
     members = list(zip(*(values.tolist() for values in part.values()), strict=True))
     checks.check_distinct(",".join(part), [member if len(part) > 1 else member[0] for member in members])

@@ -1,7 +1,7 @@
-"""Functions as traced programs that are equal if their operations are.
+"""Traced programs, which are equal if their operations are.
 
-JAX compiles a function anew for every function object, and Optax makes new ones at every call of `optax.adam(1e-3)`.
-Equal traces share a compiled program, and a checkpoint can identify the program that it belongs to.
+JAX compiles again for every function object, and `optax.adam(1e-3)` returns new functions at every call. Equal traces
+share a compiled program, and identify the program of a checkpoint.
 """
 
 import enum
@@ -20,19 +20,19 @@ from dissociation._core._compat import jex
 from dissociation.training import _checkpoint as checkpoints
 
 IRRELEVANT = {
-    # Names are for people; rules of derivatives are not used any more: nothing differentiates a traced program.
+    # Names, and rules of derivatives, because nothing differentiates a traced program.
     "jit": {"name"},
     "custom_jvp_call": {"name", "jvp_jaxpr_fun", "symbolic_zeros"},
     "custom_vjp_call": {"name", "fwd_jaxpr_thunk", "bwd", "out_trees", "symbolic_zeros"},
 }
-"""Parameters of operations that change nothing of what a traced program computes."""
+"""Parameters of operations that do not change what a program computes."""
 
 
 class Code:
     """Traced function without its arrays; equal if the operations are.
 
-    `digest` is the same in every process; what cannot be written down (the function behind a callback) is in there by
-    its name. `primitives` has the names of the operations, those of programs inside included.
+    `digest` is the same in every process; objects without canonical text (the function behind a callback) enter by
+    name. `primitives` are the names of the operations, also in sub-jaxprs.
     """
 
     def __init__(self, jaxpr: jex.Jaxpr, in_tree: Any, out_tree: Any):
@@ -54,30 +54,30 @@ class Code:
 
 
 class Traced(eqx.Module):
-    """Traced function of PyTrees of arrays; `consts` are the arrays that it closed over, arguments of its program."""
+    """Traced function of PyTrees of arrays; closed-over arrays, `consts`, are arguments of the program."""
 
     code: Code = eqx.field(static=True)
     consts: list[Array]
 
     def __call__(self, *args: Any) -> Any:
-        """Return the function's result, by its operations."""
+        """Return the function's result by evaluating its operations."""
         leaves, in_tree = jax.tree.flatten(args)
         if in_tree != self.code.in_tree:
             raise TypeError(f"`args` must have the structure {self.code.in_tree}, got {in_tree}.")
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
         results = zip(jex.jaxpr_as_fun(closed)(*leaves), self._avals, strict=True)
-        # A constant comes as a number.
+        # A constant result is a number.
         outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype) for out, aval in results]
         return self.code.out_tree.unflatten(outs)
 
     @property
     def out(self) -> Any:
-        """Return the result as shapes and dtypes."""
+        """Return the shapes and dtypes of the result."""
         return self.code.out_tree.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals])
 
     @property
     def weak(self) -> bool:
-        """Return True if a result would have a weak type, which a call makes a strong one."""
+        """Return True if a result has a weak type, which a call makes strong."""
         return any(aval.weak_type for aval in self._avals)
 
     @property
@@ -85,7 +85,7 @@ class Traced(eqx.Module):
         return [var.aval for var in self.code.jaxpr.outvars]
 
     def fingerprint(self) -> str:
-        """Return a digest of operations and arrays, the same in every process with the same version of JAX."""
+        """Return a digest of operations and arrays, equal in processes with one version of JAX."""
         return self.code.digest + checkpoints.fingerprint(self.consts)
 
 
@@ -100,14 +100,13 @@ def trace(function: Callable[..., Any], *example: Any) -> Traced:
 
 
 def _bound(names: dict[Any, str], variables: Any) -> str:
-    """Name new variables, and describe them."""
     for var in variables:
         names[var] = f"v{len(names)}"
     return " ".join(f"{names[var]}:{var.aval!r}" for var in variables)
 
 
 class _Description:
-    """Writer of programs in a canonical form; `objects` are those that it could only name, in order."""
+    """Writer of programs in a canonical form; `objects` are those with only a name, in order."""
 
     def __init__(self):
         self.objects: list[Any] = []
@@ -119,7 +118,7 @@ class _Description:
         lines = [_bound(names, jaxpr.constvars), _bound(names, jaxpr.invars)]
         for equation in jaxpr.eqns:
             self.primitives.add(equation.primitive.name)
-            # Arguments first: the results' names are new.
+            # Arguments first, because results get new names.
             arguments = " ".join(self.used(names, atom) for atom in equation.invars)
             skipped = IRRELEVANT.get(equation.primitive.name, ())
             params = [f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped]
@@ -130,20 +129,18 @@ class _Description:
         return "\n".join(lines)
 
     def used(self, names: dict[Any, str], atom: Any) -> str:
-        """Describe an argument of an operation."""
         if isinstance(atom, jex.Literal):
             return f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"
         return names[atom]
 
     def of(self, value: Any) -> str:
-        """Describe a parameter of an operation."""
         if isinstance(value, jex.ClosedJaxpr):
             return f"{{{self._once(value.jaxpr)} {self.of(list(value.consts))}}}"
         if isinstance(value, jex.Jaxpr):
             return f"{{{self._once(value)}}}"
         if isinstance(value, jax.Array):
             return checkpoints.fingerprint(value)
-        if hasattr(value, "__array__") and not isinstance(value, type):  # NumPy's, or JAX's own kind of it
+        if hasattr(value, "__array__") and not isinstance(value, type):  # NumPy's arrays, and JAX's kind of them
             return checkpoints.fingerprint(np.asarray(value))
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.dtype | enum.Enum):
             return f"{type(value).__name__}:{value!r}"
@@ -157,8 +154,8 @@ class _Description:
         return re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__qualname__}:{value!r}")
 
     def _once(self, jaxpr: jex.Jaxpr) -> str:
-        """Return the digest of a program inside a program; the same one often stands in several places."""
+        """Return the digest of a sub-jaxpr, which often occurs several times."""
         if id(jaxpr) not in self._known:
             text = hashlib.blake2b(self.of_jaxpr(jaxpr).encode(), digest_size=16).hexdigest()
-            self._known[id(jaxpr)] = jaxpr, text  # kept, so that the number stays this one's
+            self._known[id(jaxpr)] = jaxpr, text  # kept alive, so that its `id` stays unique
         return self._known[id(jaxpr)][1]

@@ -4,9 +4,9 @@ from dissociation.figures import Figure, run_command
 
 TIMES = """Figures of learned evolution operators, from data to PDF.
 
-Times on two cores that had other work as well. With --quick, a rehearsal in small: ordered-mnist 93 s, spectra 174 s.
+Times on two busy cores. With --quick, a smoke run: ordered-mnist 93 s, spectra 174 s.
 In full: spectra 151 s; ordered-mnist with MNIST 38 minutes.
-An interrupted run goes on with the same command. --version says which this is."""
+The same command resumes an interrupted run. --version prints the version."""
 
 
 def figures() -> dict[str, Figure]:
@@ -18,5 +18,5 @@ def figures() -> dict[str, Figure]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line on `arguments`, by default those of the process, and return the exit status."""
+    """Run the command line with `arguments`, by default those of the process; return the exit status."""
     return run_command(figures(), arguments, program="koopman", description=TIMES)

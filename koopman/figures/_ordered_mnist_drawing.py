@@ -1,4 +1,4 @@
-"""Draw the figure of ordered digits, panel by panel, from its results."""
+"""Drawing of the figure `ordered-mnist`, panel by panel, from its results."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def _which(name: str) -> int:
 
 
 def _shown_seed(results: Any, name: str) -> int:
-    """Return the seed of median accuracy at the last step drawn, among those that did not diverge."""
+    """Return the seed of median accuracy at the last drawn step, among those that did not diverge."""
     accuracy = results.accuracy(name)[:, _which(name), 0, results.config.num_steps - 1]
     # The median avoids a seed whose forecasts are stuck.
     order = np.argsort(accuracy)[: np.isfinite(accuracy).sum()]
@@ -27,7 +27,7 @@ def _shown_seed(results: Any, name: str) -> int:
 
 
 def draw(results: Any) -> Figure:
-    """Draw sequence, errors, forecast strips, eigenfunctions and eigenvalues, on 7 x 8.5 inches."""
+    """Draw sequence, errors, forecast strips, eigenfunctions and eigenvalues; 7 x 8.5 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.0, 8.5))
         panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.5, 4.2, 2.2])
@@ -38,7 +38,7 @@ def draw(results: Any) -> Figure:
 
 
 def caption(results: Any) -> str:
-    """Return the caption, without the data of the headline."""
+    """Return the caption without the data, which the headline has."""
     config, groups = results.config, _groups(results)
     letters = iter("abcdefghij")
     first, errors, strips = next(letters), [next(letters) for _ in groups], next(letters)
@@ -53,13 +53,13 @@ def caption(results: Any) -> str:
     ahead = "image by image" + (f", but by powers of the operator for {powers}" if powers else "")
     curves = [results.accuracy(name)[:, _which(name), 0, : config.num_steps] for name in results.logits]
     shown = ", ".join(f"{MODELS[name].label} {_shown_seed(results, name)}" for name in results.logits)
-    eigenfunctions = f"Left eigenfunctions on the test images, written as digits ({', '.join(functions)}). "
+    eigenfunctions = f"Left eigenfunctions on the test images, drawn as digits ({', '.join(functions)}). "
     return (
-        f"Digits in turn ({first}), and the share of forecasts from {len(results.images)} test images that an oracle "
-        f"does not read as the digit due ({', '.join(errors)}; none is drawn as half a forecast), {ahead}. "
+        f"Digits in sequence ({first}), and the share of forecasts from {len(results.images)} test images in which an "
+        f"oracle reads a wrong digit ({', '.join(errors)}; zero is drawn as half a forecast), {ahead}. "
         f"{plotting.drawn_as(*curves)} Forecasts from the first image by the seed of median accuracy ({shown}), with "
-        f"the digit read, in a frame where it is wrong ({strips}). {eigenfunctions if functions else ''}Eigenvalues of "
-        f"all seeds ({disc}). Forecasts one step ahead are nearly all read as one digit, whatever the input, of: "
+        f"the oracle's digit, framed if wrong ({strips}). {eigenfunctions if functions else ''}Eigenvalues of all "
+        f"seeds ({disc}). Nearly all forecasts one step ahead show one digit, whatever the input, of: "
         f"{named or 'no seed'}."
     )
 

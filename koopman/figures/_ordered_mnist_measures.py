@@ -22,11 +22,11 @@ PROTOCOLS = {
 """Ways to forecast: the model applied to its forecast image, or powers of its operator, as fitted or projected."""
 
 SCALES = ("raw", "rescaled")
-"""Scales at which forecasts are read: unchanged, or brought to the training images' mean norm."""
+"""Scales at which forecasts are read: unchanged, or with the training images' mean norm."""
 
 
 class Pixels(eqx.Module):
-    """Standardised pixels of images as features."""
+    """Features of an image: standardised pixels."""
 
     mean: Float[Array, " d"]
     deviation: Float[Array, " d"]
@@ -159,7 +159,7 @@ def _left(forecaster: Forecaster, values: Array) -> Any:
 
 
 def predicted(logits: np.ndarray) -> np.ndarray:
-    """Return the class of the largest logit, int8, or -1 if a logit is not finite."""
+    """Return the class of the largest logit, int8; -1 if a logit is not finite."""
     return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
 
 

@@ -99,7 +99,7 @@ def train_networks(
 
 
 def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
-    """Return for every model of `config` a function from a seed to its forecaster."""
+    """Return for every model of `config` a function from a seed to a forecaster."""
     images = jnp.asarray(train)
 
     def pixels(seed: int) -> Forecaster:
@@ -138,7 +138,7 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
 
 @eqx.filter_jit
 def _fit(features: Any, images: Array, rank: int, alpha: Array, center: bool, decoder: Any) -> Forecaster:
-    """Fit a forecaster by reduced rank regression on features, of images or, if there is a decoder, of features."""
+    """Fit a forecaster by reduced rank regression on features, of images or, with a decoder, of features."""
     # With `center` the operator has no constant function, nor its eigenvalue 1.
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None

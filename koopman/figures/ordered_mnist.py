@@ -1,4 +1,4 @@
-"""Figure `ordered-mnist`: learn that digits come in turn, and forecast the images.
+"""Figure `ordered-mnist`: learn the order of digits, and forecast images.
 
 Operators are fitted on features of trained encoders, and an oracle reads the forecast images.
 """
@@ -27,7 +27,7 @@ from koopman.figures._ordered_mnist_models import MODELS, Networks, forecasters,
 __all__ = ["Config", "compute", "draw", "PROTOCOLS"]
 
 STEM = "ordered-mnist"
-SHOWS = "Digits in turn: encoders, operators, and forecast images read by an oracle."
+SHOWS = "Digits in sequence: encoders, operators, and forecast images read by an oracle."
 
 AXES = {
     "times": ("times",),  # horizons: 1 to `num_steps`, and `far`
@@ -45,7 +45,7 @@ AXES = {
     "protocols": ("protocols",),
     "scales": ("scales",),
 }
-"""Arrays of the figure and their axes. Numbers of a seed are NaN if its network or its oracle diverged."""
+"""Axes of the arrays. Numbers of a seed are NaN if its network or its oracle diverged."""
 
 UNITS = {"times": "steps"}
 
@@ -55,7 +55,7 @@ class Config:
     """Settings of the sequence, the networks and the forecasts."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `_datasets.SOURCES`."""
+    """Data set, by its name in `dissociation.data.NAMES`."""
     num_digits: int = 5
     """Digits in the cycle."""
     num_seeds: int = 3
@@ -281,7 +281,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """Return the endings of array names, by the axes that they make; see `figures`."""
+    """Return the ends of array names, by the axes that they make; see `figures.Figure`."""
     kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
     return dict.fromkeys(kinds, {"models": tuple(results.logits)})
 
@@ -292,7 +292,7 @@ def caption(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """Return the data and the size of the run in a line."""
+    """Return a line with the data and the size of the run."""
     sizes = ", ".join(f"{results.data[f'num_{part}']} {part}" for part in ("train", "validation", "test"))
     names = [f"{name} seed {i}" for name, steps in results.diverged_at.items() for i in range(len(steps))]
     oracle = cell(results.oracle_accuracy, factor=100, unit=" %")

@@ -106,10 +106,10 @@ class Config:
                 figures.fail(name, f"be at most {most}", value)
         figures.check_positive("alpha", self.alpha)
         if self.alpha > 1e6:
-            figures.fail("alpha", "be at most 1e6, where features have mean squares of one", self.alpha)
+            figures.fail("alpha", "be at most 1e6, for features with mean squares of one", self.alpha)
         figures.check_distinct("lengths", self.lengths)
         if list(self.lengths) != sorted(self.lengths):
-            figures.fail("lengths", "rise: the last is the one that rates are told of", self.lengths)
+            figures.fail("lengths", "be ascending, because rates are of the last one", self.lengths)
         figures.check_distinct("systems", self.systems)
         for name in self.systems:
             figures.check_choice("systems", name, SYSTEMS)
@@ -363,7 +363,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def headline(results: Results) -> str:
-    """Return the data and the size of the run in a line."""
+    """Return a line with the data and the size of the run."""
     config = results.config
     return (
         f"{config.num_trajectories} trajectories of up to {config.lengths[-1]} transitions; rates -log|lambda| per lag"

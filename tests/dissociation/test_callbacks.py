@@ -28,7 +28,7 @@ def test_any_form_of_true_stops_and_what_is_none_is_refused(key, answer, steps):
     if steps is not None:
         assert run().num_steps == steps
         return
-    with pytest.raises(ValueError, match="`callbacks` must return None, True, or a truth value for each of the 3 mem"):
+    with pytest.raises(ValueError, match="`callbacks` must return None, True, or a boolean for each of the 3 mem"):
         run()
 
 

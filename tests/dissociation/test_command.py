@@ -127,14 +127,14 @@ def test_the_same_command_goes_on(run, toy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(toy, "_part", part)
     assert run() == 130
     said = capsys.readouterr().err
-    assert "The same command goes on" in said
+    assert "The same command resumes" in said
     (folder,) = folders(tmp_path / "out")
     assert str(folder / "parts") in said
     assert run("--resume") == 0
     assert done == [0, "interrupt", 1, 2]
     assert run() == 0
     assert done == [0, "interrupt", 1, 2]
-    assert "Going on in" in capsys.readouterr().err
+    assert "Resuming in" in capsys.readouterr().err
     first = contents(folder)
     assert run("--fresh") == 0
     assert done[4:] == [0, 1, 2]

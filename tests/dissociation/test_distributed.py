@@ -31,7 +31,7 @@ def test_arguments_must_fit_together():
     jax.devices()
     with pytest.raises(RuntimeError, match=r"initialize\(\) must be called before any JAX calls"):
         training.initialize("127.0.0.1:1", 2, 1)
-    with pytest.raises(ValueError, match="`distributed` must be given where the address"):
+    with pytest.raises(ValueError, match="`distributed` must be given with the address"):
         RunOptions(num_processes=2)
 
 

@@ -73,7 +73,7 @@ def test_networks_of_images(model):
         assert certificate["max_abs_change"] < 1e-4 * size, name
     assert results.null_space["dimension"] >= 1  # few images, or a mean that normalisation takes out
     assert [row[0] for row in robustness.table(results)[1:3]] == ["trained", "null-perturbed"]
-    with pytest.raises(ValueError, match="`published_null` must be left out but for the perceptron"):
+    with pytest.raises(ValueError, match="`published_null` must be False except for the perceptron"):
         robustness.Config(**sizes, published_null=True)
 
 

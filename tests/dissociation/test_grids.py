@@ -145,7 +145,7 @@ def test_wrong_calls():
         (lambda: swept(memory_budget=1000), "`memory_budget` must be at least"),
         (lambda: swept(grid=Grid(width=[4], rule=["a", "b"], seed=[0])), "`grid` must hold numbers"),
         (lambda: result.models_of([2]), "`members` must be places"),
-        (lambda: result.models_of([0, 1]), "`members` must be some of one shape"),
+        (lambda: result.models_of([0, 1]), "`members` must have one shape"),
         (lambda: swept(grid=Grid(width=[4], rate=[0.1], other=[1, 2])), "`grid` must hold nothing but seeds"),
         (lambda: swept(grid=Grid(width=[4], decay=[0.1])), "`grid` must hold what the optimiser reads"),
         (lambda: swept(grid=Grid(width=[4], rate=[0.1], loss=[1])), "`grid` must have other names"),

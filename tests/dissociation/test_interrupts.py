@@ -65,4 +65,4 @@ def test_signals_end_a_program_at_any_moment(kind, said, number):
     assert "Traceback" not in error
     assert time.perf_counter() - began < 5
     # A program that ends by itself says so itself.
-    assert ("the program: stopped. Nothing had begun." in error) == (kind not in ("saving", "threads"))
+    assert ("the program: stopped. Nothing had started." in error) == (kind not in ("saving", "threads"))

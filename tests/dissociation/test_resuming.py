@@ -215,7 +215,7 @@ def test_a_finished_run_is_extended_and_its_records_are_kept(key, tmp_path, stop
 def test_a_trace_of_another_version_says_so(key, tmp_path, stopped_run, monkeypatch):
     path = shutil.copy(stopped_run[0], tmp_path)
     monkeypatch.setattr(jax, "__version__", "99.0")
-    with pytest.raises(ValueError, match=r"loss differ.*\(JAX .* wrote it, this is 99.0\), say same_program=True"):
+    with pytest.raises(ValueError, match=r"loss differ.*\(JAX .* wrote it, this is 99.0\), pass same_program=True"):
         resumable(key, path, num_steps=30, power=4)
     resumable(key, path, num_steps=20)  # the same operations under another version: the same program
     assert resumable(key, path, num_steps=30, power=4, same_program=True).num_steps == 30

@@ -127,7 +127,7 @@ def test_quantities_become_hyperparameters():
     [
         ({}, ValueError, "`axes` must name at least one axis"),
         ({"rate": []}, ValueError, "`rate` must"),
-        ({"rate": [[0.1, 0.2]]}, ValueError, "`rate` must be values, one after the other"),
+        ({"rate": [[0.1, 0.2]]}, ValueError, "`rate` must be one-dimensional"),
         ({"rate": [None]}, TypeError, "`rate` must"),
         ({"name": "adam"}, TypeError, "`name` must"),
     ],
