@@ -1,6 +1,6 @@
 """Train networks until they grok, at many weight decays at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -191,7 +191,7 @@ def _sgd(rates: Rates) -> optax.GradientTransformation:
 
 
 @validated
-def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
+def squared_error(model: Callable, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
     """Return the sum over images and classes of (logit - one-hot label)^2."""
     images, labels = batch
     return jnp.sum((jax.vmap(model)(images) - labels) ** 2)
@@ -212,7 +212,7 @@ class CheapMeasures(eqx.Module):
     images: Float[Array, "m d"]
     labels: Float[Array, "m classes"]
 
-    def __call__(self, model: MLP | CNN) -> dict[str, Array]:
+    def __call__(self, model: eqx.Module) -> dict[str, Array]:
         """Return accuracies, losses per image and measures of collapse by name, with prefix "test_" for test images.
 
         "nc4_score" uses centres of training images. "weight_norm" is the Frobenius norm of all weights, "head_norm" of
