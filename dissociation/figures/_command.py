@@ -189,7 +189,7 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequenc
         if jax.process_index() == 0:
             facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
             goes_on = [word for word in words if word != "--fresh"]
-            held.enter_context(recorded(folder, goes_on, facts, None if run.silent else sys.stderr))
+            held.enter_context(recorded(folder, goes_on, facts))
         compiling = start_compilation_cache()
         progress = None if run.silent or jax.process_index() else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)

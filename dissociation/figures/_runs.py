@@ -16,9 +16,7 @@ RECORD, LOG = "run.json", "log.txt"
 
 
 @contextmanager
-def recorded(
-    folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: Any = None
-) -> Iterator[None]:
+def recorded(folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any]) -> Iterator[None]:
     """Write the record of a run, and the log of both packages, in its folder while the block runs."""
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
@@ -31,16 +29,11 @@ def recorded(
     handler = logging.FileHandler(Path(folder) / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     handler.handleError = lambda record: None  # a full disk is reported once, not by the log as well
-    handlers: list[logging.Handler] = [handler]
-    if plans is not None:
-        handlers.append(logging.StreamHandler(plans))
-        handlers[-1].addFilter(lambda record: record.getMessage().startswith("plan: "))
     loggers = [logging.getLogger(name) for name in ("dissociation", "koopman", "py.warnings")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.INFO)
-        for each in handlers:
-            logger.addHandler(each)
+        logger.addHandler(handler)
     loggers[0].info("began: %s", record["command"])
     try:
         yield
@@ -56,8 +49,7 @@ def recorded(
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-            for each in handlers:
-                logger.removeHandler(each)
+            logger.removeHandler(handler)
         handler.close()
 
 

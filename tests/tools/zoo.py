@@ -302,8 +302,7 @@ ZOO = {
 def made(name):
     """A model and inputs."""
     kind = ZOO[name]
-    with numpy_draws():
-        return kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    return kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
 
 
 def one(name):
