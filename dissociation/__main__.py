@@ -7,7 +7,10 @@ from dissociation.training import _interrupts as interrupts
 
 
 def main(package: str = "dissociation") -> int:
-    """Run the command line of a package as a program; return the exit status."""
+    """Run the command line of the figures of `package`, and return the exit status.
+
+    First install the handlers of Ctrl-C and SIGTERM, and make every core of a CPU a device.
+    """
     interrupts.listen(package)  # before imports, which take seconds
     figures = importlib.import_module(f"{package}.figures")
     from dissociation.training._cores import use_all_cores

@@ -68,7 +68,7 @@ class Labelled:
                 fail("coords", "lie along one axis", f"{name} of shape {array.shape}")
         for name in sizes:
             if name in self.arrays or (name in self.coords and self.dims[name] != (name,)):
-                fail("dims", "have other names than arrays, unless one is their coordinate", repr(name))
+                fail("dims", "name an axis like an array only if the array is its coordinate", repr(name))
 
     def __getitem__(self, name: str) -> np.ndarray:
         known = {**self.arrays, **self.coords}
@@ -86,13 +86,15 @@ class Labelled:
         return "\n".join(lines)
 
     def stacked(self, families: Families) -> "Labelled":
-        """Return the arrays with each family stacked along new first axes, with NaN in gaps.
+        """Return the arrays, with the arrays of each family stacked along new leading axes.
 
-        A family stays as it is if its arrays differ in their axes, or if its gaps cannot be NaN.
+        A family is a set of arrays whose names begin alike, such as `error_trained` and `error_scaled`. The place of a
+        missing array is NaN. A family is not stacked if its arrays differ in axes, shape or dtype, or if an array is
+        missing and the dtype has no NaN.
 
         Args:
-            families: For example `{"error": {"variants": ("trained", "scaled")}}`, which stacks `error_trained` [...]
-                and `error_scaled` [...] as `error` [variants, ...].
+            families: New axes of each family: `{"error": {"variants": ("trained", "scaled")}}` stacks `error_trained`
+                [...] and `error_scaled` [...] as `error` [variants, ...].
         """
         found = {beginning: self._members(beginning, axes) for beginning, axes in families.items()}
         found = {beginning: members for beginning, members in found.items() if members}
@@ -148,7 +150,7 @@ class Labelled:
         return xarray.Dataset(variables(self.arrays), coords=variables(self.coords), attrs=plain)
 
     def to_dataframe(self, *names: str) -> dict[tuple[str, ...], "pandas.DataFrame"]:
-        """Return tidy tables of pandas, one per set of axes, with one row per number.
+        """Return tidy tables of pandas: one per set of axes, with a row per position along the axes.
 
         Args:
             *names: Names of arrays, by default all.

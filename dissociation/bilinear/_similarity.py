@@ -26,7 +26,7 @@ def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a com
     if None not in (a.space, b.space) and a.space != b.space:
         fail("b", f"be in the space of `a`, {a.space!r}", repr(b.space))
     if a.constant != b.constant:
-        fail("b", f"have a constant coordinate if and only if `a` has ({a.constant})", b.constant)
+        fail("b", f"have `constant={a.constant}`, as `a` has", b.constant)
     if a.vectors.shape[::2] != b.vectors.shape[::2]:
         fail("b", f"have outputs and width of `a`, {a.vectors.shape[::2]}", b.vectors.shape[::2])
     return jnp.abs(product(a.vectors, b.vectors.swapaxes(1, 2)))

@@ -56,12 +56,12 @@ def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | 
     """Load MNIST as flat images in [0, 1] and one-hot labels.
 
     Files (gzipped or not) are read from `folder` or its subfolder `mnist`. Without `folder`, the environment variable
-    `DISSOCIATION_DATA` names the folder. Without either, files are downloaded to the platform's cache folder if they
-    are missing. The contents of files are always verified.
+    `DISSOCIATION_DATA` names the folder. Without either, files are read from the platform's cache folder, and missing
+    files are downloaded to it. The SHA-256 of every file's contents is verified.
 
     Args:
         permute_train: If True, training images and labels are permuted together by a fixed seed.
-        folder: Folder of the four files. Nothing else is searched if `folder` or the variable is given.
+        folder: Folder of the four files. If `folder` or the variable is given, nothing is downloaded.
 
     Returns:
         `(train_images [60000, 784], train_labels [60000, 10], test_images [10000, 784], test_labels [10000, 10])`,

@@ -122,7 +122,10 @@ def _until_readers_leave() -> Iterator[None]:
 
 
 def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
-    """Return a function of a figure's options, with the defaults of `--quick` if given."""
+    """Return a function of a figure's options, from which tyro makes the command.
+
+    If `words` contain `--quick`, the default options are those of a smoke run.
+    """
     default = figure.Config().quick() if "--quick" in words else figure.Config()
 
     def choose(
@@ -247,7 +250,10 @@ def _finish(
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
-    """Return the name of a run's folder: figure, settings other than the defaults, and a digest."""
+    """Return the name of a run's folder: the figure, the settings that differ from their defaults, and a hash.
+
+    The hash is of figure, configuration, key, data, precision and the package's version.
+    """
     default = figure.Config().quick() if run.quick else figure.Config()
     words = [figure.STEM, *(["quick"] * run.quick)]
     if run.seed != DEFAULT_SEED:

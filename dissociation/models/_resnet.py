@@ -31,9 +31,10 @@ class ResidualBlock(eqx.Module):
 
 
 class ResNet(Network):
-    """Convolution `stem`, pooling, residual blocks, pooling, and two linear layers with a ReLU between them.
+    """Residual network: convolution `stem`, max pooling, residual blocks, max pooling, and two linear layers.
 
-    Without normalisation, every hidden layer can be permuted and scaled.
+    A ReLU precedes each linear layer. No layer is normalised, so rewrites can permute and scale the neurons of every
+    hidden layer.
     """
 
     stem: Convolution

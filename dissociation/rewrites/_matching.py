@@ -224,9 +224,10 @@ def _single(found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]) 
 
 @validated
 def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: Any) -> Matching:
-    """Match b with a by activations: maximise the correlation of neurons on data, group by group.
+    """Match the neurons of b to those of a by activations: maximise their correlation on data, one group after another.
 
-    Activations are inputs of the next layer, at all examples and positions. Queries and keys are not permuted.
+    The activations of a neuron are the values that the next layer receives, at all examples and positions. Queries and
+    keys of attention are not permuted.
 
     Args:
         a: A network.
@@ -235,11 +236,12 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
         inputs: Examples, samples first.
 
     Returns:
-        Permutations, exact for each copy of each group. Neurons that are constant on the data correlate 0.
+        Permutations. Each copy of a group, such as an attention head, has its own optimal permutation. A neuron that is
+        constant on the data has correlation 0 with all others.
 
     Raises:
         TypeError: If the networks do not accept the examples.
-        ValueError: If structures differ, or a group lies in stacked layers that a loop runs over.
+        ValueError: If structures differ, or a group is in layers that are stacked and run by a loop.
 
     References:
         Li et al. (2015), Convergent learning; Ainsworth, Hayase and Srinivasa (2023), section 3.1.
@@ -380,14 +382,17 @@ class Barriers(NamedTuple):
         return f"Barriers({len(pairs[0])} pairs of {len(self.after)} members, means {means})"
 
     def interval(self, of: str = "after", *, level: float = 0.9) -> MemberInterval:
-        """Return the mean barrier of two networks and its interval over members, see `similarity.member_interval`.
+        """Return the mean barrier over all pairs of members, with its jackknife interval.
+
+        The interval is that of `similarity.member_interval`, which leaves out one member at a time.
 
         Args:
-            of: "after" matching, "before" it, or "fall" from before to after, pair by pair.
+            of: Barriers to average: "after" matching, "before" matching, or "fall", by which matching lowers each
+                pair's barrier.
             level: Coverage, between 0 and 1.
 
         Raises:
-            ValueError: If there are fewer than three members, or an option is unknown.
+            ValueError: If there are fewer than three members, `of` is unknown or `level` is out of range.
         """
         check_choice("of", of, ("after", "before", "fall"))
         if len(self.after) < 3:

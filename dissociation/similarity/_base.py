@@ -235,7 +235,7 @@ def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
 
 
 def centred(x: Array) -> tuple[Array, Array]:
-    """Return centred columns over a power of two near their largest entry, and that power."""
+    """Return centred columns divided by a power of two near their largest absolute entry, and this power of two."""
     first = scale_of(jnp.max(jnp.abs(x)))
     # Scaled again after centring, because an offset may exceed the spread by far.
     x = centre(x / first)
@@ -244,7 +244,7 @@ def centred(x: Array) -> tuple[Array, Array]:
 
 
 def scaled(x: Array) -> tuple[Array, Array]:
-    """Return features over a power of two near their largest entry, and that power."""
+    """Return features divided by a power of two near their largest absolute entry, and this power of two."""
     scale = scale_of(jnp.max(jnp.abs(x)))
     return x / scale, scale
 
@@ -278,12 +278,15 @@ def _num_dropped(x: Array, level: bool) -> Array:
 
 
 def unit(array: Array) -> Array:
-    """Return an array over its Frobenius norm; NaN for zeros."""
+    """Return an array divided by its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
 
 
 def apart_from_rounding(array: Array, whole: Array) -> Array:
-    """Return the result of a subtraction from `whole`, or NaN if only rounding remains."""
+    """Return `array`, the result of a subtraction from `whole`, or NaN in all entries if only rounding remains.
+
+    Only rounding remains if no entry of `array` exceeds 100 eps times the largest entry of `whole`.
+    """
     sizes = [lax.stop_gradient(jnp.max(jnp.abs(part))) for part in (array, whole)]
     return jnp.where(sizes[0] <= 100 * jnp.finfo(array.dtype).eps * sizes[1], jnp.nan, array)
 

@@ -65,7 +65,7 @@ def kept_rows(
     check_choice("blocks", blocks, BLOCKS)
     conditions = number // repeats // each
     if check_count("num_blocks", num_blocks, minimum=2) > conditions:
-        fail("num_blocks", f"be at most the number of samples ({conditions})", num_blocks)
+        fail("num_blocks", f"be at most {conditions}, the number of samples without repeats and positions", num_blocks)
     # A bootstrap would draw samples twice, which are then their own nearest neighbours and raise similarities.
     block = np.empty(conditions, int)
     for index, left in enumerate(folds(conditions, num_blocks, contiguous=blocks == "contiguous")):
@@ -254,7 +254,12 @@ def permutation_test(
 def random_orders(
     key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
 ) -> Array:
-    """Return random orders of samples, [count, number], that keep dependent ones together."""
+    """Return up to `count` random orders of `number` samples, [count, number].
+
+    A sample has `each` positions, which move together. The samples occur `repeats` times, and every repeat has the same
+    order. `blocks="shuffled"` permutes the samples. `blocks="contiguous"` shifts them cyclically, by another number in
+    each order, so that neighbours in a time series stay neighbours.
+    """
     conditions = number // repeats // each
     if blocks == "contiguous":
         # Cyclic shifts keep the dependence of neighbours in a time series.

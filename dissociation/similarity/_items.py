@@ -63,7 +63,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
             refuse_nested(full, value, array, 2 if value is given else 0)
         if is_traced(array):
             advice = "Under a transformation call the measures themselves"
-            fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
+            fail_kind(full, "be concrete: pairs of representations are planned on the host", "a traced value", advice)
         check_finite(full, array)
         rank, place = ranks.get(layer), "last" if layer in ranks else channels
         if rank is None:

@@ -242,7 +242,7 @@ def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: A
     try:
         given = function(x, y, **options)
         if given is None:
-            fail_kind("measure", "give one real number", "None")
+            fail_kind("measure", "return one real number", "None")
         value = jnp.asarray(given)
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
         name = getattr(function, "__name__", repr(function))
@@ -250,7 +250,7 @@ def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: A
             "measure", "be a function of JAX's operations", name, f"It is compiled, and {type(error).__name__} came"
         )
     if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
-        fail("measure", "give one real number for two representations", f"{value.dtype} of shape {value.shape}")
+        fail("measure", "return one real number for two representations", f"{value.dtype} of shape {value.shape}")
     return value
 
 

@@ -105,7 +105,10 @@ def chosen_layout(
 
 
 def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
-    """Trace one member's step: (state, sampler arrays, plan, place in the block, key) -> (state, info)."""
+    """Trace `step` for one member.
+
+    The traced function takes (state, sampler arrays, plan, index in the block, key) and returns (state, info).
+    """
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
     devices = 0 if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else mesh.shape[sharding.DATA_AXIS]
 
@@ -126,7 +129,11 @@ def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
-    """Trace one member's observation: (state as in `observable`, step, key) -> arrays."""
+    """Trace `observe` for one member.
+
+    The traced function takes (state, step, key) and returns the PyTree of `observe` with JAX arrays. Its state is the
+    result of `observable`: the model and `aux`, without the optimiser's state.
+    """
 
     def observation(state: State, step: Array, key: Array) -> Any:
         carried = () if state.aux is None else (state.aux,)

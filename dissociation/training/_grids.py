@@ -152,38 +152,40 @@ def fit_grid(
 ) -> GridResult:
     """Train all members of a grid, as many at once as fit in memory, and store each finished group.
 
-    Quantities of the grid that `init` takes by name (a width, say) are passed as Python numbers; members with equal
-    ones share a program. "seed" alone determines a member's key. All other quantities go to the optimiser, a function
-    of a dictionary of them; they are traced, so new values compile nothing. Grouping changes results by rounding alone.
+    `init` receives the quantities of the grid that it takes by name, such as a width, as Python numbers. A group has
+    members for which these quantities are equal. The quantity "seed" determines a member's key; without it, the index
+    in the grid does. The optimiser is a function of a dictionary of all other quantities. They are traced, so new
+    values compile nothing. The choice of groups changes results by rounding only.
 
     Args:
         init: Function from a key, and quantities of the grid by name, to a model.
         step: Step of `make_step`.
         sampler: Batches, see `fit`.
-        grid: Values of the members.
+        grid: Quantities of the members.
         key: Key of all randomness.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
-        aux: PyTree that the loss carries beside the model, as an `eqx.nn.State` of batch normalisation: arrays, members
-            first in the order of the grid, or a function of `init`'s arguments, with the same key, that returns one
-            member's, such as `lambda key: eqx.nn.make_with_state(Net)(key)[1]`.
-        save: Records and their steps; shapes must not differ between groups.
+        aux: PyTree that the loss takes and returns beside the model, such as the `eqx.nn.State` of batch normalisation.
+            It is given as arrays with members first, in the order of the grid, or as a function that returns the PyTree
+            of one member: `lambda key: eqx.nn.make_with_state(Net)(key)[1]`. The function gets the arguments of `init`,
+            with the same key.
+        save: Records and their steps; the shapes of records must be the same in all groups.
         layout: Layout of each group.
-        folder: Folder of the groups; a second call with the same arguments resumes from it. Without it trained models
-            stay in memory.
-        fresh: If True, set aside what the folder holds, this sweep or another, and start from scratch.
-        same_program: If True, accept the programs of the folder, see `fit`.
-        memory_budget: Bytes for a group, without the compiler's memory. None: nine tenths of the free memory of an
-            accelerator, half of the host's.
-        progress: Meter of the compilations for the memory estimate, then of all groups' steps, with the estimate before
-            the bar and the remaining time behind it.
+        folder: Folder for the checkpoints and trained models of the groups. A second call with the same arguments
+            resumes from the folder. None: trained models stay in memory.
+        fresh: If True, move the files of an earlier sweep to a subfolder, such as `before-1`, and start from scratch.
+        same_program: If True, accept checkpoints whose programs have other operations, as after an update of JAX.
+        memory_budget: Bytes for the training of a group; compilation needs more. None: nine tenths of the free memory
+            of an accelerator, or half of the free memory of the host.
+        progress: Progress meter: first of the compilations that estimate memory, then of the steps of all groups, with
+            the memory estimate as its description.
 
     Raises:
-        ValueError: If the optimiser does not read a quantity, no member fits in memory, or arguments contradict each
-            other.
+        ValueError: If the optimiser does not read a quantity, a single member does not fit in memory, or arguments
+            contradict each other.
         RefusedFile: If the folder holds another sweep.
-        TypeError: If `init` does not take a quantity of text, the optimiser is not a function of the grid's quantities,
-            or `init` takes no key.
+        TypeError: If a quantity is text but not an argument of `init`, `init` takes no key, or the optimiser is not a
+            function of the other quantities.
 
     Example:
         >>> import optax

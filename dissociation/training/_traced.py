@@ -29,10 +29,11 @@ IRRELEVANT = {
 
 
 class Code:
-    """Traced function without its arrays; equal if the operations are.
+    """Operations of a traced function, without its arrays. Two codes are equal if their operations are equal.
 
-    `digest` is the same in every process; objects without canonical text (the function behind a callback) enter by
-    name. `primitives` are the names of the operations, also in sub-jaxprs.
+    `digest` is the same in every process. An object without canonical text, such as the function behind a callback, is
+    in the digest by its name; equality compares the object itself. `primitives` holds the names of the operations,
+    those in sub-jaxprs included.
     """
 
     def __init__(self, jaxpr: jex.Jaxpr, in_tree: Any, out_tree: Any):
@@ -85,7 +86,7 @@ class Traced(eqx.Module):
         return [var.aval for var in self.code.jaxpr.outvars]
 
     def fingerprint(self) -> str:
-        """Return a digest of operations and arrays, equal in processes with one version of JAX."""
+        """Return a digest of the operations and of `consts`, the same in all processes with one version of JAX."""
         return self.code.digest + checkpoints.fingerprint(self.consts)
 
 

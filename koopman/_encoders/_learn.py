@@ -306,7 +306,10 @@ def _check_one(model: Any) -> None:
 
 
 def _least_pairs(kind: str, width: int) -> int:
-    """Return the least number of pairs for which the loss is defined."""
+    """Return the smallest number of pairs of states in a batch for which the loss `kind` is defined.
+
+    The contrastive loss compares two pairs. VAMP inverts covariances of `width` features.
+    """
     return 2 if kind == "contrastive" else width + 1
 
 

@@ -27,14 +27,14 @@ def first_line(error: Exception) -> str:
 
 
 def build_encoder(encoder: Network | None, features: int, init: str, *, key: PRNGKey) -> Any:
-    """Return `encoder`, or by default that of images of 28 x 28 pixels."""
+    """Return `encoder`, or by default the encoder of images of 28 x 28 pixels."""
     if encoder is None:
         return Encoder(features, init=init, key=key)
     return build_network("encoder", encoder, key=key)
 
 
 def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
-    """Return `network`, or the one that a function returns from `key`, with JAX arrays."""
+    """Return `network`, or if it is a function the network that it returns from `key`, with JAX arrays."""
     wanted = "be an Equinox module that takes one example, or a function from a key to one"
     if isinstance(network, type):
         fail_kind(name, wanted, f"the class {network.__name__}")
@@ -81,8 +81,8 @@ class FeatureMap(eqx.Module):
 
         Args:
             features: Width of the encoder's output.
-            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
-                images of 28 x 28 pixels.
+            encoder: Network from one state to [features], or a function from a key to such a network. Default: the
+                encoder of images of 28 x 28 pixels.
             feature_norm: Norm of the features, positive, or None.
             init: Initial weights of the default encoder and the lagged head, "pytorch" or "lecun".
             key: Key of the weights.
@@ -143,11 +143,14 @@ class Autoencoder(eqx.Module):
 
         Args:
             features: Width of the latent space.
-            encoder: As in `FeatureMap`.
-            decoder: Network from [features] to one state, or a function from a key to one. Default: that of images.
-            orthogonal: If True, the latent map is kept orthogonal.
-            upsampling: "nearest" or "bilinear", of the default decoder.
-            init: Initial weights of the default networks, "pytorch" or "lecun". The latent map always has PyTorch's.
+            encoder: Network from one state to [features], or a function from a key to such a network. Default: the
+                encoder of images of 28 x 28 pixels.
+            decoder: Network from [features] to one state, or a function from a key to such a network. Default: the
+                decoder to images of 28 x 28 pixels.
+            orthogonal: If True, the linear map of the dynamics is orthogonal throughout training.
+            upsampling: Upsampling of the default decoder, "nearest" or "bilinear".
+            init: Initial weights of the default encoder and decoder, "pytorch" or "lecun". The linear map of the
+                dynamics always has the initial weights of PyTorch.
             key: Key of the weights.
         """
         check_count("features", features, minimum=1)

@@ -106,17 +106,19 @@ def _check_integers(name: str, known: np.ndarray) -> None:
 def matrix_powers(
     matrix: Float[Array | np.ndarray, "r r"], exponents: Int[Array | np.ndarray, " t"]
 ) -> Float[Array, "t r r"]:
-    """Return powers of one matrix, by one squaring per binary digit for all exponents.
+    """Return powers of one matrix by repeated squaring.
+
+    All exponents share the squarings: one for each binary digit of the largest exponent, or 31 if exponents are traced.
 
     Args:
         matrix: A square matrix, [r, r].
-        exponents: Non-negative integers, [t]. If they are traced, 31 squarings are computed.
+        exponents: Non-negative integers, [t].
 
     Returns:
-        The powers, [t, r, r]; NaN for a traced exponent below zero.
+        The powers, [t, r, r]; NaN for a negative traced exponent.
 
     Raises:
-        ValueError: If a known exponent is negative or beyond JAX's integers.
+        ValueError: If an exponent that is not traced is negative, or larger than JAX's largest integer.
     """
     check_non_negative("exponents", exponents)
     if not is_traced(exponents):

@@ -253,7 +253,7 @@ def check_square(name: str, square: float, what: str, dtype: Any) -> None:
     limits = jnp.finfo(dtype)
     low, high = float(limits.tiny / limits.eps), float(limits.max) * float(limits.eps) ** 0.75
     if not low < square < high:
-        wanted = f"have {what} from {low:.0e} to {high:.0e}, of which {limits.dtype} holds inverses"
+        wanted = f"have {what} from {low:.0e} to {high:.0e}, with an inverse in the range of {limits.dtype}"
         fail(name, wanted, f"{square:.3g}", "Scale the data")
 
 

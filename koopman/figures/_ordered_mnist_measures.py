@@ -37,7 +37,7 @@ class Pixels(eqx.Module):
 
 
 class Latent(eqx.Module):
-    """Linear map of features to those of the next image, in place of a fitted operator."""
+    """Linear map from the features of an image to the features of the next image, trained with an autoencoder."""
 
     matrix: Float[Array, "d d"]
 

@@ -145,7 +145,7 @@ def test_what_it_is_made_of_may_be_of_any_kind():
         (lambda: label({"axes": 1.0}, {}), ValueError, "`arrays` must have names other than axes, labelled"),
         (lambda: label({"a": [object()]}, {"a": ("k",)}), TypeError, "`a` must hold numbers, truth values or text"),
         (lambda: label({"k": np.zeros((2, 2)), "b": np.zeros(2)}, {"k": ("i", "j"), "b": ("k",)}),
-         ValueError, "`dims` must have other names than arrays, unless one is their coordinate, got 'k'"),
+         ValueError, "`dims` must name an axis like an array only if the array is its coordinate, got 'k'"),
         (lambda: Labelled({"a": np.zeros(2), "b": np.zeros(3)}, {"a": ("k",), "b": ("k",)}, {}, {}, {}),
          ValueError, "`arrays` must have 2 places along k as a has, got 3 in b"),
     ],

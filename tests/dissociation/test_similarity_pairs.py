@@ -221,10 +221,13 @@ def test_wrong_calls_are_refused_by_name():
     pearson = lambda x, y: stats.pearsonr(x[:, 0], y[:, 0]).statistic  # noqa: E731
     table = lambda **options: similarity.pairwise(LAYERS, "linear_cka", members=True, **options)  # noqa: E731
     for call, words in (
-        (lambda: compiled(LAYERS["hidden0"]), "`representations` must be known: all pairs are planned on the host"),
+        (lambda: compiled(LAYERS["hidden0"]), "`representations` must be concrete: pairs of representations"),
         (lambda: similarity.pairwise(LAYERS, "cka"), "`measure` must be one of 'debiased_cka'"),
         (lambda: similarity.pairwise([one, other[1:]], "linear_cka"), "same samples throughout, got 29, 30 samples"),
-        (lambda: similarity.compare(one, other, num_blocks=31), "`num_blocks` must be at most the number of samples"),
+        (
+            lambda: similarity.compare(one, other, num_blocks=31),
+            "`num_blocks` must be at most 30, the number of samples",
+        ),
         (lambda: similarity.compare(one[:10], other[:10], "cca", num_blocks=5), "fewer features than samples less one"),
         (lambda: named(0, "0"), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: named("1.5", "a", 1.5), "`representations` must have layers whose names differ as text, .*Rename"),
@@ -235,7 +238,7 @@ def test_wrong_calls_are_refused_by_name():
         (lambda: similarity.compare(one, ITEMS[4], "disagreement"), "as many classes throughout for disagreement, got"),
         (lambda: table(outputs="logit"), "`outputs` must name a layer"),
         (lambda: similarity.compare(one, other, pearson), "`measure` must be a function of JAX's operations"),
-        (lambda: similarity.compare(one, other, lambda x, y: x[0]), "`measure` must give one real number"),
+        (lambda: similarity.compare(one, other, lambda x, y: x[0]), "`measure` must return one real number"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
