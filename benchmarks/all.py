@@ -75,7 +75,7 @@ def seconds(value):
 
 def table(rows):
     """Rows of Markdown: one per peer."""
-    lines = ["| work | ours | first call | peer | peer's | ratio (quartiles) | |", f"|{' --- |' * 7}"]
+    lines = ["| work | ours | first call | peer | peer's time | ratio (quartiles) | note |", f"|{' --- |' * 7}"]
     for row in rows:
         first = "" if row["first"] is None else seconds(row["first"])
         for peer, found in row["peers"].items():
@@ -95,10 +95,10 @@ def page(about, rows, command):
 Written by `{command}` on {about["day"]}: {about["cpu"]}, {about["cores"]} cores, load {about["load"]:.1f} at the start;
 {versions}.
 
-The ratio is the peer's time over ours, round by round, in turn in one process, with its quartiles; ours are warm calls,
-the first call with compiling stands apart. PyTorch runs with as many threads as suit it; where there are several seeds,
-a second row gives it a process per core on one thread each. Rows of one script can be renewed by `--only`, in a run of
-their own. Rows below 1: {below}.
+The ratio is the peer's time divided by ours in the same round: its median over the rounds, with quartiles. Both run
+alternately. Our times are warm calls. The first call, which compiles, has its own column. PyTorch runs with the number
+of threads that suits it. For several seeds a second row has PyTorch in one process per core, with one thread each.
+`--only` renews the rows of one script. Rows below 1: {below}.
 
 {table(rows)}
 """

@@ -169,13 +169,13 @@ def measure_steps(options, data):
             for fused, threads in best.items():
                 peer = partial(torch_lean, tx, ty, peers, steps, threads, fused)
                 other[fused].append(peers * steps / timed(peer))
-        names = {False: "PyTorch, AdamW as it comes", True: "PyTorch, fused AdamW"}
+        names = {False: "PyTorch, default AdamW", True: "PyTorch, fused AdamW"}
         found = {names[fused]: np.divide(1, rates) for fused, rates in other.items()}
         if members > 1:
             parts = [(part, steps) for part in shares(2 * peers)]
             alone = [one_process_per_core(torch_warm, torch_alone, parts) for _ in range(options.repeats)]
-            found["PyTorch, fused, a process per core"] = np.divide(alone, 2 * peers * steps)
-        work = f"grokking, 784-200-200-10, AdamW, batches of {BATCH}: a member's step, {members} member(s)"
+            found["PyTorch, fused AdamW, one process per core"] = np.divide(alone, 2 * peers * steps)
+        work = f"grokking, 784-200-200-10, AdamW, batches of {BATCH}: time per step and member, {members} member(s)"
         add_row(work, np.divide(1, mine), found, first=first)
         share = np.median(np.multiply(mine, FLOPS / 1e9) / peaks)
         shown = ", ".join(
@@ -259,11 +259,11 @@ def measure_knn(options):
         parts = [(x[i::stride], z[i::stride]) for stride in strides for i in range(stride)]
         return [entropy(a) + entropy(b) - entropy(np.hstack([a, b])) for a, b in parts]
 
-    alone = "scikit-learn's KD-tree, one thread, the estimate alone"
-    peers = {alone: partial(peer, 1), "the same, and of halves and 16 parts, as ours": partial(peer, 1, 2, 16)}
+    alone = "scikit-learn's KD-tree, one thread, only the estimate"
+    peers = {alone: partial(peer, 1), "the same, also for halves and 16 blocks, as ours": partial(peer, 1, 2, 16)}
     theirs = in_turn({"ours": lambda: jax.block_until_ready(run(x, z)), **peers}, options.repeats)
-    mine, note = theirs.pop("ours"), "ours has a standard error, too, and compares halves"
-    work = "information of 10 000 points in 4 + 4 dimensions by nearest neighbours"
+    mine, note = theirs.pop("ours"), "ours also computes a standard error and compares halves"
+    work = "nearest-neighbour information of 10 000 points in 4 + 4 dimensions"
     add_row(work, mine, theirs, first=first, note=note)
     ratios = ", ".join(f"{np.median(np.divide(own, mine)):.1f} times as fast as {who}" for who, own in theirs.items())
     print(

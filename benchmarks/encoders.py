@@ -108,8 +108,8 @@ def measure_epochs(options):
                 ours += both["ours"]
                 theirs += both["theirs"]
                 processes += [one_process_per_core(torch_warm, torch_alone, parts)] if num_seeds > 1 else []
-            peers = {"PyTorch": theirs} | ({"PyTorch, a process per core": processes} if processes else {})
-            work = f"convolutional encoders, {name} loss: an epoch of {SAMPLES} images, {num_seeds} seed(s)"
+            peers = {"PyTorch": theirs} | ({"PyTorch, one process per core": processes} if processes else {})
+            work = f"convolutional encoders, {name} loss: one epoch of {SAMPLES} images, {num_seeds} seed(s)"
             note = "XLA's CPU convolutions (Eigen's) run at about half the rate of oneDNN's"
             add_row(work, ours, peers, first=first, note=note)
             print(
@@ -154,7 +154,7 @@ def measure_result(rounds):
     def theirs(name, *recipe):
         kept[name] = torch_train(train, loss, SEEDS, *recipe)
 
-    published, same = "PyTorch, the published recipe", "PyTorch, our recipe"
+    published, same = "PyTorch, published recipe", "PyTorch, our recipe"
     peers = {published: partial(theirs, published, 50), same: partial(theirs, same, EPOCHS, RATE, True)}
     first = timed(ours)
     seconds = in_turn({"ours": ours, **peers}, rounds)
@@ -164,8 +164,8 @@ def measure_result(rounds):
         found = [100 * float(right(member(oracles, seed), *parts)) for seed, parts in enumerate(features)]
         shown[name] = f"{np.mean(found):.1f} %, {min(found):.1f} to {max(found):.1f}"
     mine = seconds.pop("ours")
-    work = f"{KIND} encoders of ordered digits ({source}), {SEEDS} seeds, and their forecasts {AHEAD} steps ahead"
-    recipe = f"{EPOCHS} epochs in one cycle of rates up to {RATE:g}, in place of 50 at 0.002"
+    work = f"training {SEEDS} {KIND} encoders of ordered digits ({source}); % of right forecasts {AHEAD} steps ahead"
+    recipe = f"one cycle of rates up to {RATE:g} in {EPOCHS} epochs, instead of 50 epochs at 0.002"
     add_row(
         work,
         mine,

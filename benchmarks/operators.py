@@ -31,6 +31,8 @@ from dissociation import bmap  # noqa: E402
 from koopman import RBF, ReducedRank, fit, lagged_pairs, median_distance  # noqa: E402
 from koopman.datasets import lorenz63, ordered_mnist  # noqa: E402
 
+QR_NOTE = "set here; the default takes QR in float32, or if an eigenvalue of the covariance is near its rounding"
+
 
 def calls(function, peer, repeats):
     """Seconds of every call of both, in turn, after one that is not counted; and that one's seconds, of ours."""
@@ -63,8 +65,8 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
         found = np.median(ours), np.median(theirs / ours) * times, first - np.median(ours)
         told = "ours {:.3f} s, {:.2f} times the peer; {:.1f} s compiling".format(*found)
         print(f"{name}, {what}: {told}", flush=True)
-        why = "asked for here; the default in float32" if name.endswith("qr") else ""
-        add_row(f"{name}, {what}", ours, {"kooplearn" + note: theirs * times}, first=first, note=why)
+        why = QR_NOTE if name.endswith("qr") else ""
+        add_row(f"{name}, {what}", ours, {f"kooplearn{note}": theirs * times}, first=first, note=why)
 
     shown("one fit", one, 1, repeats)
     mine = np.sort(np.abs(np.linalg.eigvals(np.asarray(one().cross_gram))))[::-1]  # as fitted, as the peer's
@@ -73,9 +75,10 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
     print(f"    moduli ours {mine[:few].round(5)}, peer {other[:few].round(5)}")
     number, fewer = len(seeds[0]), max(2, repeats // 2)
     at_once = jax.jit(jax.vmap(sweep or fit, (None, None, 0)))
-    shown(f"{len(alphas)} alphas", lambda: at_once(*arguments, alphas), len(alphas), fewer, " times as many fits")
+    count = len(alphas)
+    shown(f"{count} alphas", lambda: at_once(*arguments, alphas), count, fewer, f", one fit times {count}")
     together = bmap(lambda x, y: fit(x, y, alphas[0]), batch_size=1)
-    shown(f"{number} seeds", lambda: together(*seeds), number, fewer, " times as many fits")
+    shown(f"{number} seeds", lambda: together(*seeds), number, fewer, f", one fit times {number}")
 
 
 class Peer:
@@ -119,7 +122,7 @@ def main():
         for route in ("auto", "qr", "covariance"):
             own = lambda x, y, a, r=route: fit(ReducedRank(5, a), x, y, route=r)  # noqa: E731
             compare(
-                f"reduced rank, {sequence.name}, {seeds[0][0].shape}, rank 5, route {route}",
+                f"reduced rank regression, {sequence.name}, {seeds[0][0].shape}, rank 5, route {route}",
                 peer,
                 own,
                 seeds,
@@ -138,7 +141,7 @@ def main():
         peer = Peer(KernelRidge(**settings, eigen_solver=options.peer_solver, random_state=0), path)
         own = partial(gram_fit, scale=scale)
         compare(
-            f"kernel reduced rank, Lorenz 63, {x.shape}, rank 25, peer's solver {options.peer_solver}",
+            f"kernel reduced rank regression, Lorenz 63, {x.shape}, rank 25, peer's solver {options.peer_solver}",
             peer,
             own,
             seeds,

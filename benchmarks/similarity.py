@@ -71,13 +71,13 @@ def linear(options):
     ours = lambda: np.asarray(similarity.pairwise(stack, "linear_cka", members=True, baseline=False).values)  # noqa: E731
     first = timed(ours)
     np.testing.assert_allclose(ours(), by_grams(stack), atol=1e-5)
-    seconds = in_turn({"ours": ours, "NumPy, a Gram matrix each": lambda: by_grams(stack)}, options.repeats)
+    seconds = in_turn({"ours": ours, "NumPy, one Gram matrix each": lambda: by_grams(stack)}, options.repeats)
     pairs = pairs_of(options.members)[:10]
     scale = options.members * (options.members - 1) / 2 / len(pairs)
     loop = [scale * timed(partial(looped, cka, stack, pairs)) for _ in range(options.repeats)]
     own = seconds.pop("ours")
     work = f"linear CKA of all pairs of {options.members} representations, {options.samples} x {options.width}"
-    report(work, own, first, {**seconds, "NumPy, a loop over pairs (10 of them, scaled up)": loop})
+    report(work, own, first, {**seconds, "NumPy, loop over pairs (10 timed, scaled up)": loop})
 
 
 def inference(options):
@@ -94,7 +94,7 @@ def inference(options):
     work = (
         f"angular shape of all pairs of {len(stack)} representations, {options.samples} x 64, with 20-block intervals"
     )
-    report(work, own, first, {f"NumPy, a loop over pairs ({len(part)} of them, scaled up)": peer})
+    report(work, own, first, {f"NumPy, loop over pairs ({len(part)} timed, scaled up)": peer})
 
 
 def rsa(options):
@@ -137,9 +137,9 @@ def stream(options):
 
     first = timed(ours)
     np.testing.assert_allclose(ours(), peer(), atol=1e-6)
-    seconds = in_turn({"ours": ours, "NumPy, sums of products, for linear CKA alone": peer}, options.repeats)
+    seconds = in_turn({"ours": ours, "NumPy, sums of products, only for linear CKA": peer}, options.repeats)
     own = seconds.pop("ours")
-    note = "ours holds what debiased CKA, CCA, shapes and predictivity need, too"
+    note = "ours also serves debiased CKA, CCA, shapes and predictivity"
     report(f"moments of {total * 10_000} samples, 256 against 256 features", own, first, seconds, note)
 
 

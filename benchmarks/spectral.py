@@ -103,7 +103,7 @@ def decompositions(repeats):
     whole_peer()
     theirs = in_turn({"ours": lambda: jax.block_until_ready(run(models)), **peers}, repeats)
     ours = theirs.pop("ours")
-    work = "50 eigendecompositions of bilinear networks of size 300, with vectors on inputs, in order"
+    work = "50 sorted eigendecompositions of bilinear networks of size 300, with eigenvectors on inputs"
     add_row(work, ours, {"PyTorch": theirs["the same"]}, first=first)
     shown = ", ".join(
         f"{k} {np.median(t):.3f} s ({np.median(np.divide(t, ours)):.2f} times ours)" for k, t in theirs.items()
@@ -149,11 +149,13 @@ def main():
         if num_seeds > 1:
             parts = [(options.samples, hidden, share, options.epochs) for share in shares(num_seeds)]
             alone = partial(one_process_per_core, torch_warm, torch_alone, parts)
-            theirs["a process per core"] = [alone() for _ in range(options.repeats)]
+            theirs["one process per core"] = [alone() for _ in range(options.repeats)]
         theirs = {loader: np.divide(times, options.epochs) for loader, times in theirs.items()}
         ours = theirs.pop("ours")
-        work = f"bilinear networks of size {hidden}, AdamW, noise: an epoch of {options.samples}, {num_seeds} seed(s)"
-        add_row(work, ours, {f"PyTorch, {loader}": times for loader, times in theirs.items()}, first=first)
+        epoch = f"one epoch of {options.samples} images, {num_seeds} seed(s)"
+        work = f"bilinear networks of size {hidden}, AdamW, noise: {epoch}"
+        titles = {"lean": "lean loop", "published": "published loader"}
+        add_row(work, ours, {f"PyTorch, {titles.get(k, k)}": times for k, times in theirs.items()}, first=first)
         shown = ", ".join(
             f"PyTorch {k} {np.median(t):.2f} s ({np.median(np.divide(t, ours)):.2f} times ours)"
             for k, t in theirs.items()

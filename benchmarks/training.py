@@ -100,8 +100,10 @@ def main():
             ours += both["ours"]
             theirs += both["theirs"]
             processes += [alone()] if num_seeds > 1 else []
-        peers = {"PyTorch": theirs} | ({"PyTorch, a process per core": processes} if processes else {})
-        work = f"MLP 784-1024-1024-10, SGD, batches of {BATCH}: an epoch of {options.samples}, {num_seeds} seed(s)"
+        peers = {"PyTorch": theirs} | ({"PyTorch, one process per core": processes} if processes else {})
+        work = (
+            f"MLP 784-1024-1024-10, SGD, batches of {BATCH}: one epoch of {options.samples} images, {num_seeds} seed(s)"
+        )
         add_row(work, ours, peers, first=first)
         flops = FLOPS_PER_SAMPLE * options.samples * num_seeds
         rate, torch_rate = flops / np.median(ours), flops / np.median(theirs)
