@@ -177,7 +177,7 @@ def test_micro_batches_must_divide_the_batch(key):
 def test_an_optimiser_and_its_hyperparameters_belong_together(key):
     model, made, sgd = Linear(jnp.ones((2, 4))), partial(make_step, squared_error), optax.sgd(0.1)
     for call, error, words in (
-        (lambda: made(optax.adam).init(model), TypeError, "be an optax.GradientTransformation where .* is None"),
+        (lambda: made(optax.adam).init(model), TypeError, "be an optax.GradientTransformation if .* is None"),
         (lambda: made(sgd).init(model, hyperparams=0.1), TypeError, "be a function .*which does not use them"),
         (lambda: made(lambda rate: rate).init(model, hyperparams=0.1), TypeError, "return an optax.GradientTransform"),
         (lambda: made(None), TypeError, "`optimizer` must be an optax.GradientTransformation, or a function"),
