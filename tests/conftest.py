@@ -34,7 +34,7 @@ import matplotlib as mpl
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-OPTIMISED = {"test_resuming.py", "test_training.py"}
+OPTIMISED = {"test_learn.py", "test_resuming.py", "test_training.py"}
 """Modules of tests that compare the bits of two programs."""
 
 mpl.use("Agg")
