@@ -10,8 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 # Most of the time of these tests is compiling of small programs. With little optimisation, and by XLA's older emitters,
-# it takes half of that, and less with hardly any; but then equal sums are contracted unequally and lose equal bits (see
-# `OPTIMISED`). Benchmarks run as users do. A version without a flag would end the process.
+# it takes half of that. Without most optimisations it takes a third less again, but equal sums may be contracted
+# unequally and lose equal bits (see `OPTIMISED`). Benchmarks run as users do. A version without a flag would end the
+# process.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"

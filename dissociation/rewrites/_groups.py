@@ -223,18 +223,28 @@ def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
     return [np.asarray(leaf, np.float64) for leaf in leaves]
 
 
+class _Any:
+    """Value of a traced constant in the state, which equals all values."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
-    """Return everything about a model but its parameters and state: tree, shapes, constants, other leaves."""
+    """Return everything about a model but its parameters: tree, shapes, constants, other leaves."""
     is_state = lambda part: isinstance(part, eqx.nn.State)  # noqa: E731
     states = [part for part in jax.tree.leaves(model, is_leaf=is_state) if is_state(part)]
-    counters = {id(leaf) for leaf in jax.tree.leaves(states)}  # they are traced if members are mapped
+    in_state = {id(leaf) for leaf in jax.tree.leaves(states)}
 
     def part(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):
             return leaf
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        constant = not (eqx.is_inexact_array(leaf) or is_traced(leaf) or is_key or id(leaf) in counters)
-        return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes() if constant else None
+        if eqx.is_inexact_array(leaf) or is_key:
+            return leaf.shape, leaf.dtype, None
+        if is_traced(leaf):  # such as the counter of a batch normalisation, if members are mapped
+            return leaf.shape, leaf.dtype, _Any() if id(leaf) in in_state else None
+        return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes()
 
     return jax.tree.structure(model), [part(leaf) for leaf in jax.tree.leaves(model)]
 

@@ -8,8 +8,6 @@ from zoo import Normalised
 from dissociation.rewrites import add_parameter_noise, parameter_noise
 from dissociation.rewrites._noise import perturb_parameters
 
-pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
-
 
 @pytest.fixture
 def model(key):

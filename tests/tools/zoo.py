@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dissociation._core.checks import is_traced
 from dissociation.models import CNN, BilinearNetwork
 from dissociation.models._program import called
 from dissociation.rewrites import neuron_groups
@@ -40,12 +41,12 @@ def numpy_draws():
     by_jax = jax.random.uniform, jax.random.normal
 
     def uniform(key, shape=(), dtype=float, minval=0.0, maxval=1.0):
-        if isinstance(key, jax.core.Tracer) or isinstance(minval, jax.core.Tracer):
+        if is_traced(key) or is_traced(minval):
             return by_jax[0](key, shape, dtype, minval, maxval)
         return jnp.asarray(_generator(key).uniform(minval, maxval, shape), dtype)
 
     def normal(key, shape=(), dtype=float):
-        if isinstance(key, jax.core.Tracer):
+        if is_traced(key):
             return by_jax[1](key, shape, dtype)
         return jnp.asarray(_generator(key).normal(size=shape), dtype)
 
