@@ -12,11 +12,11 @@ from dissociation._core.lazy import attach
 __all__ = [
     "load", "fit_mnist", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take", "map_members", "bmap",
     "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "duplicate", "certify", "representations",
-    "MEASURES", "compare", "linear_cka", "show", "load_results",
+    "MEASURES", "compare", "linear_cka", "show", "save_results", "load_results",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from dissociation._core.labelled import load_results
+    from dissociation._core.datasets import load_results, save_results
     from dissociation.data._datasets import load
     from dissociation.models._representations import representations
     from dissociation.plotting._display import show

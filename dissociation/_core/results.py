@@ -1,4 +1,4 @@
-"""Results of measures and trainings, which convert to labelled arrays, tables and files."""
+"""Results of measures and trainings, which convert to datasets, tables and files."""
 
 import dataclasses
 import types
@@ -12,7 +12,7 @@ import numpy as np
 
 from dissociation._core import checks
 from dissociation._core.conversion import number_kind
-from dissociation._core.labelled import Labelled, label
+from dissociation._core.datasets import check_name, make_dataset, save_results, tables_of
 
 if TYPE_CHECKING:
     import os
@@ -44,25 +44,34 @@ Over = str | Sequence[str] | Mapping[str, Any] | Axes | None
 
 
 class Labels:
-    """Mixin of methods that label, tabulate and save a result."""
+    """Mixin of methods that convert and save a result."""
 
     __slots__ = ()
 
-    def labelled(self: Any, over: Over = None) -> Labelled:
-        """Label the arrays of the result, see `label_tree`."""
-        return label_tree(self, over)
-
     def to_xarray(self: Any, over: Over = None) -> "xarray.Dataset":
-        """Return an xarray dataset, see `label_tree` and `Labelled.to_xarray`."""
-        return self.labelled(over).to_xarray()
+        """Return a dataset, see `dataset_of`."""
+        return dataset_of(self, over)
 
     def to_dataframe(self: Any, over: Over = None) -> "dict[tuple[str, ...], pandas.DataFrame]":
-        """Return tidy tables, see `label_tree` and `Labelled.to_dataframe`."""
-        return self.labelled(over).to_dataframe()
+        """Return tidy tables by the names of their axes, with a row per position along the axes."""
+        return tables_of(self.to_xarray(over))
 
     def save(self: Any, path: "str | os.PathLike[str]", over: Over = None) -> "Path":
-        """Write `.npz` or `.nc`, see `label_tree` and `Labelled.save`."""
-        return self.labelled(over).save(path)
+        """Write a file that `load_results` reads, see `save_results`."""
+        return save_results(self.to_xarray(over), path)
+
+
+def check_names(name: str, tree: Any, beginning: str) -> None:
+    """Raise if a file of results cannot hold the arrays of a tree, whose names start with `beginning`."""
+    names = [each for each, *_ in _fields(tree, beginning)]
+    try:
+        for each in names:
+            check_name(each)
+        if twice := [each for each in names if names.count(each) > 1]:
+            checks.fail("tree", "give each array a name of its own", f"{twice[0]} twice")
+    except checks.WrongValue as error:
+        words = f"`{name}` must record under names that a file of results can hold: {error}"
+        raise checks.WrongValue(words) from error
 
 
 class _Front(NamedTuple):
@@ -78,15 +87,13 @@ class _Front(NamedTuple):
         return len(self.axes) - max(len(self.grid) - 1, 0)
 
 
-def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None) -> Labelled:
-    """Label the arrays of a result, which may be nested modules, named tuples, dictionaries and lists.
+def dataset_of(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None) -> "xarray.Dataset":
+    """Return a dataset of the arrays of a result: nested modules, named tuples, dictionaries and lists.
 
     Names of fields are joined by `_`. Axes are named by annotations, `Float[Array, "pairs r"]`, or
     `<array>_dim_<place>`. `UNITS` holds units of fields, and `axis_coordinates()` returns coordinates. Text and static
     fields become attributes. None and functions are omitted.
     """
-    if isinstance(tree, Labelled):
-        return tree
     front, more = _front(over), _front(then)
     front = _Front((*front.axes, *more.axes), front.coords | more.coords, front.grid)
     arrays, dims, units, attrs = {}, {}, {}, {}
@@ -104,7 +111,7 @@ def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None =
     beside = dict(front.coords) | getattr(tree, "axis_coordinates", dict)()
     coords = {name: values for name, (axis, values) in beside.items() if axis in used}
     dims |= {name: (axis,) for name, (axis, _) in beside.items() if name in coords}
-    return label(arrays, dims, coords=coords, units=units, attrs=attrs)
+    return make_dataset(arrays, dims, coords=coords, units=units, attrs=attrs)
 
 
 def _front(over: Over) -> _Front:

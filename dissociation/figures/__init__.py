@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "figures", "main", "run_command", "Figure", "results_of", "exhibit_of", "Exhibit", "report_html", "Parts",
-    "identity_of", "DataName", "cell", "check_some_left", "named_diverged", "MeterFactory", "open_meter", "per_batch",
+    "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "exhibit_of", "Exhibit", "report_html", "Cache",
+    "CacheFolder", "DataName", "cell", "check_some_left", "named_diverged", "MeterFactory", "open_meter", "per_batch",
     "check_choice", "check_count", "check_distinct", "check_positive", "fail", "WrongValue",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from dissociation._core.checks import WrongValue, check_choice, check_count, check_distinct, check_positive, fail
-    from dissociation.figures._artifacts import Parts, identity_of
+    from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
     from dissociation.figures._cli import figures, main
     from dissociation.figures._command import run_command
+    from dissociation.figures._harness import config_of, rows, run
     from dissociation.figures._members import DataName
     from dissociation.figures._protocol import Figure
     from dissociation.figures._report import Exhibit, exhibit_of, report_html
-    from dissociation.figures._results import results_of
     from dissociation.figures._seeds import cell, check_some_left, named_diverged
     from dissociation.training._members import per_batch
     from dissociation.training._progress import MeterFactory, open_meter

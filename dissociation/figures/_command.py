@@ -15,25 +15,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import platformdirs
+import numpy as np
 import tyro
 
 from dissociation._core import checks
 from dissociation._core.checks import WrongValue, check_seed
 from dissociation._core.files import RefusedFile, locked, write_bytes
-from dissociation._core.labelled import save_npz
-from dissociation.figures import _artifacts as artifacts
+from dissociation._core.datasets import save_results
+from dissociation.figures import _cache as caches
 from dissociation.figures import _provenance as provenance
+from dissociation.figures._harness import decoded
 from dissociation.figures._protocol import Figure
 from dissociation.figures._report import exhibit_of, report_html
-from dissociation.figures._results import families_of, flat_results_of
 from dissociation.figures._runs import recorded
 from dissociation.plotting import _axes as plotting
+from dissociation.rewrites._certificate import Certificate
 from dissociation.training import _distributed as distributed
 from dissociation.training import _interrupts as interrupts
+
+if TYPE_CHECKING:
+    import xarray
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -183,7 +188,7 @@ def _stopped(program: str) -> int:
 
 def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float) -> None:
     key = jax.random.PRNGKey(run.seed)
-    identity = artifacts.identity_of(config, key, data)
+    identity = caches.identity_of(config, key, np.zeros(0) if data is None else data)
     folder = run.out / run_name(figure, config, run, identity)
     parts = folder / "parts"
     with contextlib.ExitStack() as held:
@@ -195,15 +200,16 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequenc
             held.enter_context(recorded(folder, goes_on, facts))
         compiling = start_compilation_cache()
         progress = None if run.silent or jax.process_index() else "terminal"
-        results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
-        seconds = time.perf_counter() - began
-        distributed.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
+        cache = held.enter_context(caches.Cache(parts, identity, progress))
+        dataset = figure.compute(config, key=key, data=data, cache=cache)
+        seconds = {**cache.seconds, "this call": time.perf_counter() - began, "compiling": compiling["seconds"]}
+        distributed.on_main(lambda: _finish(figure, run, folder, dataset, cache.network, seconds, compiling, words))
 
 
 def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, held: contextlib.ExitStack) -> None:
     """Lock the folder of a run; with `--fresh` rename earlier parts."""
     parts = folder / "parts"
-    if run.resume and not (parts / artifacts.IDENTITY).exists():
+    if run.resume and not (parts / caches.IDENTITY).exists():
         raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
     held.enter_context(locked(folder / ".lock", folder))
     if not parts.exists():
@@ -216,37 +222,46 @@ def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, h
 
 
 def _finish(
-    figure: Figure, config: Any, run: RunOptions, folder: Path, results: Any, seconds: float, compiling: Any, words: Any
+    figure: Figure,
+    run: RunOptions,
+    folder: Path,
+    dataset: "xarray.Dataset",
+    network: Any,
+    seconds: dict[str, float],
+    compiling: dict[str, Any],
+    words: Sequence[str],
 ) -> None:
     """Draw a figure, write its files and print its table."""
     stem = folder / figure.STEM
-    exhibit = exhibit_of(figure, results)
-    written = [*plotting.save_figure(exhibit.figure, stem), stem.with_suffix(".npz")]
-    labelled = flat_results_of(figure, results)
-    save_npz(written[-1], labelled, families_of(figure, results))
-    description = figure.describe(results) | {
-        "seed": run.seed,
-        "axes": labelled.dims,
-        "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
-    }
+    exhibit = exhibit_of(figure, dataset)
+    written = [*plotting.save_figure(exhibit.figure, stem), save_results(dataset, stem.with_suffix(".npz"))]
+    attributes = {name: decoded(value) for name, value in dataset.attrs.items()}
+    axes = {name: array.dims for name, array in dataset.variables.items()}
     written.append(stem.with_suffix(".json"))
-    artifacts.save_description(written[-1], description)
+    caches.save_description(written[-1], attributes | {"seed": run.seed, "axes": axes, "seconds": seconds})
     written.append(folder / "report.html")
-    model = getattr(results, "member", None)
     memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
     sections = {
-        **{name: found for name, found in description.items() if name.startswith("certificates")},
-        "settings": dataclasses.asdict(config),
-        **({} if model is None else {"one of the networks": model}),
+        **certificates_of(dataset),
+        "settings": attributes["config"],
+        **({} if network is None else {"one of the networks": network}),
         "run": {"command": shlex.join(words), "seed": run.seed, **provenance.environment(), **memory},
-        "seconds": description["seconds"],
+        "seconds": seconds,
     }
     write_bytes(written[-1], report_html(figure.SHOWS.rstrip("."), [exhibit], sections).encode())
     print(f"\n{exhibit.text()}")
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     kept = jax.config.values["jax_compilation_cache_dir"]
-    print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
+    print(f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
     print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
+
+
+def certificates_of(dataset: "xarray.Dataset") -> dict[str, Any]:
+    """Return a section of a report with the certificates of variants, if the dataset has any."""
+    if "max_abs_change" not in dataset:
+        return {}
+    table = dataset[list(Certificate._fields)].to_dataframe()
+    return {"certificates on the test images": {str(name): dict(row) for name, row in table.iterrows()}}
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
@@ -264,7 +279,7 @@ def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str
             words.append("-".join([field.name, *(str(part) for part in values)]))
     name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))[:_LONGEST_NAME].rstrip("-_.")
     settings = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
-    return f"{name}_{artifacts.digest_of(settings)[:10]}"
+    return f"{name}_{caches.digest_of(settings)[:10]}"
 
 
 def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
@@ -272,7 +287,7 @@ def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: 
     others = []
     for path in sorted(run.out.glob(f"{figure.STEM}_*")):
         with contextlib.suppress(OSError, ValueError):
-            others.append((artifacts.differences(artifacts.read_identity(path / "parts"), identity), path))
+            others.append((caches.differences(caches.read_identity(path / "parts"), identity), path))
     near = ""
     if others:
         differ, path = min(others, key=lambda other: len(other[0]))

@@ -1,6 +1,7 @@
 """Training, rewriting and measuring of stacked members."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -12,13 +13,13 @@ from jaxtyping import Array, Bool
 
 from dissociation._core.checks import check_choice, check_count, check_positive, fail
 from dissociation.data._datasets import NAMES, SOURCES, Dataset, load
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, identity_of
-from dissociation.figures._results import Results
+from dissociation.figures._cache import Cache
+from dissociation.figures._harness import config_of
 from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins
 from dissociation.measures._robustness import input_noise_error
 from dissociation.models._representations import representations
 from dissociation.recipes._mnist import NETWORKS, fit_mnist
-from dissociation.rewrites._certificate import certify
+from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups
 from dissociation.rewrites._growth import add_nuisance, duplicate
 from dissociation.rewrites._rewrites import scale
@@ -27,6 +28,8 @@ from dissociation.training._distributed import LocalMembers
 from dissociation.training._members import per_batch, take
 
 if TYPE_CHECKING:
+    import xarray
+
     DataName = str
     ModelName = str
 else:
@@ -111,26 +114,12 @@ class Config(DataConfig):
             fail(name, f"leave a layer of `width` {self.width} at most {MAX_WEIGHTS} weights", getattr(self, name))
 
 
-def source(config: Any, dataset: Dataset | None = None) -> Dataset:
+def source(config: Any, data: Dataset | None = None) -> Dataset:
     """Return the dataset of a configuration, or the given one, after checking it."""
     sizes = {"num_train": getattr(config, config.LOADED), "num_test": config.num_test}
-    data = load(config.data, **sizes) if dataset is None else dataset
+    data = load(config.data, **sizes) if data is None else data
     config.check_data(data)
     return data
-
-
-def run(
-    computed: Callable[[Any, Array, Dataset, Parts], Results],
-    config: Any,
-    key: Array,
-    dataset: Dataset | None,
-    folder: Folder,
-    progress: AnyMeter,
-) -> Results:
-    """Load the data, unless given, and compute with them and the parts in `folder`."""
-    data = source(config, dataset)
-    with Parts(folder, identity_of(config, key, data), progress) as parts:
-        return computed(config, key, data, parts)
 
 
 def described(data: Dataset) -> dict[str, Any]:
@@ -138,11 +127,11 @@ def described(data: Dataset) -> dict[str, Any]:
     return {"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)}
 
 
-def headline(results: Results) -> str:
+def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data of a figure and the networks that diverged."""
-    config, data = results.config, results.data
+    config, data = config_of(dataset), json.loads(dataset.attrs["data"])
     sizes = f"{data['num_train']} training and {data['num_test']} test images"
-    gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], results.diverged_at)
+    gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], dataset.diverged_at.values)
     return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
 
 
@@ -156,13 +145,13 @@ def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
 
 
 def neuron_rewrites(config: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
-    """Return functions of a network and a key: no change, scaled, duplicated, and nuisance neurons."""
+    """Return functions of a network and a key by the name of the variant."""
     scaled, duplicated = scale(group, config.scale_factor), duplicate(group, config.duplicate_multiplier)
     return {
         "trained": lambda model, key: model,
         "scaled": lambda model, key: scaled(model),
         "duplicated": lambda model, key: duplicated(model),
-        "zero": lambda model, key: add_nuisance(group, config.num_zero, key=key)(model),
+        "nuisance": lambda model, key: add_nuisance(group, config.num_zero, key=key)(model),
     }
 
 
@@ -173,20 +162,15 @@ class Trained(NamedTuple):
     alive: np.ndarray  # True for networks that did not diverge, [seeds]
     diverged_at: np.ndarray  # the step at which a network diverged, or -1: [seeds]
     test_error: np.ndarray  # along training, NaN from where a network diverged: [seeds, epochs + 1]
-    seconds: float  # wall time
     observed: dict[str, np.ndarray]  # all observations, [seeds, epochs + 1, ...] each
 
-    def results(self, config: Any, data: Dataset, parts: Parts, **found: Any) -> Results:
-        """Return results, with those that all figures of trained members share."""
-        return Results(
-            config=config,
-            data=described(data),
-            test_error=self.test_error,
-            diverged_at=self.diverged_at,
-            seconds={"training": self.seconds, **parts.seconds},
-            member=take(self.models, 0),
-            **found,
-        )
+    def dataset(self, data: Dataset, variables: Mapping[str, Any], coords: Mapping[str, Any]) -> "xarray.Dataset":
+        """Return a dataset of variables and coordinates, with those that all figures of trained networks share."""
+        import xarray
+
+        shared = {"test_error": (("seeds", "epochs"), self.test_error), "diverged_at": ("seeds", self.diverged_at)}
+        counted = {name: np.arange(size) for name, size in zip(("seeds", "epochs"), self.test_error.shape, strict=True)}
+        return xarray.Dataset({**variables, **shared}, coords | counted, {"data": json.dumps(described(data))})
 
 
 def train_members(
@@ -194,7 +178,7 @@ def train_members(
     *,
     key: Array,
     data: Dataset,
-    parts: Parts,
+    cache: Cache,
     observe: Callable[..., dict[str, Array]] | None = None,
 ) -> Trained:
     """Train the networks of a configuration."""
@@ -202,15 +186,18 @@ def train_members(
         key=key,
         dataset=data,
         network=config.model,
-        progress=parts.progress,
-        checkpoint=parts.path("training.ckpt"),
+        progress=cache.progress,
+        checkpoint=cache.path("training.ckpt"),
         observe=observe,
         **{name: getattr(config, name) for name in ("num_epochs", "num_seeds", "width")},
     )
+    cache.seconds["training"] = trained.seconds
     alive = check_some_left(trained.diverged_at)
     observed = trained.history.observed
     error = np.where(np.isfinite(observed["test_loss"]), observed["test_error"], np.nan)
-    return Trained(stand_ins(trained.models, alive), alive, trained.diverged_at, error, trained.seconds, observed)
+    models = stand_ins(trained.models, alive)
+    cache.network = take(models, 0)
+    return Trained(models, alive, trained.diverged_at, error, observed)
 
 
 def measure_members(
@@ -255,22 +242,20 @@ def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, ke
 
 def certified(
     found: Mapping[str, dict[str, np.ndarray]], variants: Iterable[str], alive: Bool[np.ndarray, " seeds"]
-) -> dict[str, dict[str, Any]]:
-    """Return `clean_error` and `certificates` by variant, from parts `<variant>_certificate`."""
-    parts = {name: found[f"{name}_certificate"] for name in variants}
-    clean_error = {name: part.pop("clean_error") for name, part in parts.items()}
-    return {"clean_error": clean_error, "certificates": {name: worst(part, alive) for name, part in parts.items()}}
+) -> dict[str, Any]:
+    """Return variables with the axis "variants": `clean_error` by seed, and one `Certificate` of all seeds.
+
+    Changes are the largest, and numbers of predictions and inputs are sums. Diverged networks are left out; any other
+    change that is NaN is the largest.
+    """
+    parts = [found[f"{name}_certificate"] for name in variants]
+    worst = {
+        name: ("variants", [float((np.max if name.startswith("max") else np.sum)(part[name][alive])) for part in parts])
+        for name in Certificate._fields
+    }
+    return {"clean_error": (("variants", "seeds"), np.stack([part["clean_error"] for part in parts])), **worst}
 
 
 def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
     """Measure the rewritten network's last hidden layer on `images`."""
     return representations(rewritten, images)["features"]
-
-
-def worst(certificates: dict[str, np.ndarray], alive: Bool[np.ndarray, " seeds"]) -> dict[str, float]:
-    """Return one certificate of all seeds: the largest changes, and sums of changed predictions and of inputs.
-
-    Diverged networks are left out; any other change that is NaN is the largest.
-    """
-    known = {name: value[alive] for name, value in certificates.items()}
-    return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in known.items()}

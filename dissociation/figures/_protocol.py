@@ -1,15 +1,14 @@
 """Protocol of modules that are figures of a command line."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # The list of figures is read before anything slow is imported.
-    from os import PathLike
-
     import matplotlib.figure
+    import xarray
     from jax import Array
 
-    from dissociation.training._progress import MeterFactory
+    from dissociation.figures._cache import AnyMeter, CacheFolder
 
 
 @runtime_checkable
@@ -25,14 +24,9 @@ class Settings(Protocol):
 class Figure(Protocol):
     """Module of a figure, listed by `figures()` of its package.
 
-    It may have `UNITS`, units of arrays by the beginnings of names, and `families(results)`, by array and axis the ends
-    of names that are not keys in `arrays`. Its results have `seconds`, the wall times of parts, and may have a
-    `member`, one of the networks, which the report shows.
-
     Attributes:
         STEM: Name of the files.
         SHOWS: Purpose of the figure in a sentence, the help of its command.
-        AXES: Axes of the arrays by the beginnings of names; keys of dictionaries come first.
         Config: Class of the options, defined in the module itself.
     """
 
@@ -41,9 +35,6 @@ class Figure(Protocol):
 
     @property
     def SHOWS(self) -> str: ...  # noqa: D102, N802
-
-    @property
-    def AXES(self) -> Mapping[str, tuple[str, ...]]: ...  # noqa: D102, N802
 
     @property
     def Config(self) -> Callable[..., Settings]: ...  # noqa: D102, N802
@@ -57,48 +48,40 @@ class Figure(Protocol):
         config: Any,
         *,
         key: "Array",
-        dataset: Any = None,
-        folder: "str | PathLike[str] | None" = None,
-        progress: "str | MeterFactory | None" = None,
-    ) -> Any:
-        """Compute all arrays and the drawn statistics.
+        data: Any = None,
+        cache: "CacheFolder" = None,
+        progress: "AnyMeter" = None,
+    ) -> "xarray.Dataset":
+        """Compute the dataset of the figure: named axes, coordinates, units; attributes `config` and `seconds`, JSON.
 
         Args:
             config: Options.
             key: Key of all randomness.
-            dataset: Data in place of those of `source`.
-            folder: Folder of finished parts, from which a second call with the same arguments resumes.
+            data: Data in place of those of `source`.
+            cache: Folder of cached arrays, from which a second call with the same arguments resumes.
             progress: Meter, see `open_meter`.
 
         Raises:
-            RefusedFile: If `folder` holds parts of another run, or broken ones.
+            RefusedFile: If `cache` holds arrays of another run, or broken ones.
             WrongValue: If an option does not fit the data, or all networks diverged.
         """
         ...
 
-    def draw(self, results: Any) -> "matplotlib.figure.Figure":
-        """Draw the value of `compute` without further computation."""
+    def draw(self, dataset: "xarray.Dataset") -> "matplotlib.figure.Figure":
+        """Draw the value of `compute`, also after `load_results`, without further measurements."""
         ...
 
-    def arrays(self, results: Any) -> dict[str, Any]:
-        """Return arrays by name, or nested dictionaries of them, whose keys end the arrays' names in an `.npz` file."""
-        ...
-
-    def describe(self, results: Any) -> dict[str, Any]:
-        """Return settings and numbers for the JSON beside the figure."""
-        ...
-
-    def caption(self, results: Any) -> str:
-        """Return a caption of two to six sentences, with numbers from the results.
+    def caption(self, dataset: "xarray.Dataset") -> str:
+        """Return a caption of two to six sentences, with numbers from the dataset.
 
         Panel by panel (a, b, ...): content, numbers of members and samples, data, meaning of lines and bands.
         """
         ...
 
-    def headline(self, results: Any) -> str:
+    def headline(self, dataset: "xarray.Dataset") -> str:
         """Return a line with the data and the size of the run."""
         ...
 
-    def table(self, results: Any) -> list[list[str]]:
+    def table(self, dataset: "xarray.Dataset") -> list[list[str]]:
         """Return a header and rows of cells."""
         ...

@@ -5,7 +5,7 @@ import html
 import io
 from collections.abc import Mapping, Sequence
 from string import Template
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib.figure
 import numpy as np
@@ -14,6 +14,9 @@ import treescope
 from dissociation.figures._protocol import Figure
 from dissociation.plotting._axes import house_style
 from dissociation.plotting._display import Table, show
+
+if TYPE_CHECKING:
+    import xarray
 
 
 class Exhibit(NamedTuple):
@@ -46,17 +49,17 @@ class Exhibit(NamedTuple):
         return f"<p>{headline}</p>\n{figure}\n{Table(self.table)._repr_html_()}"
 
 
-def exhibit_of(figure: Figure, results: Any) -> Exhibit:
+def exhibit_of(figure: Figure, dataset: "xarray.Dataset") -> Exhibit:
     """Draw a figure and return it with headline, caption and table.
 
     Args:
         figure: Module of the figure.
-        results: Value of its `compute`.
+        dataset: Value of its `compute`.
     """
-    table = figure.table(results)
+    table = figure.table(dataset)
     spread = any("±" in cell for row in table for cell in row)
-    caption = figure.caption(results) + (" In the table, ± is one standard deviation." if spread else "")
-    return Exhibit(figure.headline(results), figure.draw(results), caption, table)
+    caption = figure.caption(dataset) + (" In the table, ± is one standard deviation." if spread else "")
+    return Exhibit(figure.headline(dataset), figure.draw(dataset), caption, table)
 
 
 def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Real
 
 from dissociation._core.checks import WrongValue
-from dissociation.figures._artifacts import Arrays
+from dissociation.figures._cache import Arrays
 from dissociation.plotting._axes import summarise
 from dissociation.training._members import take
 
@@ -53,6 +53,18 @@ def _masked(value: np.ndarray, alive: np.ndarray) -> np.ndarray:
 def masked_job(alive: Bool[np.ndarray, "*members"], compute: Callable[[], Mapping[str, Any]]) -> Callable[[], Arrays]:
     """Return a function that computes on `stand_ins`, and returns the `masked` arrays."""
     return lambda: masked(compute(), alive)
+
+
+def without_diverged(variables: Mapping[str, Any], alive: Mapping[str, Bool[np.ndarray, " members"]]) -> dict[str, Any]:
+    """Return variables of a dataset with NaN for diverged members, whose axes are the keys of `alive`."""
+    found = {}
+    for name, (dims, values, *attrs) in variables.items():
+        for place, axis in enumerate(dims):
+            if axis in alive and not alive[axis].all():
+                values = np.array(values, float)
+                values[(slice(None),) * place + (~alive[axis],)] = np.nan
+        found[name] = (dims, values, *attrs)
+    return found
 
 
 def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float | int = 1, unit: str = "") -> str:

@@ -7,7 +7,7 @@ rewrites approach the ends.
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
+from dissociation.figures._harness import config_of, run
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
-from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell
 from dissociation.models._representations import member_representations, representations
 from dissociation.plotting import _axes as plotting
@@ -35,25 +35,13 @@ from dissociation.rewrites._rewrites import Rewrite, scale
 from dissociation.similarity._kernels import linear_cka
 from dissociation.training._members import take
 
+if TYPE_CHECKING:
+    import xarray
+
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "freedom"
 SHOWS = "Linear CKA between seeds, within the attainable range of networks with the same functions."
-
-_PAIRS = ("layers", "seeds", "seeds")
-AXES = {
-    "measured": _PAIRS,  # linear CKA
-    "low": _PAIRS,  # the smallest for networks of the first one's function
-    "high": _PAIRS,  # the largest
-    "residual": _PAIRS,  # of the conditions that certify the largest, relative
-    "approached": ("ends", *_PAIRS),  # linear CKA of the first network rewritten towards an end
-    "change": ("ends", *_PAIRS),  # its largest change of a logit on all test images
-    "moved": ("rewrites", "seeds", "seeds"),  # linear CKA of the last layer after a rewrite
-    "test_error": ("seeds", "epochs"),  # along training
-    "diverged_at": ("seeds",),
-}
-"""Axes of the results: first network of a pair in rows, second in columns; NaN on the diagonal and for diverged
-networks."""
 
 _INTERVALS = ("measured", "low", "high", "residual")
 LAYERS = {"hidden0": "first hidden layer", "features": "last hidden layer"}
@@ -61,8 +49,8 @@ REWRITES = {
     "scaled": "all scaled",
     "unevenly": "scaled\nunevenly",
     "duplicated": "duplicated",
-    "zero": "zero\nneurons",
-    "null_perturbed": "null space",
+    "nuisance": "nuisance\nneurons",
+    "null-perturbed": "null space",
 }
 """Rewrites of the last layer, by their names in the figure."""
 
@@ -105,15 +93,23 @@ class Config(members.Config):
 
 
 def compute(
-    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
-) -> Results:
-    """Train, compare and rewrite; see `figures.Figure.compute`."""
-    return members.run(_computed, config, key, dataset, folder, progress)
+    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+) -> "xarray.Dataset":
+    """Train, compare and rewrite; see `figures.Figure.compute`.
+
+    Returns:
+        By layer and pair of seeds, the first network of a pair in rows: `measured` linear CKA; `low` and `high`, the
+        smallest and largest for networks of the first one's function; `residual` of the conditions that certify the
+        largest, relative; by end, `approached`, linear CKA of the first network rewritten towards that end, and
+        `change`, its largest change of a logit on all test images. By rewrite, `moved`, linear CKA of the last layer
+        after it. Numbers are NaN on the diagonal and for diverged networks. Along training, `test_error`.
+    """
+    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
     train_key, rewrite_key = jax.random.split(key)
-    trained = members.train_members(config, key=train_key, data=data, parts=parts)
+    trained = members.train_members(config, key=train_key, data=data, cache=cache)
     images = jnp.asarray(data.test_images[: config.num_samples])
     layers = member_representations(trained.models, images)
     groups = rewritten_layers(config, trained.models, data.test_images[0])
@@ -124,19 +120,24 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
     }
     features = groups["features"], layers["features"]
     jobs["moved"] = partial(_moved, config, trained.models, *features, data, rewrite_key)
-    found = parts.get_all(jobs, "comparing")
+    found = cache.get_all(jobs, "comparing")
+    pairs = ("seeds", "other_seeds")
+    variables = {
+        name: (("layers", *pairs), np.stack([found[layer][name] for layer in groups])) for name in _INTERVALS
+    }
+    variables |= {
+        kind: (
+            ("ends", "layers", *pairs),
+            np.stack([[found[layer][f"{kind}_{end}"] for layer in groups] for end in ENDS]),
+        )
+        for kind in ("approached", "change")
+    }
+    variables["moved"] = (("rewrites", *pairs), np.stack([found["moved"][name] for name in REWRITES]))
     off = trained.alive[:, None] & trained.alive & ~np.eye(config.num_seeds, dtype=bool)
-    found = {job: {name: np.where(off, table, np.nan) for name, table in part.items()} for job, part in found.items()}
-    of = lambda name: {layer: found[layer][name] for layer in groups}  # noqa: E731
-    return trained.results(
-        config,
-        data,
-        parts,
-        **{name: of(name) for name in _INTERVALS},
-        approached={end: of(f"approached_{end}") for end in ENDS},
-        change={end: of(f"change_{end}") for end in ENDS},
-        moved=found["moved"],
-    )
+    masked = {name: (dims, np.where(off, values, np.nan)) for name, (dims, values) in variables.items()}
+    others = np.arange(config.num_seeds)
+    coords = {"layers": list(groups), "ends": list(ENDS), "rewrites": list(REWRITES), "other_seeds": others}
+    return trained.dataset(data, masked, coords)
 
 
 def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -> dict[str, NeuronGroup]:
@@ -196,7 +197,7 @@ def _moved(
     def unevenly(model: Any, key: Array) -> Any:
         return scale(group, jnp.exp(config.spread * jax.random.normal(key, (group.size,))))(model)
 
-    moved: dict[str, Any] = {"null_perturbed": null_perturbed(weights, config.null_scale), "unevenly": unevenly}
+    moved: dict[str, Any] = {"null-perturbed": null_perturbed(weights, config.null_scale), "unevenly": unevenly}
     variants = members.neuron_rewrites(config, group) | moved
     found = {}
     for index, name in enumerate(REWRITES):
@@ -207,110 +208,94 @@ def _moved(
             return jax.vmap(lambda reference: linear_cka(own, reference))(features)
 
         given: Any = jax.random.split(jax.random.fold_in(key, index), config.num_seeds)
-        if name == "null_perturbed":
+        if name == "null-perturbed":
             given = given, of_members(bases, config.num_seeds)
         rows = [row(take(models, seed), take(given, seed), images, features) for seed in range(config.num_seeds)]
         found[name] = np.stack([np.asarray(each) for each in rows])
     return found
 
 
-def draw(results: Results) -> Figure:
+def draw(dataset: "xarray.Dataset") -> Figure:
     """Draw a panel per layer with every pair's value in its interval, and one of rewrites; 1.7 inches each."""
-    layers = list(results.measured)
+    layers = dataset.layers.values
     with plotting.house_style():
         figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
         for panel, layer in zip(axes, layers, strict=False):
-            _intervals(panel, results, layer)
+            _intervals(panel, dataset.sel(layers=layer))
+            panel.set_title(LAYERS[layer])
         axes[0].set_ylabel("linear CKA")
         axes[0].set_ylim(-0.03, 1.03)
-        _rewrites(axes[-1], results)
+        _rewrites(axes[-1], dataset)
         plotting.letter(*axes)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
-def _intervals(panel: Axes, results: Results, layer: str) -> None:
+def _known(values: "xarray.DataArray") -> np.ndarray:
+    """Return the values of pairs, without the diagonal and diverged networks."""
+    return values.values[np.isfinite(values.values)]
+
+
+def _intervals(panel: Axes, layer: "xarray.Dataset") -> None:
     """Draw pairs from left to right by similarity."""
-    there = np.isfinite(results.measured[layer])
-    own = [tables[layer][there] for tables in (results.measured, results.low, results.high)]
+    own = [_known(layer[name]) for name in ("measured", "low", "high")]
     measured, low, high = (part[np.argsort(own[0])] for part in own)
     places = np.arange(len(measured))
     panel.vlines(places, low, high, color="0.75", linewidth=min(3.0, 80 / max(len(places), 1)), label="same function")
     panel.plot(places, measured, ".", markersize=3, color=plotting.color(0), label="measured")
-    panel.set(xticks=[], xlabel="pairs of seeds", title=LAYERS[layer])
-    panel.set_xlim(-1, len(places))
+    panel.set(xticks=[], xlabel="pairs of seeds", xlim=(-1, len(places)))
 
 
-def _rewrites(panel: Axes, results: Results) -> None:
+def _rewrites(panel: Axes, dataset: "xarray.Dataset") -> None:
     """Draw the similarity after rewrites of the last layer."""
-    there = np.isfinite(results.measured["features"])
-    panel.axhline(float(results.measured["features"][there].mean()), color="0.5", linestyle=":", linewidth=0.8)
-    for place, table in enumerate(results.moved.values()):
-        values = table[there]
+    trained = _known(dataset.measured.sel(layers="features"))
+    panel.axhline(float(trained.mean()), color="0.5", linestyle=":", linewidth=0.8)
+    for place, moved in enumerate(dataset.moved):
+        values = _known(moved)
         offsets = np.linspace(-0.25, 0.25, len(values)) if len(values) > 1 else np.zeros(1)
         panel.plot(place + offsets, values, ".", markersize=2, color=plotting.color(0))
-    panel.set_xticks(range(len(results.moved)), [REWRITES[name] for name in results.moved], fontsize=4.5, rotation=45)
+    names = [REWRITES[name] for name in dataset.rewrites.values]
+    panel.set_xticks(range(len(names)), names, fontsize=4.5, rotation=45)
     panel.set_title("first one rewritten")
 
 
-def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure by name."""
-    return {name: getattr(results, name) for name in AXES}
-
-
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    there = np.isfinite(results.measured["features"])
-    layers = [f"({'ab'[index]}) {LAYERS[layer]}" for index, layer in enumerate(results.measured)]
+    layers = [f"({'ab'[index]}) {LAYERS[layer]}" for index, layer in enumerate(dataset.layers.values)]
     rewritten = "bc"[len(layers) - 1]
     return (
-        f"Linear CKA of {there.sum()} ordered pairs of seeds on {results.config.num_samples} test images: "
-        f"{', '.join(layers)}. Dots are the pairs in ascending order; bars are the attainable ranges when the first "
-        f"network's neurons are scaled, with the same functions. ({rewritten}) The last hidden layer of the same pairs "
-        "after rewrites of the first network, a dot per pair; the dotted line is the mean as trained. Data: "
-        f"{members.headline(results)}."
+        f"Linear CKA of {_known(dataset.measured[0]).size} ordered pairs of seeds on "
+        f"{config_of(dataset).num_samples} test images: {', '.join(layers)}. Dots are the pairs in ascending order; "
+        "bars are the attainable ranges when the first network's neurons are scaled, with the same functions. "
+        f"({rewritten}) The last hidden layer of the same pairs after rewrites of the first network, a dot per pair; "
+        f"the dotted line is the mean as trained. Data: {members.headline(dataset)}."
     )
 
 
-def headline(results: Results) -> str:
+def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data, the measure, and the attainable range."""
-    layer = "features"
-    measured = results.measured[layer]
+    layer = dataset.sel(layers="features")
+    measured = _known(layer.measured)
     return (
-        f"{members.headline(results)}; {results.config.num_samples} samples\n"
-        f"Seeds measure a linear CKA of {np.nanmean(measured):.3f} in the last hidden layer ({np.nanmin(measured):.3f} "
-        f"to {np.nanmax(measured):.3f}); the functions of a pair can show anything from "
-        f"{np.nanmean(results.low[layer]):.4f} to {np.nanmean(results.high[layer]):.4f} (means over pairs)."
+        f"{members.headline(dataset)}; {config_of(dataset).num_samples} samples\n"
+        f"Seeds measure a linear CKA of {measured.mean():.3f} in the last hidden layer ({measured.min():.3f} "
+        f"to {measured.max():.3f}); the functions of a pair can show anything from "
+        f"{_known(layer.low).mean():.4f} to {_known(layer.high).mean():.4f} (means over pairs)."
     )
 
 
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON beside the figure."""
-    return {
-        "figure": "freedom",
-        "config": results.config,
-        "data": results.data,
-        "largest change of a logit": {
-            end: {layer: float(np.nanmax(table)) for layer, table in results.change[end].items()} for end in ENDS
-        },
-        "largest residual": {layer: float(np.nanmax(table)) for layer, table in results.residual.items()},
-    }
-
-
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per layer: value, ends, distance of rewrites from them, change of the function."""
     header = ["layer", "measured", "least", "largest", "distance from ends", "change of a logit", "residual"]
-    rows = [header]
-    for layer, measured in results.measured.items():
-        ends = (results.low[layer], results.high[layer])
-        tables = zip(ENDS, ends, strict=True)
-        distance = max(float(np.nanmax(np.abs(results.approached[end][layer] - value))) for end, value in tables)
-        change = max(float(np.nanmax(results.change[end][layer])) for end in ENDS)
-        cells = [cell(values[np.isfinite(values)], 4) for values in (measured, *ends)]
-        numbers = [f"{distance:.0e}", f"{change:.0e}", f"{np.nanmax(results.residual[layer]):.0e}"]
-        rows.append([LAYERS[layer], *cells, *numbers])
-    for name, values in results.moved.items():
-        shown = f"last, {REWRITES[name]}".replace("\n", " ")
-        rows.append([shown, cell(values[np.isfinite(values)], 4), *[""] * (len(header) - 2)])
-    return rows
+    shown = [header]
+    for layer in dataset.layers.values:
+        one = dataset.sel(layers=layer)
+        distance = max(float(abs(one.approached.sel(ends=end) - one[end]).max()) for end in ENDS)
+        cells = [cell(_known(one[name]), 4) for name in ("measured", "low", "high")]
+        numbers = [f"{distance:.0e}", f"{float(one.change.max()):.0e}", f"{float(one.residual.max()):.0e}"]
+        shown.append([LAYERS[layer], *cells, *numbers])
+    for name, values in zip(dataset.rewrites.values, dataset.moved, strict=True):
+        title = f"last, {REWRITES[name]}".replace("\n", " ")
+        shown.append([title, cell(_known(values), 4), *[""] * (len(header) - 2)])
+    return shown

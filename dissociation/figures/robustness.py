@@ -6,9 +6,10 @@ moves in the null space keep it on the data alone. Parameter noise distinguishes
 """
 
 import dataclasses
+import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -21,11 +22,11 @@ from matplotlib.figure import Figure
 from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
+from dissociation.figures._harness import config_of, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
-from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._robustness import input_noise_error, parameter_noise_error
 from dissociation.plotting import _axes as plotting
@@ -34,35 +35,16 @@ from dissociation.rewrites._noise import parameter_noise
 from dissociation.rewrites._null_spaces import null_basis
 from dissociation.rewrites._seen import LayerInputs
 
+if TYPE_CHECKING:
+    import xarray
+
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
 
-AXES = {
-    "input_scales": ("input_scales",),
-    "parameter_scales": ("parameter_scales",),
-    "input_error": ("variants", "seeds", "input_scales"),  # test error under noise on inputs
-    "parameter_error": ("variants", "seeds", "parameter_scales"),
-    "clean_error": ("variants", "seeds"),  # test error without noise
-    "test_error": ("seeds", "epochs"),  # along training
-    "diverged_at": ("seeds",),
-}
-"""Axes of the results. Also `certificates`: per variant, the largest change of a logit on the test images over all
-seeds, absolute and relative, and the number of changed predictions; and `null_space` of the moved weights' inputs:
-dimension, rank, and the singular values on both sides of the cut (the least clear one, if each network has its own)."""
-
-UNITS = {"input_scales": "pixel intensity"}
-
-LABELS = {
-    "trained": "trained",
-    "null_perturbed": "input null-perturbed",
-    "duplicated": "duplicated",
-    "scaled": "scaled",
-    "nuisance": "nuisance neurons",
-    "published_null": "function changed",
-}
-"""Names of the variants in the order of the legend; the last uses a float32 cut-off, as usual, which is too large."""
+UNCLEAR = "function changed"
+"""Variant moved in a null space by a float32 cut-off, as is usual, which is too large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,48 +89,48 @@ def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[s
     Moves in a null space take a pair of key and basis, orthonormal rows [dimension, features], instead of the key.
     """
     moved = null_perturbed(weights, config.null_scale)
-    neurons = members.neuron_rewrites(config, group)
-    return {
-        "trained": neurons["trained"],
-        "null_perturbed": moved,
-        "duplicated": neurons["duplicated"],
-        "scaled": neurons["scaled"],
-        "nuisance": neurons["zero"],
-        **({"published_null": moved} if config.published_null else {}),
-    }
+    trained, others = "trained", members.neuron_rewrites(config, group)
+    found = {trained: others[trained], "null-perturbed": moved}
+    found |= {name: others[name] for name in ("duplicated", "scaled", "nuisance")}
+    return found | ({UNCLEAR: moved} if config.published_null else {})
 
 
 def compute(
-    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
-) -> Results:
-    """Train, rewrite and measure; see `figures.Figure.compute`."""
-    return members.run(_computed, config, key, dataset, folder, progress)
+    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+) -> "xarray.Dataset":
+    """Train, rewrite and measure; see `figures.Figure.compute`.
+
+    Returns:
+        Test errors under noise, `input_error` [variants, seeds, input_scales] and `parameter_error` [variants, seeds,
+        parameter_scales]; without noise, `clean_error` [variants, seeds]; along training, `test_error` [seeds, epochs].
+        Over all seeds, the certificate of each variant on the test images, see `rewrites.Certificate`. The attribute
+        `null_space` holds dimension, rank, and the singular values on both sides of the cut (the least clear one, if
+        each network has its own).
+    """
+    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
     train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
-    trained = members.train_members(config, key=train_key, data=data, parts=parts)
+    trained = members.train_members(config, key=train_key, data=data, cache=cache)
     all_images = np.concatenate([data.train_images, data.test_images])
     group = members.rewritten_group(trained.models, all_images[0])
     weights = moved_weights(config.model, trained.models, group, all_images[:1])
-    null_space = parts.get("null_space", lambda: _null_space(config, trained.models, weights.path, all_images, data))
+    null_space = cache.get("null_space", lambda: _null_space(config, trained.models, weights.path, all_images, data))
     variants = rewrites(config, group, weights)
 
-    scales = {
-        "input": jnp.logspace(-1, 1, config.num_scales),
-        "parameter": jnp.logspace(-4, 0, config.num_scales),
-    }
+    input_scales, parameter_scales = (jnp.logspace(*ends, config.num_scales) for ends in ((-1, 1), (-4, 0)))
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     noise = jax.random.normal(input_key, images.shape, images.dtype)
     measures = {
         "certificate": eqx.Partial(members.certify_members, images, labels),
-        "input": eqx.Partial(_input_curve, images, labels, scales["input"], noise),
-        "parameter": eqx.Partial(_parameter_curve, images, labels, scales["parameter"]),
+        "input": eqx.Partial(_input_curve, images, labels, input_scales, noise),
+        "parameter": eqx.Partial(_parameter_curve, images, labels, parameter_scales),
     }
     rewrite_keys: dict[str, Any] = {
         name: jax.random.split(jax.random.fold_in(rewrite_key, i), config.num_seeds) for i, name in enumerate(variants)
     }
-    for name, basis in (("null_perturbed", "basis"), ("published_null", "published_basis")):
+    for name, basis in (("null-perturbed", "basis"), (UNCLEAR, "published_basis")):
         if name in variants:
             rewrite_keys[name] = (rewrite_keys[name], of_members(null_space[basis], config.num_seeds))
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
@@ -158,35 +140,39 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
         )
         for name, rewrite in variants.items()
         for kind, measure in measures.items()
-        if (name, kind) != ("published_null", "parameter")
+        if (name, kind) != (UNCLEAR, "parameter")
     }
-    found = parts.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "measuring")
-    return trained.results(
-        config,
-        data,
-        parts,
-        input_scales=np.asarray(scales["input"]),
-        parameter_scales=np.asarray(scales["parameter"]),
-        input_error={name: found[f"{name}_input"]["error"] for name in variants},
-        parameter_error={name: found[f"{name}_parameter"]["error"] for name in variants if name != "published_null"},
-        **members.certified(found, variants, trained.alive),
-        null_space={name: float(value) for name, value in null_space.items() if np.ndim(value) == 0},
-    )
+    found = cache.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "measuring")
+    missing = {"error": np.full((config.num_seeds, config.num_scales), np.nan)}
+    errors = {
+        f"{kind}_error": (
+            ("variants", "seeds", f"{kind}_scales"),
+            np.stack([found.get(f"{name}_{kind}", missing)["error"] for name in variants]),
+        )
+        for kind in ("input", "parameter")
+    }
+    coords = {
+        "variants": list(variants),
+        "input_scales": ("input_scales", input_scales, {"units": "pixel intensity"}),
+        "parameter_scales": parameter_scales,
+    }
+    cut = {name: float(value) for name, value in null_space.items() if np.ndim(value) == 0}
+    dataset = trained.dataset(data, errors | members.certified(found, variants, trained.alive), coords)
+    return dataset.assign_attrs(null_space=json.dumps(cut))
 
 
-def draw(results: Results) -> Figure:
+def draw(dataset: "xarray.Dataset") -> Figure:
     """Draw test error by noise on inputs and parameters, above what rewrites add; 3.24 x 2.9 inches."""
-    names = {variant: label(results.config, variant) for variant in results.input_error}
-    looks = plotting.looks(names)
-    if "published_null" in looks:
-        looks["published_null"] |= {"color": "0.6", "marker": None}  # no rewrite of the function
+    looks = plotting.looks(dataset.variants.values)
+    if UNCLEAR in looks:
+        looks[UNCLEAR] |= {"color": "0.6", "marker": None}
     with plotting.house_style():
         figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.9), sharex="col")
         axes[0, 1].sharey(axes[0, 0])
-        for (above, below), (title, scales, errors) in zip(axes.T, _noises(results), strict=True):
+        for (above, below), (title, scales, errors) in zip(axes.T, _noises(dataset), strict=True):
             for name, curves in errors.items():
-                plotting.band(above, scales, curves, label=names[name], within=(1e-4, 1.0), **looks[name])
-            plotting.differences(below, scales, errors, names=names, looks=looks)
+                plotting.band(above, scales, curves, label=name, within=(1e-4, 1.0), **looks[name])
+            plotting.differences(below, scales, errors, looks=looks)
             above.set(xscale="log", title=f"{title} noise")
             plotting.log_height(above)
             below.set(xlabel="noise scale (log)", xlim=(round(float(scales[0]), 6), round(float(scales[-1]), 6)))
@@ -199,70 +185,44 @@ def draw(results: Results) -> Figure:
     return figure
 
 
-def _noises(results: Results) -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
-    parameters = results.parameter_scales, results.parameter_error
-    return [("input", results.input_scales, results.input_error), ("parameter", *parameters)]
+def _noises(dataset: "xarray.Dataset") -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
+    kinds = ("input", "parameter")
+    return [(kind, dataset[f"{kind}_scales"].values, rows(dataset[f"{kind}_error"], "variants")) for kind in kinds]
 
 
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    said = []
-    for kind, scales, errors in _noises(results):
+    said, every = [], []
+    for kind, scales, errors in _noises(dataset):
         most = []
+        every += errors.values()
         for name in list(errors)[1:]:
             mean = plotting.summarise(errors[name] - errors["trained"]).mean
             place = int(np.nanargmax(np.abs(mean)))
             where = f" (at {scales[place]:.2g})" if mean[place] else ""
-            most.append(f"{label(results.config, name)} {mean[place]:+.2g}{where}")
+            most.append(f"{name} {mean[place]:+.2g}{where}")
         said.append(f"under {kind} noise, {', '.join(most)}")
-    curves = [*results.input_error.values(), *results.parameter_error.values()]
     return (
         "Test error of trained networks, and of rewrites that keep the function, under noise on inputs (a) and on "
         "parameters (b), and the error that a rewrite adds to the same seed's trained network (c, d). "
-        f"{plotting.drawn_as(*curves)} The largest mean differences: {'; '.join(said)}. "
-        f"Data: {headline(results)}."
+        f"{plotting.drawn_as(*every)} The largest mean differences: {'; '.join(said)}. "
+        f"Data: {headline(dataset)}."
     )
 
 
-def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure by name."""
-    return {name: getattr(results, name) for name in AXES}
-
-
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON beside the figure."""
-    return {
-        "figure": "robustness",
-        "config": results.config,
-        "data": results.data,
-        "certificates on the test images": {label(results.config, k): v for k, v in results.certificates.items()},
-        "null space of training and test images": results.null_space,
-    }
-
-
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per variant: errors (%) clean and at two noise scales, and changes of the function."""
-    at_input = int(np.argmin(np.abs(results.input_scales - 0.37)))
-    at_parameter = int(np.argmin(np.abs(results.parameter_scales - 0.01)))
-    noises = [
-        f"inputs +{results.input_scales[at_input]:.2g}",
-        f"parameters +{results.parameter_scales[at_parameter]:.2g}",
-    ]
-    rows = [["variant", "clean", *noises, "largest change of a logit", "predictions changed"]]
-    for name, clean in results.clean_error.items():
-        noisy = [results.input_error[name][:, at_input]]
-        if name in results.parameter_error:
-            noisy.append(results.parameter_error[name][:, at_parameter])
-        errors = [cell(error, factor=100, unit=" %") for error in [clean, *noisy]]
-        certificate = results.certificates[name]
-        changes = [f"{certificate['max_abs_change']:.1e}", f"{certificate['changed_predictions']:.0f}"]
-        rows.append([label(results.config, name), *errors, *[""] * (3 - len(errors)), *changes])
-    return rows
-
-
-def label(config: Config, variant: str) -> str:
-    """Return the name of a variant; only the perceptron's null space is that of the inputs."""
-    return LABELS[variant] if config.model == "mlp" else LABELS[variant].removeprefix("input ")
+    at = {"input": 0.37, "parameter": 0.01}
+    noisy = [dataset[f"{kind}_error"].sel({f"{kind}_scales": at[kind]}, method="nearest") for kind in at]
+    scales = [f"{kind}s +{float(errors[f'{kind}_scales']):.2g}" for kind, errors in zip(at, noisy, strict=True)]
+    shown = [["variant", "clean", *scales, "largest change of a logit", "predictions changed"]]
+    for name in dataset.variants.values:
+        one = [errors.sel(variants=name) for errors in (dataset.clean_error, *noisy)]
+        errors = ["" if name == UNCLEAR and error.isnull().all() else cell(error, factor=100, unit=" %") for error in one]
+        certificate = dataset.sel(variants=name)
+        changes = [f"{certificate.max_abs_change.item():.1e}", f"{certificate.changed_predictions.item():.0f}"]
+        shown.append([name, *errors, *changes])
+    return shown
 
 
 def _null_space(config: Config, models: Any, path: str, images: np.ndarray, data: Dataset) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Every layer of networks from several seeds represents some test images, at the s
 import dataclasses
 import warnings
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -19,46 +19,23 @@ from dissociation import similarity
 from dissociation._core.checks import check_choice, check_count, check_distinct, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
+from dissociation.figures._harness import config_of, run
 from dissociation.figures._members import source as source
-from dissociation.figures._results import Results
-from dissociation.figures._seeds import cell
-from dissociation.figures._similarity_drawing import REWRITES, draw, of_seeds
+from dissociation.figures._seeds import cell, without_diverged
+from dissociation.figures._similarity_drawing import REWRITES, draw, layers_of, of_seeds
 from dissociation.models._representations import member_representations, representations
 from dissociation.recipes._mnist import HeldOutPerformance
 from dissociation.rewrites._rewrites import permute
 from dissociation.similarity._measures import MEASURES
 
+if TYPE_CHECKING:
+    import xarray
+
 __all__ = ["Config", "compute", "draw", "of_seeds"]
 
 STEM = "similarity"
 SHOWS = "Similarity of representations between seeds and layers, under rewrites and through training."
-
-_PAIRS = ("measures", "items", "items")
-AXES = {
-    "matrix": _PAIRS,  # `matrices` of results: values of all pairs
-    "estimate": _PAIRS,  # `estimates`: the same without their bias
-    "low": _PAIRS,  # `lows`: lower ends of the intervals about estimates
-    "high": _PAIRS,  # `highs`: upper ends
-    "baseline": _PAIRS,  # `baselines`: values by chance
-    "through": ("measures", "epochs", "seeds", "seeds"),  # values of the last hidden layer between seeds
-    "course": ("measures", "ends", "epochs"),  # mean over pairs of seeds and the ends of its 90 % interval
-    "rewritten": ("measures", "rewrites", "seeds"),  # values of a network and its rewrites, last hidden layer
-    "chance": ("measures", "rewrites", "seeds"),  # the same with samples in another order
-    "calibrated": ("measures", "rewrites"),  # means over seeds, 0 for chance and 1 for a measure that does not move
-    "disagreement": ("seeds", "seeds"),  # share of samples to which two seeds give different classes
-    "jensen_shannon": ("seeds", "seeds"),  # divergence of their predictions
-    "points": ("items", "dimensions"),  # all representations in a plane, by angular distance
-    "test_error": ("seeds", "epochs"),  # along training
-    "diverged_at": ("seeds",),
-    "stress": (),  # Kruskal's stress-1 of the plane
-    "items": ("items",),  # layer and seed of the rows of matrices, pairs in results
-    "rewrites": ("rewrites",),
-    "ends": ("ends",),
-}
-"""Axes of the results."""
-
-UNITS = {"jensen_shannon": "nats"}
 
 REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
 """Measures on which rewrites are tried: of representations, measured once."""
@@ -137,20 +114,31 @@ class Snapshots(eqx.Module):
 
 
 def compute(
-    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
-) -> Results:
-    """Train, represent and compare; see `figures.Figure.compute`."""
-    return members.run(_computed, config, key, dataset, folder, progress)
+    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+) -> "xarray.Dataset":
+    """Train, represent and compare; see `figures.Figure.compute`.
+
+    Returns:
+        Items are a layer of a seed each, with coordinates `layer` and `seed`. By measure and pair of items: `matrix`,
+        the values; `estimate`, the same without their bias; `low` and `high`, 90 % intervals about the estimates;
+        `baseline`, the values by chance. Last hidden layer: `through` [measures, epochs, seeds, other_seeds], and its
+        `course`, the mean over pairs with the ends of its 90 % interval; `rewritten` [rewrite_measures, rewrites,
+        seeds], the values of a network and its rewrites, `chance`, the same with samples in another order, and
+        `calibrated`, means over seeds, 0 for chance and 1 for a measure that does not move. Between seeds,
+        `disagreement`, the share of samples with different classes, and `jensen_shannon`, the divergence of their
+        predictions. `points` [items, dimensions], all representations in a plane by angular distance, and its
+        `stress`, Kruskal's stress-1. Along training, `test_error`. Numbers of diverged seeds are NaN.
+    """
+    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
     observe = Snapshots(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images)
-    trained = members.train_members(config, key=train_key, data=data, parts=parts, observe=observe)
+    trained = members.train_members(config, key=train_key, data=data, cache=cache, observe=observe)
     keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
     layers = member_representations(trained.models, images)
-    items = tuple((layer, seed) for layer in layers for seed in range(config.num_seeds))
     group = members.rewritten_group(trained.models, images[0])
     variants = members.neuron_rewrites(config, group) | {"permuted": lambda model, key: permute(group, key=key)(model)}
     rewritten = {
@@ -167,35 +155,42 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
         **{f"training_{name}": partial(_through, name, observed, trained.alive) for name in config.measures},
         "plane_angular_distance": partial(_plane, "angular_distance", layers, start_key),
     }
-    found = {name: _without(part, trained.alive, items) for name, part in parts.get_all(jobs, "comparing").items()}
-
-    def of(kind: str, array: str) -> dict[str, np.ndarray]:
-        names = config.rewrite_measures if kind == "rewrites" else config.measures
-        return {name: found[f"{kind}_{name}"][array] for name in names}
-
+    found = cache.get_all(jobs, "comparing")
     plane, first = found["plane_angular_distance"], found[f"pairs_{config.measures[0]}"]
-    return trained.results(
-        config,
-        data,
-        parts,
-        items=items,
-        matrices=of("pairs", "matrix"),
-        estimates=of("pairs", "estimate"),
-        lows=of("pairs", "low"),
-        highs=of("pairs", "high"),
-        baselines=of("pairs", "baseline"),
-        through=of("training", "through"),
-        course=of("training", "course"),
-        rewritten=of("rewrites", "rewritten"),
-        chance=of("rewrites", "chance"),
-        calibrated=of("rewrites", "calibrated"),
-        disagreement=first["disagreement"],
-        jensen_shannon=first["jensen_shannon"],
-        points=plane["points"],
-        stress=float(plane["stress"]),
-        rewrites=np.asarray(REWRITES),
-        ends=np.asarray(("mean", "low", "high")),
-    )
+
+    def of(job: str, names: tuple[str, ...], arrays: str, *dims: str) -> dict[str, Any]:
+        axis = "rewrite_measures" if job == "rewrites" else "measures"
+        return {
+            array: ((axis, *dims), np.stack([found[f"{job}_{name}"][array] for name in names]))
+            for array in arrays.split()
+        }
+
+    variables = {
+        **of("pairs", config.measures, "matrix estimate low high baseline", "items", "other_items"),
+        **of("training", config.measures, "through", "epochs", "seeds", "other_seeds"),
+        **of("training", config.measures, "course", "ends", "epochs"),
+        **of("rewrites", config.rewrite_measures, "rewritten chance", "rewrites", "seeds"),
+        **of("rewrites", config.rewrite_measures, "calibrated", "rewrites"),
+        "disagreement": (("seeds", "other_seeds"), first["disagreement"]),
+        "jensen_shannon": (("seeds", "other_seeds"), first["jensen_shannon"], {"units": "nats"}),
+        "points": (("items", "dimensions"), plane["points"]),
+        "stress": ((), float(plane["stress"])),
+    }
+    count = config.num_seeds
+    items = {"layer": np.repeat(list(layers), count), "seed": np.tile(np.arange(count), len(layers))}
+    coords = {
+        **{name: ("items", values) for name, values in items.items()},
+        **{f"other_{name}": ("other_items", values) for name, values in items.items()},
+        "other_seeds": np.arange(count),
+        "measures": list(config.measures),
+        "rewrite_measures": list(config.rewrite_measures),
+        "rewrites": list(REWRITES),
+        "ends": ["mean", "low", "high"],
+    }
+    alive = {"seeds": trained.alive, "other_seeds": trained.alive}
+    alive |= {axis: trained.alive[items["seed"]] for axis in ("items", "other_items")}
+    # Means over seeds leave diverged ones out already.
+    return trained.dataset(data, without_diverged(variables, alive), coords)
 
 
 def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
@@ -250,77 +245,38 @@ def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
     return {"points": found.points, "stress": found.relative_stress}
 
 
-def _without(
-    part: dict[str, np.ndarray], alive: np.ndarray, items: tuple[tuple[str, int], ...]
-) -> dict[str, np.ndarray]:
-    """Return a part with NaN in the rows and columns of diverged seeds."""
-    if alive.all():
-        return part
-    gone = {len(alive): ~alive, len(items): np.array([not alive[seed] for _, seed in items])}
-    masked = {}
-    for name, value in part.items():
-        masked[name] = np.array(value, float)
-        if name in ("course", "calibrated"):  # these leave them out already
-            continue
-        for axis, size in enumerate(value.shape):
-            if size in gone:
-                masked[name][(slice(None),) * axis + (gone[size],)] = np.nan
-    return masked
-
-
-def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure by name."""
-    others = {
-        "matrix": results.matrices, "estimate": results.estimates, "low": results.lows, "high": results.highs,
-        "baseline": results.baselines, "items": np.asarray([f"{layer} {seed}" for layer, seed in results.items]),
-    }  # fmt: skip
-    return {name: others[name] if name in others else getattr(results, name) for name in AXES}
-
-
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    config = results.config
+    config = config_of(dataset)
     pairs = f"{config.num_seeds * (config.num_seeds - 1) // 2} pairs of seeds"
     return (
         f"Similarity of the representations of {config.num_samples} test images. (a) Values of all pairs of "
         f"{config.num_seeds} seeds and their layers. (b) A network and its rewrites with the same function, last "
         f"hidden layer, means over {config.num_seeds} seeds. (c) During training, means over {pairs} with 90 % "
         f"intervals over the seeds. (d) The same {pairs} after training, by the share of images that they classify "
-        "differently: estimates (values without their bias), with 90 % intervals over blocks of images; dotted, "
-        f"values by chance. (e) All representations in a plane by angular_distance, stress {results.stress:.2f}. "
-        f"Data: {headline(results)}."
+        "differently: estimates (values without their bias), with 90 % intervals over blocks of images; dotted, values "
+        f"by chance. (e) All representations in a plane by angular_distance, stress {dataset.stress.item():.2f}. "
+        f"Data: {headline(dataset)}."
     )
 
 
-def headline(results: Results) -> str:
+def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data and the size of the run."""
-    return f"{members.headline(results)}; {results.config.num_samples} samples"
+    return f"{members.headline(dataset)}; {config_of(dataset).num_samples} samples"
 
 
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON beside the figure."""
-    return {
-        "figure": "similarity",
-        "config": results.config,
-        "data": results.data,
-        "items": [f"{layer} {seed}" for layer, seed in results.items],
-        "stress of the plane": results.stress,
-    }
-
-
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per measure: between seeds by layer, by chance, and under rewrites."""
-    layers = list(dict.fromkeys(layer for layer, _ in results.items))
-    rows = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]]
-    for name in dict.fromkeys((*results.matrices, *results.rewritten)):
-        cells = [""] * (len(layers) + 1)
-        if name in results.matrices:
-            own = [of_seeds(results.items, results.matrices[name], layer) for layer in layers]
-            cells = [
-                *(cell(values, 3) for values in own),
-                cell(of_seeds(results.items, results.baselines[name], layers[0]), 3),
-            ]
-        moved = results.rewritten.get(name)
-        cells += [cell(values, 3) for values in moved] if moved is not None else [""] * len(REWRITES)
-        rows.append([name, *cells])
-    return rows
+    layers = layers_of(dataset)
+    names = dict.fromkeys((*dataset.measures.values, *dataset.rewrite_measures.values))
+    shown = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *REWRITES]]
+    for name in names:
+        cells, moved = [""] * (len(layers) + 1), [""] * len(REWRITES)
+        if name in dataset.measures:
+            matrix, baseline = (dataset[kind].sel(measures=name) for kind in ("matrix", "baseline"))
+            cells = [cell(of_seeds(matrix, layer), 3) for layer in layers]
+            cells.append(cell(of_seeds(baseline, layers[0]), 3))
+        if name in dataset.rewrite_measures:
+            moved = [cell(values, 3) for values in dataset.rewritten.sel(rewrite_measures=name)]
+        shown.append([name, *cells, *moved])
+    return shown

@@ -9,7 +9,7 @@ seed (the largest that is stable for all its networks) show the effect of the ra
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import equinox as eqx
 import jax
@@ -24,33 +24,22 @@ from dissociation._core.checks import check_choice, check_count, check_distinct,
 from dissociation.data._datasets import Dataset
 from dissociation.data._tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures import _members as members
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
+from dissociation.figures._harness import config_of, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
-from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell, masked_job
 from dissociation.measures._probes import stable_step_size
 from dissociation.measures._transfer import transfer_errors
 from dissociation.plotting import _axes as plotting
 
+if TYPE_CHECKING:
+    import xarray
+
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "transfer"
 SHOWS = "Transfer error of function-preserving rewrites against the sample budget."
-
-AXES = {
-    "budgets": ("budgets",),  # samples that the probes had
-    "transfer_error": ("tasks", "probes", "variants", "seeds", "budgets"),  # 1 - accuracy on held-out folds
-    "clean_error": ("variants", "seeds"),  # test error on the digits themselves
-    "test_error": ("seeds", "epochs"),  # along training
-    "diverged_at": ("seeds",),
-}
-"""Axes of the results; `certificates` is in addition, see `robustness.AXES`."""
-
-UNITS = {"budgets": "samples"}
-
-LABELS = {"trained": "trained", "scaled": "scaled", "duplicated": "duplicated", "zero": "zero neurons"}
-"""Names of the variants in the figure, in the order of its legend."""
 
 TASKS = {"rotation": "quarter turns", "coarse": "least prime factor"}
 """Titles of the probes' tasks in figure, caption and table."""
@@ -108,15 +97,21 @@ class Config(members.Config):
 
 
 def compute(
-    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
-) -> Results:
-    """Train, rewrite and probe; see `figures.Figure.compute`."""
-    return members.run(_computed, config, key, dataset, folder, progress)
+    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+) -> "xarray.Dataset":
+    """Train, rewrite and probe; see `figures.Figure.compute`.
+
+    Returns:
+        `transfer_error` [tasks, probes, variants, seeds, budgets], 1 - accuracy on held-out folds; `clean_error`
+        [variants, seeds], test error on the digits themselves; along training, `test_error` [seeds, epochs]. Over all
+        seeds, the certificate of each variant on the test images, see `rewrites.Certificate`.
+    """
+    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
     train_key, rewrite_key, rotation_key, coarse_key = jax.random.split(key, 4)
-    trained = members.train_members(config, key=train_key, data=data, parts=parts)
+    trained = members.train_members(config, key=train_key, data=data, cache=cache)
     keys = jax.random.split(rewrite_key, config.num_seeds)
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     tasks = {
@@ -138,43 +133,40 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
         for probe in config.probes
         for name in variants
     }
-    found = parts.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "probing")
-    return trained.results(
-        config,
-        data,
-        parts,
-        budgets=(fractions * len(images) + 1e-6).astype(int),
-        transfer_error={
-            task: {
-                probe: {name: found[f"{name}_{task}_{probe}"]["error"] for name in variants} for probe in config.probes
-            }
-            for task in TASKS
-        },
-        **members.certified(found, variants, trained.alive),
-    )
+    found = cache.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "probing")
+    errors = [
+        [[found[f"{name}_{task}_{probe}"]["error"] for name in variants] for probe in config.probes] for task in TASKS
+    ]
+    variables = {"transfer_error": (("tasks", "probes", "variants", "seeds", "budgets"), np.array(errors))}
+    coords = {
+        "tasks": list(TASKS),
+        "probes": list(config.probes),
+        "variants": list(variants),
+        "budgets": ("budgets", (fractions * len(images) + 1e-6).astype(int), {"units": "samples"}),
+    }
+    return trained.dataset(data, variables | members.certified(found, variants, trained.alive), coords)
 
 
-def draw(results: Results) -> Figure:
+def draw(dataset: "xarray.Dataset") -> Figure:
     """Draw transfer error by sample budget, and what rewrites add: two rows a task, a column a probe; 1.62 inches."""
-    first, last = results.budgets[-1] / 10, results.budgets[-1]
-    ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
-    probes = results.config.probes
-    looks = plotting.looks(LABELS)
+    budgets, steps = dataset.budgets.values, config_of(dataset).gradient_steps
+    first, last = budgets[-1] / 10, budgets[-1]
+    ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= budgets[0]]
+    probes, looks = dataset.probes.values, plotting.looks(dataset.variants.values)
     with plotting.house_style():
         figure, axes = plt.subplots(2 * len(TASKS), len(probes), figsize=(1.62 * len(probes), 4.6), squeeze=False)
-        for (task, title), rows in zip(TASKS.items(), (axes[:2], axes[2:]), strict=True):
-            for above, below, probe in zip(*rows, probes, strict=True):
-                curves = results.transfer_error[task][probe]
-                for variant, errors in curves.items():
-                    look = looks[variant]
-                    plotting.band(above, results.budgets, errors, label=LABELS[variant], within=(1e-4, 1.0), **look)
-                plotting.differences(below, results.budgets, curves, names=LABELS, looks=looks)
-                above.set_title(f"{title},\n{PROBES[probe].format(results.config.gradient_steps)}")
+        for (task, title), pair in zip(TASKS.items(), (axes[:2], axes[2:]), strict=True):
+            for above, below, probe in zip(*pair, probes, strict=True):
+                curves = rows(dataset.transfer_error.sel(tasks=task, probes=probe), "variants")
+                for name, errors in curves.items():
+                    plotting.band(above, budgets, errors, label=name, within=(1e-4, 1.0), **looks[name])
+                plotting.differences(below, budgets, curves, looks=looks)
+                above.set_title(f"{title},\n{PROBES[probe].format(steps)}")
                 plotting.log_height(above)
-            rows[0, 0].set_ylabel("transfer error (log)")
-            rows[1, 0].set_ylabel("added transfer error")
+            pair[0, 0].set_ylabel("transfer error (log)")
+            pair[1, 0].set_ylabel("added transfer error")
         for panel in axes.flat:
-            panel.set(xscale="log", xlim=(first if len(results.budgets) == 1 else max(first, results.budgets[0]), last))
+            panel.set(xscale="log", xlim=(first if len(budgets) == 1 else max(first, budgets[0]), last))
             panel.xaxis.set_major_locator(FixedLocator(ticks))
             panel.xaxis.set_major_formatter(ScalarFormatter())
             panel.xaxis.set_minor_locator(NullLocator())
@@ -187,46 +179,31 @@ def draw(results: Results) -> Figure:
     return figure
 
 
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    count = len(results.config.probes)
-    rows = ["abcdefghijkl"[first : first + count] for first in range(0, 4 * count, count)]
-    a, c, e, g = (", ".join(row) for row in rows)
-    probes = [variants for task in results.transfer_error.values() for variants in task.values()]
-    curves = [errors for variants in probes for errors in variants.values()]
+    count = len(dataset.probes)
+    a, c, e, g = (", ".join("abcdefghijkl"[first : first + count]) for first in range(0, 4 * count, count))
+    errors = dataset.transfer_error
+    curves = errors.values.reshape(-1, *errors.shape[-2:])
     return (
         "Error of linear probes on the last hidden layer of trained networks, and of rewrites that keep the "
-        f"function, by the number of test images (up to {results.budgets[-1]}) from which the probes learn: "
+        f"function, by the number of test images (up to {dataset.budgets.values[-1]}) from which the probes learn: "
         f"{TASKS['rotation']} ({a}) and {TASKS['coarse']} ({e}). Below ({c}, {g}), the error that a rewrite adds to "
-        f"the same seed's trained network. {plotting.drawn_as(*curves)} Data: {headline(results)}."
+        f"the same seed's trained network. {plotting.drawn_as(*curves)} Data: {headline(dataset)}."
     )
 
 
-def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure by name."""
-    return {name: getattr(results, name) for name in AXES}
-
-
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON beside the figure."""
-    return {
-        "figure": "transfer",
-        "config": results.config,
-        "data": results.data,
-        "certificates on the test images": {LABELS[name]: found for name, found in results.certificates.items()},
-    }
-
-
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per variant: transfer errors (%) with all samples, and function changes."""
-    names = [(task, probe) for task in TASKS for probe in results.config.probes]
-    rows = [["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]]
-    for variant, certificate in results.certificates.items():
-        errors = [results.transfer_error[task][probe][variant][:, -1] for task, probe in names]
-        cells = [cell(error, factor=100, unit=" %") for error in errors]
-        changes = [f"{certificate['max_abs_change']:.1e}", f"{certificate['changed_predictions']:.0f}"]
-        rows.append([LABELS[variant], *cells, *changes])
-    return rows
+    names = [(task, probe) for task in TASKS for probe in dataset.probes.values]
+    header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
+    shown = [header]
+    for name in dataset.variants.values:
+        one = dataset.sel(variants=name)
+        errors = [one.transfer_error.sel(tasks=task, probes=probe)[:, -1] for task, probe in names]
+        changes = [f"{one.max_abs_change.item():.1e}", f"{one.changed_predictions.item():.0f}"]
+        shown.append([name, *(cell(error, factor=100, unit=" %") for error in errors), *changes])
+    return shown
 
 
 def _curves(

@@ -160,7 +160,7 @@ def differences(
     x: Real[np.ndarray, " points"],
     curves: Mapping[str, Float[np.ndarray, "members points"]],
     *,
-    names: Mapping[str, str],
+    names: Mapping[str, str] | None = None,
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Draw each variant less the first, paired by members, and name variants that hardly differ from it.
@@ -169,10 +169,11 @@ def differences(
         axes: Axes to draw on.
         x: Positions, [points].
         curves: Curves [members, points] by variant, with the same members.
-        names: Names of variants in the legend.
+        names: Names of variants in the legend, by default the keys of `curves`.
         looks: Options of the variants' lines.
     """
     first, *others = curves
+    names = dict(zip(curves, curves, strict=True)) if names is None else names
     paired = {name: curves[name] - curves[first] for name in others}
     axes.axhline(0, color="black", linewidth=0.5)
     for name, values in paired.items():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,8 +18,7 @@ from jaxtyping import Array
 
 from dissociation._core import checks, files
 from dissociation._core.keys import typed
-from dissociation._core.labelled import Labelled, label
-from dissociation._core.results import Labels, Over, label_tree
+from dissociation._core.results import Labels, Over, check_names, dataset_of
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
@@ -37,6 +36,9 @@ from dissociation.training._samplers import HostBatches, Sampler, as_arrays, lea
 from dissociation.training._sharding import member_devices
 from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state, transformation
 from dissociation.training._traced import trace
+
+if TYPE_CHECKING:
+    import xarray
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +64,12 @@ class FitResult(NamedTuple):
     seconds: float
     state: State
 
-    def labelled(self, over: Over = None) -> Labelled:
-        """Label the history, see `History.labelled`, and `diverged_at` [members]."""
+    def to_xarray(self, over: Over = None) -> "xarray.Dataset":
+        """Return the history, see `History.to_xarray`, and `diverged_at` [members]."""
         attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
-        return labelled_fit(self.history, self.diverged_at, over, attrs)
+        return dataset_of_fit(self.history, self.diverged_at, over).assign_attrs(attrs)
 
-    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+    to_dataframe, save = Labels.to_dataframe, Labels.save
 
     def __repr__(self) -> str:
         members = f"{self.diverged_at.size} of {type(self.models).__name__}, {np.sum(self.diverged_at >= 0)} diverged"
@@ -76,13 +78,9 @@ class FitResult(NamedTuple):
         )
 
 
-def labelled_fit(
-    history: History, diverged_at: np.ndarray, over: Over, attrs: dict[str, Any] | None = None
-) -> Labelled:
-    """Label a history, see `History.labelled`, and `diverged_at` [members]."""
-    ended = label_tree({"diverged_at": diverged_at}, "members" if over is None else over)
-    done = history.labelled(over)
-    return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords, attrs=attrs or {})
+def dataset_of_fit(history: History, diverged_at: np.ndarray, over: Over) -> "xarray.Dataset":
+    """Return a history, see `History.to_xarray`, and `diverged_at` [members]."""
+    return history.to_xarray(over).merge(dataset_of({"diverged_at": diverged_at}, "members" if over is None else over))
 
 
 @validated
@@ -163,7 +161,8 @@ def fit(
     order_keys = order_keys if sampler.shared else local.take(order_keys)
     with terminations_interrupt(), closing(Batches(mine, order_keys)) as batches:
         run = Run(local.take(state), step, batches, local.take(own_keys), save, layout, heard, local)
-        _check_names(run)
+        check_names("save", run.observe and run.observe.out, "observed")
+        check_names("step", run.info[1], "metrics")
         if not local.alone:
             run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
         file = None
@@ -244,18 +243,6 @@ def _resumed(layout: Layout, path: Path | None) -> Layout:
     if "layout" not in header or header["format"] > FORMAT:  # `Checkpoint.check` raises for a later format
         return layout
     return layout.resumed(header["layout"])
-
-
-def _check_names(run: Run) -> None:
-    """Raise early if a record has a name that no file of results can hold."""
-    nothing = History(np.zeros((run.num_members, 0)), np.zeros(0, int), None, None, 0)
-    for name, field, tree in (("save", "observed", run.observe and run.observe.out), ("step", "metrics", run.info[1])):
-        empty = jax.tree.map(lambda leaf: np.zeros((run.num_members, 0, *leaf.shape), bool), tree)
-        try:
-            nothing._replace(**{field: empty if jax.tree.leaves(empty) else None}).labelled()
-        except checks.WrongValue as error:
-            words = f"`{name}` must record under names that a file of results can hold: {error}"
-            raise checks.WrongValue(words) from error
 
 
 def _callback(index: int, given: Any) -> Callback:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,7 +18,6 @@ from jaxtyping import Array, PyTree
 
 from dissociation._core import checks, files
 from dissociation._core.keys import typed
-from dissociation._core.labelled import Labelled
 from dissociation._core.results import Labels, Over
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -27,7 +26,7 @@ from dissociation.training import _distributed as distributed
 from dissociation.training import _memory as memory
 from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import Layout, stored_layout
-from dissociation.training._fitting import estimated_bytes, fit, labelled_fit
+from dissociation.training._fitting import dataset_of_fit, estimated_bytes, fit
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._progress import MeterFactory, open_meter
@@ -35,6 +34,9 @@ from dissociation.training._records import History, Save
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
+
+if TYPE_CHECKING:
+    import xarray
 
 MANIFEST = "sweep.json"
 """File with the settings of a sweep and its finished groups."""
@@ -82,11 +84,11 @@ class GridResult(NamedTuple):
     def __repr__(self) -> str:
         return f"GridResult({self.grid}, {self.plan}, {sum(self.seconds):.0f} s)"
 
-    def labelled(self, over: Over = None) -> Labelled:
-        """Label the history along the grid's axes, see `History.labelled`, and `diverged_at`."""
-        return labelled_fit(self.history, self.diverged_at, self.grid if over is None else over)
+    def to_xarray(self, over: Over = None) -> "xarray.Dataset":
+        """Return the history along the grid's axes, see `History.to_xarray`, and `diverged_at`."""
+        return dataset_of_fit(self.history, self.diverged_at, self.grid if over is None else over)
 
-    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+    to_dataframe, save = Labels.to_dataframe, Labels.save
 
 
 @eqx.filter_jit

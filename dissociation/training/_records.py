@@ -1,15 +1,17 @@
 """Records of a run: `Save` selects them, and a `History` holds them."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from dissociation._core import checks
-from dissociation._core.labelled import Labelled, label
-from dissociation._core.results import Labels, Over, label_tree, printed
+from dissociation._core.results import Labels, Over, dataset_of, printed
 from dissociation._core.validation import validated
+
+if TYPE_CHECKING:
+    import xarray
 
 
 class History(NamedTuple):
@@ -29,8 +31,8 @@ class History(NamedTuple):
     metrics: Any
     first_step: int
 
-    def labelled(self, over: Over = None) -> Labelled:
-        """Label losses and metrics along steps, and observations along the steps of the records.
+    def to_xarray(self, over: Over = None) -> "xarray.Dataset":
+        """Return losses and metrics along steps, and observations along the steps of the records.
 
         Args:
             over: Name or axes of the members: a name, `{"seeds": [0, 1]}`, or a sweep's `training.Grid`.
@@ -41,13 +43,13 @@ class History(NamedTuple):
         """
         over = "members" if over is None else over
         steps = self.first_step + np.arange(self.loss.shape[1])
-        done = label_tree({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
+        done = dataset_of({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
         if self.observed is None:
             return done
-        seen = label_tree({"observed": self.observed}, over, then={"observed_at": self.observed_at})
-        return label({**done.arrays, **seen.arrays}, {**done.dims, **seen.dims}, coords={**done.coords, **seen.coords})
+        seen = dataset_of({"observed": self.observed}, over, then={"observed_at": self.observed_at})
+        return done.merge(seen)
 
-    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+    to_dataframe, save = Labels.to_dataframe, Labels.save
     __repr__ = printed
 
 

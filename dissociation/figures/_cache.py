@@ -1,6 +1,6 @@
-"""Parts of a run on disk, from which a figure resumes, and the description of a run.
+"""Cached arrays of a run, from which a figure resumes, and the description of a run.
 
-A digest of the run and a checksum detect parts that were changed, renamed or copied from another run.
+A digest of the run and a checksum detect arrays that were changed, renamed or copied from another run.
 """
 
 import json
@@ -19,14 +19,13 @@ import numpy as np
 
 from dissociation._core import checks
 from dissociation._core.files import RefusedFile, locked, reason_of, replacing, write_bytes
-from dissociation._core.labelled import as_json
+from dissociation._core.datasets import as_json
 from dissociation.figures import _provenance as provenance
 from dissociation.training import _checkpoint as checkpoint
 from dissociation.training import _distributed as distributed
 from dissociation.training._progress import MeterFactory, open_meter
 
 Arrays = dict[str, np.ndarray]
-Folder = str | os.PathLike[str] | None
 AnyMeter = str | MeterFactory | None
 
 IDENTITY = "identity.json"
@@ -122,7 +121,7 @@ def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
     return digest_of(identity)
 
 
-class Parts:
+class Cache:
     """Named parts of a long computation, each saved in a folder when it is computed; a context manager.
 
     A part is a dictionary of arrays. A folder has one identity (configuration, key and data), else an error is raised,
@@ -134,14 +133,15 @@ class Parts:
         progress: Meter of `get_all`, see `open_meter`.
     """
 
-    def __init__(self, folder: Folder, identity: Mapping[str, Any], progress: AnyMeter = None):
+    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any], progress: AnyMeter = None):
         self.folder = None if folder is None else Path(folder)
         self.identity, self.digest = as_json(dict(identity)), digest_of(identity)
         self.progress = progress
         self.seconds: dict[str, float] = {}
+        self.network: Any = None  # one of the networks of the run, which the report shows
         self._held = ExitStack()
 
-    def __enter__(self) -> "Parts":
+    def __enter__(self) -> "Cache":
         """Lock the folder.
 
         Raises:
@@ -212,3 +212,7 @@ class Parts:
                 found[name] = self.get(name, compute)
             meter.advance(len(jobs), "done")
         return found
+
+
+CacheFolder = str | os.PathLike[str] | Cache | None
+"""Folder of cached arrays, or an open cache of this run; None keeps nothing."""

@@ -1,0 +1,231 @@
+"""Datasets of xarray with named axes, and files that restore every bit of them."""
+
+import dataclasses
+import importlib
+import io
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dissociation._core.checks import fail, fail_kind, is_traced
+from dissociation._core.files import RefusedFile, reason_of, replacing, write_bytes
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+_AXES, _REST = "axes", "labelled"
+_RESERVED = (_AXES, _REST, "file", "allow_pickle")
+"""Names that arrays in an `.npz` file cannot have."""
+
+_KINDS = {".npz": (b"PK", "zip archive"), ".nc": (b"\x89HDF", "HDF5 file")}
+"""First bytes and format of result files, by suffix."""
+
+
+def make_dataset(
+    arrays: Mapping[str, Any],
+    dims: Mapping[str, Sequence[str]],
+    *,
+    coords: Mapping[str, Any] | None = None,
+    units: Mapping[str, str] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+) -> "xarray.Dataset":
+    """Return a dataset of arrays with named axes.
+
+    An array with the name of its only axis becomes a coordinate. The second of two equal axes of an array is called
+    `other_<axis>`. Without a coordinate, an axis that differs in length between arrays is called `<axis>_<length>`.
+    Attributes of compound types become JSON.
+    """
+    import xarray
+
+    beside = coords or {}
+    host = {name: _on_host(name, value) for name, value in {**arrays, **beside}.items()}
+    axes = {name: tuple(dims.get(name, (name,) if name in beside else ())) for name in host}
+    for name, array in host.items():
+        check_name(name)
+        if len(axes[name]) != array.ndim:
+            fail("dims", f"name the axes of {name}, of shape {array.shape}", axes[name])
+    indices = {name for name in host if axes[name] == (name,)}
+    lengths: dict[str, set[int]] = {}
+    for name, array in host.items():
+        for axis, size in zip(axes[name], array.shape, strict=True):
+            lengths.setdefault(axis, set()).add(size)
+    several = {axis for axis, sizes in lengths.items() if len(sizes) > 1} - indices
+    axes = {name: tuple(_distinct(own, host[name].shape, several)) for name, own in axes.items()}
+    for axis in {axis for own in axes.values() for axis in own} - indices:
+        if (same := axis.removeprefix("other_")) in indices:
+            host[axis], axes[axis] = host[same], (axis,)
+    made = {
+        name: (axes[name], array, {"units": units[name]} if units and name in units else {})
+        for name, array in host.items()
+    }
+    plain = {name: value if type(value) in (str, int, float) else json.dumps(value) for name, value in as_json(attrs or {}).items()}
+    return xarray.Dataset(made, attrs=plain).set_coords([name for name in beside])
+
+
+def check_name(name: str) -> None:
+    """Raise if an array in a file of results cannot have this name."""
+    if name in _RESERVED or not name or "/" in name:
+        fail("arrays", f"have names other than {', '.join(_RESERVED)}, without a slash", repr(name))
+
+
+def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]) -> Iterator[str]:
+    """Yield the axes, so that none occurs twice and those of several lengths end in their length."""
+    for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+        earlier = axes[:i].count(axis)
+        mark = "" if not earlier else "other_" if earlier == 1 else f"other{earlier}_"
+        yield mark + (f"{axis}_{size}" if axis in several else axis)
+
+
+def _on_host(name: str, value: Any) -> np.ndarray:
+    if is_traced(value):
+        fail_kind(name, "be known", "a traced value", "Label results outside of transformations")
+    array = np.asarray(value)
+    if array.dtype == object and all(isinstance(item, str) for item in array.flat):
+        array = array.astype(str)
+    if array.dtype.kind == "V":  # half precisions that NumPy does not know
+        array = array.astype(np.float32)
+    if array.dtype.kind not in "biufcU":
+        fail_kind(name, "hold numbers, booleans or text", f"entries of dtype {array.dtype}")
+    return array
+
+
+def as_json(value: Any) -> Any:
+    """Return a value after a round trip through JSON."""
+    return json.loads(json.dumps(value, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    array = np.asarray(value)
+    return array.tolist() if array.dtype.kind in "biufU" else str(value)
+
+
+def tables_of(dataset: "xarray.Dataset") -> "dict[tuple[str, ...], pandas.DataFrame]":
+    """Return tidy tables by the names of their axes, one per set of axes, with a row per position along the axes."""
+    import pandas
+
+    groups: dict[frozenset[Any], list[Any]] = {}
+    for name, array in dataset.items():
+        groups.setdefault(frozenset(array.dims), []).append(name)
+    found = {}
+    for names in groups.values():
+        part, dims = dataset[names], tuple(map(str, dataset[names[0]].dims))
+        if dims:
+            table = part.to_dataframe(dim_order=dims).reset_index()
+            others = [str(name) for name in part.coords if name not in dims]
+            found[dims] = table[[*dims, *others, *names]]
+        else:
+            found[dims] = pandas.DataFrame({name: [part[name].item()] for name in names})
+    return found
+
+
+def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Path:
+    """Write a dataset to a file that `load_results` reads, atomically, and return its path.
+
+    Args:
+        dataset: Result of a figure, or of `to_xarray`: coordinates have one axis; numbers, booleans or text.
+        path: Path that ends in ".npz", or in ".nc" (needs h5netcdf). Complex numbers in ".nc" have the HDF5 form of
+            h5py and NumPy.
+
+    Raises:
+        ValueError: If the path ends otherwise.
+        ImportError: If h5netcdf is not installed.
+        OSError: If the file cannot be written.
+    """
+    target = Path(path)
+    arrays = {str(name): array.values for name, array in dataset.variables.items()}
+    if target.suffix == ".npz":
+        rest = {
+            "coords": list(dataset.coords), "attrs": dataset.attrs,
+            "units": {name: array.attrs["units"] for name, array in dataset.variables.items() if "units" in array.attrs},
+        }  # fmt: skip
+        dims = {name: array.dims for name, array in dataset.variables.items()}
+        texts = {_AXES: np.asarray(json.dumps(dims)), _REST: np.asarray(json.dumps(rest))}
+        with replacing(target) as file:
+            np.savez_compressed(file, **arrays, **texts)  # pyright: ignore[reportArgumentType]
+    elif target.suffix == ".nc":
+        _netcdf()
+        rest = json.dumps({"dtypes": {name: array.dtype.str for name, array in arrays.items()}, "attrs": dataset.attrs})
+        drawn = io.BytesIO()
+        dataset.assign_attrs({_REST: rest}).to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True)
+        write_bytes(target, drawn.getvalue())
+    else:
+        fail("path", "end in .npz or .nc", target.name)
+    return target
+
+
+def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
+    """Read a file that `save_results` or the command line wrote.
+
+    Args:
+        path: Path that ends in ".npz" or ".nc" (needs h5netcdf).
+
+    Returns:
+        The arrays with their axes, coordinates, units and attributes.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        RefusedFile: If it is broken, a folder, or not a file of results.
+        OSError: If it cannot be read.
+        ValueError: If the path ends otherwise.
+        ImportError: If h5netcdf is not installed.
+    """
+    source = Path(path)
+    if source.suffix not in _KINDS:
+        fail("path", "end in .npz or .nc", source.name)
+    if source.is_dir():
+        raise RefusedFile(f"{source} is a folder, not a file of results.")
+    if not source.is_file():
+        raise FileNotFoundError(f"`path` must be a file of results, got {source}, which does not exist.")
+    if source.suffix == ".nc":
+        _netcdf()
+    start, kind = _KINDS[source.suffix]
+    with source.open("rb") as file:  # an unreadable file is not a broken one
+        begun = file.read(len(start))
+    if begun != start:
+        found = f"not a {kind}, as {source.suffix} files of results are" if begun else "empty"
+        raise RefusedFile(f"{source} is broken, or not a file of results: it is {found}.")
+    read = _read_npz if source.suffix == ".npz" else _read_netcdf
+    broken = (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error, OSError)
+    try:
+        return read(source)
+    except broken as error:
+        raise RefusedFile(f"{source} is broken, or not a file of results: {reason_of(error)}.") from error
+
+
+def _read_npz(path: Path) -> "xarray.Dataset":
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    dims, rest = json.loads(str(arrays.pop(_AXES))), json.loads(str(arrays.pop(_REST, "{}")))
+    if not isinstance(dims, dict) or not isinstance(rest, dict):
+        raise ValueError("the description of its arrays is not a dictionary")
+    coords = {name: arrays.pop(name) for name in rest.get("coords", ())}
+    return make_dataset(arrays, dims, coords=coords, units=rest.get("units"), attrs=rest.get("attrs"))
+
+
+def _read_netcdf(path: Path) -> "xarray.Dataset":
+    import xarray
+
+    options = {"engine": "h5netcdf", "decode_times": False, "decode_timedelta": False, "phony_dims": "access"}
+    with xarray.open_dataset(path, **options) as file:
+        data = file.load()
+    rest = json.loads(data.attrs[_REST])
+    kinds = {name: data[name].values.astype(kind) for name, kind in rest["dtypes"].items()}
+    data = data.assign({name: (data[name].dims, values, data[name].attrs) for name, values in kinds.items()})
+    data.attrs = rest["attrs"]
+    return data
+
+
+def _netcdf() -> None:
+    try:
+        importlib.import_module("h5netcdf")
+    except ImportError as error:
+        raise ImportError("h5netcdf must be installed for .nc files: pip install 'dissociation[netcdf]'.") from error

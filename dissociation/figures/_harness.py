@@ -1,0 +1,63 @@
+"""Harness of figures: from configuration, data and cache to a dataset, and from a dataset to its settings."""
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Array
+
+from dissociation._core.datasets import as_json
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder, identity_of
+
+if TYPE_CHECKING:
+    import xarray
+
+
+def run(
+    body: Callable[..., "xarray.Dataset"],
+    config: Any,
+    *,
+    key: Array,
+    data: Any,
+    cache: CacheFolder,
+    progress: AnyMeter = None,
+) -> "xarray.Dataset":
+    """Return `body(config, key, data, cache)`, a dataset, with configuration and wall times as attributes.
+
+    Args:
+        body: Function that computes the dataset; it takes cached arrays from an open `Cache`.
+        config: Options of the figure.
+        key: Key of all randomness.
+        data: Data, or None if the figure simulates them.
+        cache: Folder of cached arrays, or an open `Cache` of this run; None keeps nothing.
+        progress: Meter, see `open_meter`.
+    """
+    if isinstance(cache, Cache):
+        return _described(body(config, key, data, cache), config, cache)
+    with Cache(cache, identity_of(config, key, np.zeros(0) if data is None else data), progress) as opened:
+        return _described(body(config, key, data, opened), config, opened)
+
+
+def _described(dataset: "xarray.Dataset", config: Any, cache: Cache) -> "xarray.Dataset":
+    return dataset.assign_attrs(config=json.dumps(as_json(config)), seconds=json.dumps(cache.seconds))
+
+
+def decoded(value: Any) -> Any:
+    """Return an attribute of a dataset as it was before it became JSON."""
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError):  # a number or a sentence
+        return value
+
+
+def config_of(dataset: "xarray.Dataset") -> SimpleNamespace:
+    """Return the configuration of a figure's dataset; tuples are lists."""
+    return SimpleNamespace(**json.loads(dataset.attrs["config"]))
+
+
+def rows(array: "xarray.DataArray", axis: str) -> "dict[str, np.ndarray]":
+    """Return the arrays along an axis by coordinate, without those that are NaN throughout."""
+    known = {str(name): array.sel({axis: name}).values for name in array[axis].values}
+    return {name: values for name, values in known.items() if not np.isnan(values).all()}
