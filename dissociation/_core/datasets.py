@@ -65,8 +65,9 @@ def make_dataset(
         name: (axes[name], array, {"units": units[name]} if units and name in units else {})
         for name, array in host.items()
     }
-    plain = {name: value if type(value) in (str, int, float) else json.dumps(value) for name, value in as_json(attrs or {}).items()}
-    return xarray.Dataset(made, attrs=plain).set_coords([name for name in beside])
+    known = as_json(attrs or {})
+    plain = {name: value if type(value) in (str, int, float) else json.dumps(value) for name, value in known.items()}
+    return xarray.Dataset(made, attrs=plain).set_coords(list(beside))
 
 
 def check_name(name: str) -> None:
@@ -143,11 +144,9 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
     target = Path(path)
     arrays = {str(name): array.values for name, array in dataset.variables.items()}
     if target.suffix == ".npz":
-        rest = {
-            "coords": list(dataset.coords), "attrs": dataset.attrs,
-            "units": {name: array.attrs["units"] for name, array in dataset.variables.items() if "units" in array.attrs},
-        }  # fmt: skip
         dims = {name: array.dims for name, array in dataset.variables.items()}
+        units = {name: array.attrs["units"] for name, array in dataset.variables.items() if "units" in array.attrs}
+        rest = {"coords": list(dataset.coords), "units": units, "attrs": dataset.attrs}
         texts = {_AXES: np.asarray(json.dumps(dims)), _REST: np.asarray(json.dumps(rest))}
         with replacing(target) as file:
             np.savez_compressed(file, **arrays, **texts)  # pyright: ignore[reportArgumentType]

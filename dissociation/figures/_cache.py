@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation._core import checks
-from dissociation._core.files import RefusedFile, locked, reason_of, replacing, write_bytes
 from dissociation._core.datasets import as_json
+from dissociation._core.files import RefusedFile, locked, reason_of, replacing, write_bytes
 from dissociation.figures import _provenance as provenance
 from dissociation.training import _checkpoint as checkpoint
 from dissociation.training import _distributed as distributed

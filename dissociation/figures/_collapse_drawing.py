@@ -1,17 +1,21 @@
-"""Drawing of the figure `collapse`, panel by panel, from its results.
+"""Drawing of the figure `collapse`, panel by panel, from its dataset.
 
 Colours and markers are weight decays, dashes kinds of curves; curves of a single weight decay are black.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dissociation.figures._harness import config_of
 from dissociation.plotting import _axes as plotting
+
+if TYPE_CHECKING:
+    import xarray
 
 SHOWN_POINTS = 400
 """Largest number of samples per class and split in the plane of two classes."""
@@ -24,14 +28,14 @@ _PAIRS = {
 """Symbols and labels of the measures of the information plane, by name for inputs or labels."""
 
 
-def draw(results: Any) -> Figure:
+def draw(dataset: "xarray.Dataset") -> Figure:
     """Draw every panel that has numbers, three per row; 7.2 inches wide, 2.3 inches per row."""
-    panels = _panels(results)
+    panels = _panels(dataset)
     rows = -(-len(panels) // 3)
     with plotting.house_style():
         figure, axes = plt.subplots(rows, 3, figsize=(7.2, 2.3 * rows + 0.3), squeeze=False)
         for axis, (panel, _) in zip(axes.flat, panels, strict=False):
-            panel(axis, results)
+            panel(axis, dataset)
         for axis in axes.flat[len(panels) :]:
             axis.remove()
         plotting.letter(*axes.flat[: len(panels)])
@@ -41,19 +45,20 @@ def draw(results: Any) -> Figure:
     return figure
 
 
-def caption(results: Any) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption without the data, which the headline has."""
-    said = "; ".join(f"({'abcdefghijkl'[index]}) {words}" for index, (_, words) in enumerate(_panels(results)))
-    curves = [*results.series["test_accuracy"], *results.series["rnc1_score"]]
-    steps = f"Information is measured {len(results.information_step)} times. " if results.information else ""
+    said = "; ".join(f"({'abcdefghijkl'[index]}) {words}" for index, (_, words) in enumerate(_panels(dataset)))
+    curves = [*dataset.test_accuracy.values, *dataset.rnc1_score.values]
+    count = len(dataset.information_step) if "mi_zx_compression" in dataset else 0
+    steps = f"Information is measured {count} times. " if count else ""
     return f"Networks during training: {said}. {plotting.drawn_as(*curves)} {steps}".rstrip()
 
 
-def _panels(results: Any) -> list[tuple[Callable[[Axes, Any], None], str]]:
+def _panels(dataset: "xarray.Dataset") -> list[tuple[Callable[[Axes, "xarray.Dataset"], None], str]]:
     """Return the panels that have numbers, in order, with their sentences of the caption."""
-    config, information = results.config, results.information
-    decay, classes = f"weight decay {max(config.weight_decays):g}", " and ".join(map(str, config.classes))
-    panels: list[tuple[Callable[[Axes, Any], None], str]] = [
+    config, largest = config_of(dataset), max(dataset.weight_decays.values)
+    decay, classes = f"weight decay {largest:g}", " and ".join(map(str, config.classes))
+    panels: list[tuple[Callable[[Axes, "xarray.Dataset"], None], str]] = [
         (_accuracy, "accuracy on test images; dashed, on training images"),
         (
             _collapse,
@@ -62,45 +67,46 @@ def _panels(results: Any) -> list[tuple[Callable[[Axes, Any], None], str]]:
         (_condition, "condition number of the class means; dotted, its value after collapse"),
     ]
     for name in _PAIRS:
-        values = information.get(name.format("zx"))
-        if values is not None and np.isfinite(values[..., results.information_step >= 10]).any():
+        values = dataset.get(name.format("zx"))
+        if values is not None and np.isfinite(values.values[..., dataset.information_step.values >= 10]).any():
             symbol, words = _PAIRS[name]
             what = f"{symbol}(Z;X) - {symbol}(Z;Y) by {words}; dotted, with shuffled rows"
             panels.append((lambda axis, found, name=name: _information(axis, found, name), what))
-    if len(panels) > 3 and "mi_zx_compression" in information:
+    if len(panels) > 3 and "mi_zx_compression" in dataset:
         panels.append((_estimators, f"two estimators of information at {decay}"))
     panels.append((_geometry, f"distances from collapse at {decay}"))
     panels.append((_scale, "norm of the class means; dashed, of all weights; dotted, of the last layer's weights"))
-    if results.margins:
+    if "margin" in dataset:
         panels.append((_margins, f"distances of images of classes {classes} to their boundary at {decay}, all seeds"))
         panels.append((_plane, f"one seed's images of these classes in the plane of their weights, at {decay}"))
-    if max(config.weight_decays) > 0:
+    if largest > 0:
         crossed = "first steps at which networks fitted, generalised and collapsed, with medians and 90 % intervals"
         panels.append((_crossings, f"{crossed}; open symbols for networks that never did"))
     return panels
 
 
-def _look(results: Any, index: int) -> dict[str, Any]:
-    """Return the style of a weight decay: brighter for smaller ones."""
-    color = plt.get_cmap("viridis")(0.85 * index / max(len(results.config.weight_decays) - 1, 1))
+def _look(index: int, count: int) -> dict[str, Any]:
+    """Return the style of one of several weight decays: brighter for smaller ones."""
+    color = plt.get_cmap("viridis")(0.85 * index / max(count - 1, 1))
     return {**plotting.look(index), "color": color, "linestyle": "solid"}
 
 
-def _curves(
-    axis: Axes, steps: np.ndarray, values: np.ndarray, results: Any, *, log: bool = False, **options: Any
-) -> None:
+def _curves(axis: Axes, values: "xarray.DataArray", *, log: bool = False, **options: Any) -> None:
     """Draw a curve per weight decay, from step 10 on."""
+    steps, decays = values[values.dims[-1]].values, values.weight_decays.values
     later = steps >= 10
-    for index, (decay, curves) in enumerate(zip(results.config.weight_decays, values, strict=True)):
-        plotting.band(axis, steps[later], curves[:, later], label=f"{decay:g}", **_look(results, index), **options)
+    for index, (decay, curves) in enumerate(zip(decays, values.values, strict=True)):
+        look = _look(index, len(decays))
+        plotting.band(axis, steps[later], curves[:, later], label=f"{decay:g}", **look, **options)
     _against_steps(axis, steps, log=log)
 
 
-def _means(axis: Axes, steps: np.ndarray, values: np.ndarray, results: Any, linestyle: str) -> None:
+def _means(axis: Axes, values: "xarray.DataArray", linestyle: str) -> None:
     """Draw means over seeds of another kind of curve."""
+    steps = values[values.dims[-1]].values
     later = steps >= 10
-    for index, curves in enumerate(values):
-        look = {"color": _look(results, index)["color"], "linestyle": linestyle, "linewidth": 0.8}
+    for index, curves in enumerate(values.values):
+        look = {"color": _look(index, len(values))["color"], "linestyle": linestyle, "linewidth": 0.8}
         axis.plot(steps[later], plotting.summarise(curves).mean[later], **look)
 
 
@@ -122,48 +128,49 @@ def _legend(axis: Axes, columns: int = 2) -> None:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=columns, handlelength=2.5)
 
 
-def _accuracy(axis: Axes, results: Any) -> None:
-    _curves(axis, results.time_step, results.series["test_accuracy"], results, within=(0.0, 1.0))
-    _means(axis, results.time_step, results.series["train_accuracy"], results, "dashed")
+def _accuracy(axis: Axes, dataset: "xarray.Dataset") -> None:
+    _curves(axis, dataset.test_accuracy, within=(0.0, 1.0))
+    _means(axis, dataset.train_accuracy, "dashed")
     axis.set(ylim=(0, 1.02), ylabel="accuracy", title="test (line), training (dashed)")
 
 
-def _collapse(axis: Axes, results: Any) -> None:
-    values = results.series["rnc1_score"]
-    _curves(axis, results.time_step, values, results, log=True, within=(_floor(values), np.inf))
-    axis.axhline(results.config.collapse_threshold, color="black", linestyle=":", linewidth=0.8)
+def _collapse(axis: Axes, dataset: "xarray.Dataset") -> None:
+    values = dataset.rnc1_score
+    _curves(axis, values, log=True, within=(_floor(values.values), np.inf))
+    axis.axhline(config_of(dataset).collapse_threshold, color="black", linestyle=":", linewidth=0.8)
     axis.set(ylabel="RNC1 (log)", title="collapse of classes (training)")
 
 
-def _condition(axis: Axes, results: Any) -> None:
-    _curves(axis, results.time_step, results.series["nc2_score"], results, log=True, within=(1.0, np.inf))
+def _condition(axis: Axes, dataset: "xarray.Dataset") -> None:
+    _curves(axis, dataset.nc2_score, log=True, within=(1.0, np.inf))
     axis.axhline(1, color="black", linestyle=":", linewidth=0.8)
     axis.set(ylabel="NC2 (log)", title="condition number of means")
 
 
-def _information(axis: Axes, results: Any, name: str) -> None:
-    information, steps, (symbol, words) = results.information, results.information_step, _PAIRS[name]
+def _information(axis: Axes, dataset: "xarray.Dataset", name: str) -> None:
+    symbol, words = _PAIRS[name]
     inputs, labels = (name.format(part) for part in ("zx", "zy"))
-    _curves(axis, steps, information[inputs] - information[labels], results)
-    _means(axis, steps, information[f"{inputs}_null"] - information[f"{labels}_null"], results, "dotted")
+    _curves(axis, dataset[inputs] - dataset[labels])
+    _means(axis, dataset[f"{inputs}_null"] - dataset[f"{labels}_null"], "dotted")
     axis.set(title=f"{words} (dotted: shuffled)", ylabel=f"{symbol}(Z;X) - {symbol}(Z;Y)")
 
 
-def _largest(results: Any) -> int:
-    return int(np.argmax(results.config.weight_decays))
+def _largest(dataset: "xarray.Dataset") -> "xarray.Dataset":
+    """Return the networks of the largest weight decay."""
+    return dataset.isel(weight_decays=int(np.argmax(dataset.weight_decays.values)))
 
 
 def _black(index: int) -> dict[str, Any]:
     return {**plotting.look(index), "color": ("black", "0.4", "0.6")[index % 3]}
 
 
-def _title(axis: Axes, results: Any, words: str) -> None:
-    axis.set_title(f"{words}, weight decay {max(results.config.weight_decays):g}")
+def _title(axis: Axes, dataset: "xarray.Dataset", words: str) -> None:
+    axis.set_title(f"{words}, weight decay {max(dataset.weight_decays.values):g}")
 
 
-def _estimators(axis: Axes, results: Any) -> None:
+def _estimators(axis: Axes, dataset: "xarray.Dataset") -> None:
     """Draw I(Z;X) and I(Z;Y) by two estimators at the largest weight decay."""
-    steps, information, largest = results.information_step, results.information, _largest(results)
+    steps, largest = dataset.information_step.values, _largest(dataset)
     later = steps >= 10
     names = {
         "mi_zx_compression": "I(Z;X) neighbours",
@@ -174,17 +181,17 @@ def _estimators(axis: Axes, results: Any) -> None:
         "mi_zy_compression_null": "I(Z;Y) shuffled",
     }
     for index, (name, label) in enumerate(names.items()):
-        mean = plotting.summarise(information[name][largest]).mean[later]
+        mean = plotting.summarise(largest[name].values).mean[later]
         axis.plot(steps[later], mean, label=label, **{**_black(index), "markevery": None})
     _against_steps(axis, steps)
     axis.set(ylim=(min(0.0, axis.get_ylim()[0]), None), ylabel="nats")
-    _title(axis, results, "estimators")
+    _title(axis, dataset, "estimators")
     _legend(axis)
 
 
-def _geometry(axis: Axes, results: Any) -> None:
+def _geometry(axis: Axes, dataset: "xarray.Dataset") -> None:
     """Draw the other measures of neural collapse at the largest weight decay."""
-    steps, series, largest = results.time_step, results.series, _largest(results)
+    steps, largest = dataset.time_step.values, _largest(dataset)
     names = {
         "trace_ratio": "tr($S_W S_B^+$)/C",
         "equinorm": "NC2 norms",
@@ -194,32 +201,33 @@ def _geometry(axis: Axes, results: Any) -> None:
     }
     later = steps >= 10
     for index, (name, label) in enumerate(names.items()):
-        values = plotting.summarise(series[name][largest]).mean[later]
+        values = plotting.summarise(largest[name].values).mean[later]
         values = 1 - values if name == "nc4_score" else values
         shown = np.where(values > 0, values, np.nan)
         look = _black(index) if np.isfinite(shown).any() else {}
         axis.plot(steps[later], shown, label=label, **look)
     _against_steps(axis, steps, log=True)
     axis.set(ylabel="distance (log)")
-    _title(axis, results, "distances from collapse")
+    _title(axis, dataset, "distances from collapse")
     _legend(axis, 3)
 
 
-def _scale(axis: Axes, results: Any) -> None:
-    steps, values = results.time_step, results.series["scale_means"]
+def _scale(axis: Axes, dataset: "xarray.Dataset") -> None:
     for name, style in (("weight_norm", "dashed"), ("head_norm", "dotted")):
-        _means(axis, steps, results.series.get(name, ()), results, style)  # missing in sweeps of earlier versions
-    _curves(axis, steps, values, results, log=True, within=(_floor(values), np.inf))
+        if name in dataset:  # sweeps of earlier versions lack them
+            _means(axis, dataset[name], style)
+    values = dataset.scale_means
+    _curves(axis, values, log=True, within=(_floor(values.values), np.inf))
     axis.set(ylabel="norm (log)", title="features (line), weights (dashed), last (dotted)")
 
 
-def _margins(axis: Any, results: Any) -> None:
-    largest, classes = _largest(results), results.config.classes
-    _title(axis, results, "margins")
+def _margins(axis: Any, dataset: "xarray.Dataset") -> None:
+    largest, classes = _largest(dataset), dataset.classes.values
+    _title(axis, dataset, "margins")
     axis.axhline(0, color="black", linewidth=0.5)
     for place, label in enumerate(classes):
         for side, split, color in (("low", "train", "0.35"), ("high", "test", "0.75")):
-            values = results.margins[f"margin_{label}_{split}"][largest].reshape(-1)
+            values = largest.margin.sel(classes=label, splits=split).values.reshape(-1)
             values = values[np.isfinite(values)]
             if values.size < 2 or values.std() == 0:
                 continue
@@ -231,41 +239,42 @@ def _margins(axis: Any, results: Any) -> None:
     _legend(axis)
 
 
-def _plane(axis: Axes, results: Any) -> None:
+def _plane(axis: Axes, dataset: "xarray.Dataset") -> None:
     """Draw one seed's samples of two classes in the plane of their weights."""
-    largest, classes = _largest(results), results.config.classes
-    first = int(np.argmax(results.diverged_at[largest] < 0))  # the first seed that did not diverge
+    largest, classes = _largest(dataset), dataset.classes.values
+    first = largest.isel(seeds=int(np.argmax(largest.diverged_at.values < 0)))  # the first that did not diverge
     for marker, label in zip("ox", classes, strict=True):
         for split, size, color in (("test", 4, "0.65"), ("train", 8, "black")):
-            points = results.margins[f"plane_{label}_{split}"][largest, first]
+            points = first.plane.sel(classes=label, splits=split).values
+            points = points[np.isfinite(points).all(1)]
             points = points[:: max(1, len(points) // SHOWN_POINTS)]
             axis.scatter(*points.T, s=size, color=color, marker=marker, linewidth=0.5, label=f"class {label}, {split}")
-    axis.axvline(float(results.margins["plane_boundary"][largest, first]), color="black", linewidth=0.8)
+    axis.axvline(first.plane_boundary.item(), color="black", linewidth=0.8)
     axis.set(title=f"plane of classes {classes[0]} and {classes[1]}", xlabel="along $w_a - w_b$", ylabel="across")
     _legend(axis)
 
 
-def _crossings(axis: Axes, results: Any) -> None:
-    config, end, crossings = results.config, int(results.time_step[-1]), results.crossings
+def _crossings(axis: Axes, dataset: "xarray.Dataset") -> None:
+    end = int(dataset.time_step.values[-1])
     shown = (("fitted", "0.65", "o", 0.88), ("generalised", "0.4", "D", 1.0), ("collapsed", "black", "s", 1.14))
     axis.set(xlabel="weight decay", ylabel="step (log)", title="first crossing (open: never)")
-    positive = np.asarray(config.weight_decays) > 0  # a logarithmic axis has no 0
-    decays, alive = np.asarray(config.weight_decays)[positive], ~crossings.first["diverged"][positive]
+    dataset = dataset.isel(weight_decays=dataset.weight_decays.values > 0)  # a logarithmic axis has no 0
+    decays, alive = dataset.weight_decays.values, ~dataset.diverged.values
     for name, color, marker, aside in shown:
-        times = np.maximum(crossings.first[name], 1)[positive]  # for the same reason
+        times = np.maximum(dataset.first_crossing.sel(events=name).values, 1)  # for the same reason
         places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
         flat = times[alive]
         crossed = ~np.isnan(flat)
         axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
         never = np.full((~crossed).sum(), end)
         axis.plot(places[~crossed], never, marker, color=color, markersize=3, mfc="none", linestyle="")
-        medians = crossings.median[name][positive]
+        medians = dataset.median_crossing.sel(events=name).values
         kept = np.isfinite(medians[:, 0])
         values, low, high = np.where(np.isfinite(medians), np.maximum(medians, 1), end)[kept].T
         spread = np.maximum([values - low, high - values], 0)
         where = decays[kept] * aside
         axis.errorbar(where, values, spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
-    slope, intercept = crossings.line
+    slope, intercept = dataset.collapse_line.values
     if np.isfinite(slope):
         ends = np.asarray([decays.min(), decays.max()])
         times = np.exp(intercept + slope * np.log(ends))

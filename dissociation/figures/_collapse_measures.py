@@ -11,7 +11,7 @@ import platformdirs
 from jaxtyping import Array, Float
 
 from dissociation.data._datasets import Dataset
-from dissociation.figures._artifacts import Arrays, Parts, read_part, save_part
+from dissociation.figures._cache import Arrays, Cache, read_part, save_part
 from dissociation.measures._coordinates import whiten
 from dissociation.measures._hsic import information_plane
 from dissociation.measures._margins import class_plane, linear_head, signed_distance
@@ -154,15 +154,15 @@ def _places(model: Any, images: Array, first: int, second: int) -> tuple[Array, 
 class SeriesKeeper:
     """Callback that saves the series so far, and continues those of an interrupted run."""
 
-    def __init__(self, parts: Parts):
-        self.parts = parts
+    def __init__(self, cache: Cache):
+        self.cache = cache
         self.steps: list[int] = []
         self.found: list[dict[str, np.ndarray]] = []
 
     def __call__(self, step: int, records: dict[str, Any]) -> None:
-        if self.parts.folder is None:
+        if self.cache.folder is None:
             return
-        if not self.steps and step > 0 and (earlier := self.parts.load(SAVED)) is not None:
+        if not self.steps and step > 0 and (earlier := self.cache.load(SAVED)) is not None:
             before = np.flatnonzero(earlier["time_step"] < step)
             self.steps = earlier.pop("time_step")[before].tolist()
             self.found = [{name: leaf[..., i] for name, leaf in earlier.items()} for i in before]
@@ -170,7 +170,7 @@ class SeriesKeeper:
         self.found.append(flat(records["observed"]))
         # At every observation, so that the series are never behind the checkpoint.
         stacked = {name: np.stack([one[name] for one in self.found], -1) for name in self.found[0]}
-        self.parts.save(SAVED, {"time_step": np.asarray(self.steps), **stacked})
+        self.cache.save(SAVED, {"time_step": np.asarray(self.steps), **stacked})
 
 
 def flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:

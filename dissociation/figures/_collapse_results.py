@@ -1,38 +1,38 @@
-"""Results of a sweep through grokking and collapse: series, and steps of threshold crossings."""
+"""Dataset of a sweep through grokking and collapse: series, and steps of threshold crossings."""
 
-from typing import Any, NamedTuple
+import json
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dissociation._core.checks import fail
-from dissociation.figures._results import Results
+from dissociation.figures._harness import padded
 from dissociation.measures._crossing import Median, Slope, first_cross, log_slope, median_crossing
 
+if TYPE_CHECKING:
+    import xarray
 
-class Crossings(NamedTuple):
-    """Steps at which the networks of a sweep crossed the thresholds.
+EVENTS = ("fitted", "generalised", "collapsed", "delay")
+"""Crossings of thresholds; "delay" is the time from "fitted" to "collapsed"."""
 
-    Medians are over the seeds that did not diverge, with 90 % intervals, [decay, 3]; of "delay" over seeds that fitted.
+
+def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> tuple[dict[str, Any], str]:
+    """Return variables on the steps at which networks crossed the thresholds, and a sentence on slopes.
+
+    `first_crossing` [events, weight_decays, seeds], see `first_crossings`, or NaN; `median_crossing` [events,
+    weight_decays, bounds], over the seeds that did not diverge, of "delay" over those that fitted, with 90 % intervals;
+    `collapse_line`, slope and intercept of log collapse time on log weight decay, NaN if too few networks crossed;
+    `diverged` [weight_decays, seeds].
     """
-
-    first: dict[str, np.ndarray]  # [decay, seed], or NaN, see `first_crossings`
-    median: dict[str, np.ndarray]  # or NaN
-    line: np.ndarray  # slope and intercept of log collapse time on log weight decay; NaN if too few networks crossed
-    slope: str  # a sentence on the slopes of collapse time and of delay
-
-
-def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> Crossings:
-    """Return the crossings of `series` at `time_step`, with the thresholds of `config`."""
     first, end = first_crossings(config, series, time_step), int(time_step[-1])
-    names = [name for name in first if name != "diverged"]
-    median: dict[str, np.ndarray] = {name: np.full((len(config.weight_decays), 3), np.nan) for name in names}
+    median = np.full((len(EVENTS), len(config.weight_decays), 3), np.nan)
     for index, diverged in enumerate(first["diverged"]):
         if diverged.all():
             continue
-        times = {name: first[name][index, ~diverged] for name in names}
-        for name in names:
+        times = {name: first[name][index, ~diverged] for name in EVENTS}
+        for place, name in enumerate(EVENTS):
             fitted, step = times["fitted"], times[name]
-            median[name][index] = median_delay(fitted, step, end) if name == "delay" else median_crossing(step, end)
+            delayed = name == "delay"
+            median[place, index] = median_delay(fitted, step, end) if delayed else median_crossing(step, end)
     line, sentences = np.full(2, np.nan), []
     for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
         try:
@@ -44,7 +44,14 @@ def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray)
         sentences.append(f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})")
         if name == "collapsed":
             line = np.asarray([slope.slope, slope.intercept])
-    return Crossings(first, median, line, "; ".join(sentences))
+    steps = {"units": "steps"}
+    variables = {
+        "first_crossing": (("events", "weight_decays", "seeds"), np.stack([first[name] for name in EVENTS]), steps),
+        "median_crossing": (("events", "weight_decays", "bounds"), median, steps),
+        "collapse_line": ("coefficients", line),
+        "diverged": (("weight_decays", "seeds"), first["diverged"]),
+    }
+    return variables, "; ".join(sentences)
 
 
 def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
@@ -71,19 +78,30 @@ def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
     return median_crossing(delay[chosen], end - fitted[chosen])
 
 
-def crossing_table(weight_decays: tuple[float, ...], crossings: Crossings) -> list[list[str]]:
+def crossing_table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header, and a row per weight decay: medians with 90 % intervals."""
-    rows = [
-        ["weight decay", "fitted at", "generalised", "collapsed", "90 % interval", "never", "delay", "90 % interval"]
+    header = [
+        "weight decay",
+        "fitted at",
+        "generalised",
+        "collapsed",
+        "90 % interval",
+        "never",
+        "delay",
+        "90 % interval",
     ]
-    for index, (decay, diverged) in enumerate(zip(weight_decays, crossings.first["diverged"], strict=True)):
-        if diverged.all():
+    rows = [header]
+    for decay in dataset.weight_decays.values:
+        one = dataset.sel(weight_decays=decay)
+        alive = ~one.diverged.values
+        if not alive.any():
             rows.append([f"{decay:g}", *["all diverged", "", "", "", "", "", ""]])
             continue
-        shown = {name: f"{median[index, 0]:.0f}" for name, median in crossings.median.items()}
+        ends = {name: one.median_crossing.sel(events=name).values for name in EVENTS}
+        shown = {name: f"{median:.0f}" for name, (median, _, _) in ends.items()}
         # No time is negative.
-        spread = {name: f"{max(m[index, 1], 0.0):.0f} to {m[index, 2]:.0f}" for name, m in crossings.median.items()}
-        never = f"{int(np.isnan(crossings.first['collapsed'][index, ~diverged]).sum())} of {int((~diverged).sum())}"
+        spread = {name: f"{max(low, 0.0):.0f} to {high:.0f}" for name, (_, low, high) in ends.items()}
+        never = f"{int(np.isnan(one.first_crossing.sel(events='collapsed').values[alive]).sum())} of {int(alive.sum())}"
         row = [f"{decay:g}", *(shown[name] for name in ("fitted", "generalised", "collapsed"))]
         rows.append([*row, spread["collapsed"], never, shown["delay"], spread["delay"]])
     return rows
@@ -108,56 +126,47 @@ def assemble(
     flat: dict[str, np.ndarray],
     margins: dict[str, np.ndarray],
     diverged_at: np.ndarray | None,
-    seconds: dict[str, float],
-    member: Any = None,
-) -> Results:
-    """Return results of flat series [members, time]; `diverged_at` is None for a running sweep."""
+) -> "xarray.Dataset":
+    """Return the dataset of flat series [members, time]; `diverged_at` is None for a running sweep."""
+    import xarray
+
     grid, steps = (len(config.weight_decays), len(config.seeds)), np.asarray(steps)
     # Numbers of a network that is not finite may look plausible, such as the accuracy of the first class.
     finite = np.isfinite(flat["train_loss"])
     if diverged_at is None:  # the first observation that is not finite
         diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
-    flat = {name: np.where(finite, values, np.nan) for name, values in flat.items()}
-    shaped = {name: leaf.reshape(*grid, -1) for name, leaf in flat.items()}
-    expensive = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
-    series = {name: leaf for name, leaf in shaped.items() if name not in expensive}
-    measured = np.isin(steps, config.information_steps())
-    return Results(
-        config=config,
-        data=data,
-        series=series,
-        time_step=steps,
-        information={name: leaf[:, :, measured] for name, leaf in shaped.items() if name in expensive},
-        information_step=steps[measured],
-        margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
-        crossings=crossings(config, series, steps),
-        diverged_at=np.asarray(diverged_at).reshape(grid),
-        seconds=seconds,
-        member=member,
-    )
+    series = {name: np.where(finite, values, np.nan).reshape(*grid, -1) for name, values in flat.items()}
+    crossed, slope = crossings(config, series, steps)
+    networks, measured = ("weight_decays", "seeds"), np.isin(steps, config.information_steps())
+    variables: dict[str, Any] = {"diverged_at": (networks, np.asarray(diverged_at).reshape(grid)), **crossed}
+    for name, values in series.items():
+        expensive = name.startswith(("nhsic", "mi_"))
+        axis, kept = ("information_step", values[..., measured]) if expensive else ("time_step", values)
+        variables[name] = ((*networks, axis), kept, {"units": "nats"} if name.startswith("mi_") else {})
+    coords = {
+        "weight_decays": list(config.weight_decays),
+        "seeds": list(config.seeds),
+        "time_step": ("time_step", steps, {"units": "steps"}),
+        "information_step": ("information_step", steps[measured], {"units": "steps"}),
+        "events": list(EVENTS),
+        "bounds": ["median", "low", "high"],
+        "coefficients": ["slope", "intercept"],
+    }
+    if margins:
+        variables |= _margins(config, margins, grid)
+        coords |= {"classes": list(config.classes), "splits": list(SPLITS)}
+    return xarray.Dataset(variables, coords, {"data": json.dumps(data), "slope": slope})
 
 
-def series_of(results: Results, name: str, weight_decay: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of one curve.
+SPLITS = ("train", "test")
 
-    Args:
-        results: Value of `compute`.
-        name: A name in `series` or `information`.
-        weight_decay: A weight decay of the configuration.
-        seed: A seed of the configuration.
 
-    Returns:
-        Two arrays [time].
-
-    Raises:
-        ValueError: If there is no such series or network.
-    """
-    known = {**results.series, **results.information}
-    if name not in known:
-        fail("name", f"be one of {', '.join(sorted(known))}", name)
-    decays, seeds = results.config.weight_decays, results.config.seeds
-    if weight_decay not in decays or seed not in seeds:
-        wanted = f"be of a network that was trained: weight decay in {decays}, seed in {seeds}"
-        fail("weight_decay, seed", wanted, f"weight decay {weight_decay:g}, seed {seed}")
-    steps = results.time_step if name in results.series else results.information_step
-    return steps, known[name][decays.index(weight_decay), seeds.index(seed)]
+def _margins(config: Any, margins: dict[str, np.ndarray], grid: tuple[int, int]) -> dict[str, Any]:
+    """Return variables of `margins_of`: images of classes and splits are padded to the largest number."""
+    axes, found = ("classes", "splits", "weight_decays", "seeds", "images"), {}
+    for kind, dims in (("margin", axes), ("plane", (*axes, "coordinates"))):
+        parts = [margins[f"{kind}_{label}_{split}"] for label in config.classes for split in SPLITS]
+        values = padded(parts)
+        found[kind] = (dims, values.reshape(len(config.classes), len(SPLITS), *grid, *values.shape[2:]))
+    boundary = np.asarray(margins["plane_boundary"]).reshape(grid)
+    return found | {"plane_boundary": (("weight_decays", "seeds"), boundary)}

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
-import platformdirs
 import numpy as np
+import platformdirs
 import tyro
 
 from dissociation._core import checks
 from dissociation._core.checks import WrongValue, check_seed
-from dissociation._core.files import RefusedFile, locked, write_bytes
 from dissociation._core.datasets import save_results
+from dissociation._core.files import RefusedFile, locked, write_bytes
 from dissociation.figures import _cache as caches
 from dissociation.figures import _provenance as provenance
 from dissociation.figures._harness import decoded

@@ -1,37 +1,41 @@
-"""Drawing of the figure `eigenvectors`, panel by panel, from its results."""
+"""Drawing of the figure `eigenvectors`, panel by panel, from its dataset."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from dissociation.figures._eigenvector_measures import ORDERS
+from dissociation.figures._eigenvector_measures import ORDERS, of_size
+from dissociation.figures._harness import config_of
 from dissociation.plotting import _axes as plotting
 
+if TYPE_CHECKING:
+    import xarray
 
-def draw(results: Any) -> Figure:
+
+def draw(dataset: "xarray.Dataset") -> Figure:
     """Draw similarity by rank and size, truncation, a class' spectrum, an explanation; 7.2 x 6.8 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.2, 6.8))
         rows: Any = figure.subfigures(3, 1, height_ratios=[1.1, 1.0, 1.05])
         upper, middle, lower = rows
-        panels = [*_draw_similarity(upper, results), *_draw_truncation(middle, results), *_draw_details(lower, results)]
+        panels = [*_draw_similarity(upper, dataset), *_draw_truncation(middle, dataset), *_draw_details(lower, dataset)]
         plotting.letter(*panels)
     plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
     return figure
 
 
-def caption(results: Any) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption without the data, which the headline has."""
-    config = results.config
-    errors = [error[order] for error in results.error.values() for order in ORDERS]
-    counts = ", ".join(f"{len(full)} of size {size}" for size, full in results.full_error.items())
+    config = config_of(dataset)
+    errors = [of_size(dataset, size).error.values for size in config.sizes]
+    counts = ", ".join(f"{error.shape[1]} of size {size}" for size, error in zip(config.sizes, errors, strict=True))
     return (
         f"|Cosine| of equally ranked eigenvectors of bilinear networks and networks of size {config.reference}: means "
         "over pairs and classes with 90 % intervals that resample networks (a), and the leading eigenvector between "
         "sizes (b). Test error of the leading components of every digit (c), and its excess over the whole network, in "
-        f"two orders of the components (d, e). {plotting.drawn_as(*errors)} "
+        f"two orders of the components (d, e). {plotting.drawn_as(*(curves for error in errors for curves in error))} "
         f"One network of size {config.reference} and digit {config.digit}: eigenvalues (f), the three most positive "
         "and three most negative eigenvectors (g), and one test image with the five components that contribute most to "
         f"its logit (h). The sign of an eigenvector is arbitrary. Networks: {counts}."
@@ -46,37 +50,35 @@ def _ranks(axis: Any, last: int) -> None:
     axis.set_xlim(0.5, last + 0.5)
 
 
-def _draw_similarity(panel: Any, results: Any) -> tuple[Any, Any]:
+def _draw_similarity(panel: Any, dataset: "xarray.Dataset") -> tuple[Any, Any]:
     left, right = panel.subplots(1, 2, width_ratios=[1.6, 1])
-    for index, size in enumerate(results.config.sizes):
-        mean, low, high = results.intervals[size]["magnitude"][0]
+    config = config_of(dataset)
+    for index, size in enumerate(config.sizes):
+        mean, low, high = of_size(dataset, size).interval.sel(measures="magnitude", kinds="members").values
         ranks = np.arange(1, len(mean) + 1)
         left.fill_between(ranks, low, high, alpha=0.25, color=plotting.color(index), linewidth=0)
         left.plot(ranks, mean, label=str(size), **plotting.look(index))
-    chance = (2 / (np.pi * results.leading.shape[-1])) ** 0.5
+    chance = (2 / (np.pi * len(dataset.pixels))) ** 0.5
     left.axhline(chance, color="black", linestyle=":", linewidth=0.8, label="chance")
-    left.set(
-        xlabel="eigenvector rank", ylabel="similarity", ylim=(0, 1.01), title=f"with size {results.config.reference}"
-    )
-    _ranks(left, max(sizes["magnitude"].shape[2] for sizes in results.intervals.values()))
+    left.set(xlabel="eigenvector rank", ylabel="similarity", ylim=(0, 1.01), title=f"with size {config.reference}")
+    _ranks(left, len(dataset.ranks))
     panel.legend(*left.get_legend_handles_labels(), title="size", loc="outside upper center", ncols=8, handlelength=3)
-    names = [str(size) for size in results.config.sizes]
-    shown = plotting.heat(right, results.top, [[f"{value:.2f}" for value in row] for row in results.top])
+    names = [str(size) for size in config.sizes]
+    shown = plotting.heat(right, dataset.top.values, [[f"{value:.2f}" for value in row] for row in dataset.top.values])
     right.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names, yticklabels=names)
     right.set(xlabel="size", ylabel="size", title="leading eigenvector")
     panel.colorbar(shown, ax=right, label="similarity")
     return left, right
 
 
-def _draw_truncation(panel: Any, results: Any) -> list[Any]:
+def _draw_truncation(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     left, *drops = panel.subplots(1, 3)
     drops[1].sharey(drops[0])
     lowest, most = 0.0, 1
-    for index, size in enumerate(results.config.sizes):
-        look = {"label": str(size), **plotting.look(index)}
-        full = results.full_error[size][:, None]
-        for order, axis in zip(ORDERS, drops, strict=True):
-            errors = results.error[size][order]
+    for index, size in enumerate(config_of(dataset).sizes):
+        look, one = {"label": str(size), **plotting.look(index)}, of_size(dataset, size)
+        full = one.full_error.values[:, None]
+        for errors, axis in zip(one.error.values, drops, strict=True):
             kept = np.arange(1, errors.shape[1])
             added = 100 * (errors - full)[:, 1:]
             plotting.band(axis, kept, added, **look)
@@ -99,27 +101,27 @@ def _draw_truncation(panel: Any, results: Any) -> list[Any]:
     return [left, *drops]
 
 
-def _draw_details(panel: Any, results: Any) -> list[Any]:
+def _draw_details(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     halves: Any = panel.subfigures(1, 2)
     left, right = halves
-    shape = (round(results.leading.shape[-1] ** 0.5), -1)
+    values, shape = dataset.eigenvalues.values, (round(len(dataset.pixels) ** 0.5), -1)
     grid = left.subplots(2, 4, width_ratios=[1.8, 1, 1, 1])
     for axis in grid[:, 0]:
         axis.remove()
     spectrum = left.add_subplot(grid[0, 0].get_gridspec()[:, 0])
-    spectrum.plot(np.arange(1, len(results.values) + 1), results.values, ".", markersize=2, color=plotting.color(0))
-    spectrum.set(xlabel="rank by value", ylabel="eigenvalue", title=f"digit {results.config.digit}")
+    spectrum.plot(np.arange(1, len(values) + 1), values, ".", markersize=2, color=plotting.color(0))
+    spectrum.set(xlabel="rank by value", ylabel="eigenvalue", title=f"digit {config_of(dataset).digit}")
     spectrum.axhline(0, color="black", linewidth=0.5)
-    for row, vectors, name in zip(grid, results.leading, ("positive", "negative"), strict=True):
+    for row, vectors, name in zip(grid, dataset.leading.values, dataset.ends.values, strict=True):
         for place, vector in zip(row[1:], vectors, strict=True):
             _image(place, vector.reshape(shape))
         row[1].set_ylabel(name, fontsize="small")
     top = right.subplots(2, 3)
-    top[0, 0].imshow(results.explained["image"].reshape(shape), cmap="gray")
+    top[0, 0].imshow(dataset.image.values.reshape(shape), cmap="gray")
     top[0, 0].set(xticks=[], yticks=[], title="image")
     for axis in top.flat[1:]:
         axis.set_visible(False)
-    parts = zip(top.flat[1:], *(results.explained[n] for n in ("contributions", "vectors")), strict=False)
+    parts = zip(top.flat[1:], dataset.contributions.values, dataset.vectors.values, strict=False)
     shown = None
     for place, contribution, vector in parts:
         place.set_visible(True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -34,11 +34,27 @@ from dissociation.plotting._axes import summarise
 from dissociation.training._bmap import bmap
 from dissociation.training._members import take
 
-MEASURES = ("magnitude", "positive", "negative", "matched", "form")
-"""Similarities of equally ranked components in three orders, of the best matching, and of whole forms."""
+if TYPE_CHECKING:
+    import xarray
+
+RANKINGS = ("magnitude", "positive", "negative")
+"""Orders in which components are ranked."""
+
+MEASURES = (*RANKINGS, "matched")
+"""Similarities of equally ranked components, and of the best matching of those by magnitude."""
 
 ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"}
 """Orders in which components are kept."""
+
+
+PADDED = ("seeds", "pairs", "ranks", "components")
+"""Axes that differ in length between sizes; a coordinate holds the lengths, for example "seeds_length"."""
+
+
+def of_size(dataset: "xarray.Dataset", size: int) -> "xarray.Dataset":
+    """Return the dataset of one hidden size, without padding."""
+    one = dataset.sel(hidden_sizes=size)
+    return one.isel({axis: slice(one[f"{axis}_length"].item()) for axis in PADDED})
 
 
 def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.ndarray:
@@ -53,7 +69,7 @@ def leading_components(spectra: Spectrum, count: int) -> dict[str, Spectrum]:
 
     def one(spectrum: Spectrum) -> dict[str, Spectrum]:
         values = spectrum.values
-        orders = {"magnitude": jnp.abs(values), "positive": values, "negative": -values}
+        orders = dict(zip(RANKINGS, (jnp.abs(values), values, -values), strict=True))
         return {by: truncate(reorder(spectrum, importance), count) for by, importance in orders.items()}
 
     return jax.vmap(one)(spectra)
@@ -73,10 +89,7 @@ def similarities(
     leading: dict[int, dict[str, Spectrum]], forms: dict[int, Spectrum], size: int, other: int, pairs: np.ndarray
 ) -> dict[str, Array]:
     """Return similarities of pairs of networks of two sizes by measure: [pairs, classes, ranks]; forms: one rank."""
-    measures = {
-        by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
-        for by in ("magnitude", "positive", "negative")
-    }
+    measures = {by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs) for by in RANKINGS}
     measures["matched"] = _each_pair(_matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs)
     measures["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
     return measures

@@ -1,7 +1,7 @@
 """Harness of figures: from configuration, data and cache to a dataset, and from a dataset to its settings."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +35,14 @@ def run(
         progress: Meter, see `open_meter`.
     """
     if isinstance(cache, Cache):
-        return _described(body(config, key, data, cache), config, cache)
+        return described(body(config, key, data, cache), config, cache.seconds)
     with Cache(cache, identity_of(config, key, np.zeros(0) if data is None else data), progress) as opened:
-        return _described(body(config, key, data, opened), config, opened)
+        return described(body(config, key, data, opened), config, opened.seconds)
 
 
-def _described(dataset: "xarray.Dataset", config: Any, cache: Cache) -> "xarray.Dataset":
-    return dataset.assign_attrs(config=json.dumps(as_json(config)), seconds=json.dumps(cache.seconds))
+def described(dataset: "xarray.Dataset", config: Any, seconds: dict[str, float]) -> "xarray.Dataset":
+    """Return the dataset with configuration and wall times as attributes, JSON."""
+    return dataset.assign_attrs(config=json.dumps(as_json(config)), seconds=json.dumps(seconds))
 
 
 def decoded(value: Any) -> Any:
@@ -61,3 +62,13 @@ def rows(array: "xarray.DataArray", axis: str) -> "dict[str, np.ndarray]":
     """Return the arrays along an axis by coordinate, without those that are NaN throughout."""
     known = {str(name): array.sel({axis: name}).values for name in array[axis].values}
     return {name: values for name, values in known.items() if not np.isnan(values).all()}
+
+
+def padded(arrays: Sequence[np.ndarray], fill: float = np.nan) -> np.ndarray:
+    """Return arrays of equal rank stacked along a new first axis, filled up to the largest sizes."""
+    sizes = np.max([array.shape for array in arrays], 0)
+    kinds = [array.dtype for array in arrays]
+    stacked = np.full((len(arrays), *sizes), fill, np.result_type(*kinds))
+    for place, array in zip(stacked, arrays, strict=True):
+        place[tuple(map(slice, array.shape))] = array
+    return stacked

@@ -5,10 +5,11 @@ class shrink to a point, sooner for larger weight decays, and lose information a
 """
 
 import dataclasses
+import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from dissociation._core.checks import (
 from dissociation._core.files import RefusedFile
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _collapse_drawing as drawing
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts, check_parts_of, read_part
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder, check_parts_of, read_part
 from dissociation.figures._collapse_drawing import draw
 from dissociation.figures._collapse_measures import (
     SAVED,
@@ -39,10 +40,10 @@ from dissociation.figures._collapse_measures import (
     margins_of,
     spread_observations,
 )
-from dissociation.figures._collapse_results import assemble, crossing_table, series_of
-from dissociation.figures._members import DataConfig, check_fields, run
+from dissociation.figures._collapse_results import assemble, crossing_table
+from dissociation.figures._harness import config_of, described, run
+from dissociation.figures._members import DataConfig, check_fields
 from dissociation.figures._members import source as source
-from dissociation.figures._results import Results
 from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints
@@ -50,34 +51,13 @@ from dissociation.training._callbacks import Progress
 from dissociation.training._chunk import Layout
 from dissociation.training._members import take
 
-__all__ = ["Config", "compute", "draw", "load_models", "load_partial", "series_of", "information_measures"]
+if TYPE_CHECKING:
+    import xarray
+
+__all__ = ["Config", "compute", "draw", "load_models", "load_partial", "information_measures"]
 
 STEM = "collapse"
 SHOWS = "Grokking, neural collapse and the information plane through training, over weight decays and seeds."
-
-_MEMBERS = ("weight_decays", "seeds")
-
-AXES = {
-    "weight_decays": ("weight_decays",),
-    "seeds": ("seeds",),
-    "time_step": ("time_step",),  # steps of the series
-    "information_step": ("information_step",),  # steps of the expensive measures
-    "nhsic": (*_MEMBERS, "information_step"),  # in `information`: expensive measures, on test images
-    "mi_": (*_MEMBERS, "information_step"),
-    "margin": (*_MEMBERS, "images"),  # in `margins`, see `margins_of`
-    "plane": (*_MEMBERS, "images", "coordinates"),
-    "plane_boundary": _MEMBERS,
-    "diverged_at": _MEMBERS,  # the step, or -1; numbers are NaN from there on
-    "first_": _MEMBERS,  # in `crossings`, with the next two
-    "median_": ("weight_decays", "bounds"),
-    "collapse_line": ("coefficients",),
-    "bounds": ("bounds",),
-    "coefficients": ("coefficients",),
-    "": (*_MEMBERS, "time_step"),  # in `series`: on training images, or on test images if the name begins with "test_"
-}
-"""Axes of the arrays, by the beginnings of their names."""
-
-UNITS = {"time_step": "steps", "information_step": "steps", "mi_": "nats", "first_": "steps", "median_": "steps"}
 
 _MODELS = "models.ckpt"
 _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"
@@ -193,26 +173,34 @@ def compute(
     config: Config,
     *,
     key: Array,
-    dataset: Dataset | None = None,
-    folder: Folder = None,
+    data: Dataset | None = None,
+    cache: CacheFolder = None,
     progress: AnyMeter = None,
     mesh: Mesh | str | None = "auto",
-) -> Results:
+) -> "xarray.Dataset":
     """Train and measure all networks; see `figures.Figure.compute`.
 
-    `key` is for the autoencoder that compresses images; networks follow from `config.seeds`. `folder` also keeps the
+    `key` is for the autoencoder that compresses images; networks follow from `config.seeds`. `cache` also keeps the
     series so far, see `load_partial`. `mesh` is that of `training.Layout`.
+
+    Returns:
+        Series [weight_decays, seeds, time_step], on training images, or on test images if the name starts with "test_";
+        expensive measures `nhsic_...` and `mi_...` (nats) [weight_decays, seeds, information_step], on test images;
+        steps of crossings, see `_collapse_results.crossings`; `margin` [classes, splits, weight_decays, seeds, images],
+        signed distances to the boundary between the classes, NaN beyond a class' number of images; `plane`, their
+        coordinates in the plane of the classes' weights, and `plane_boundary`. Numbers are NaN from `diverged_at` on.
     """
-    return run(partial(_computed, mesh=mesh), config, key, dataset, folder, progress)
+    given = {"key": key, "data": source(config, data), "cache": cache, "progress": progress}
+    return run(partial(_computed, mesh=mesh), config, **given)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mesh | str | None) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mesh | str | None) -> "xarray.Dataset":
     measures = None
     if config.num_information:
         code_key = jax.random.fold_in(key, 2)  # networks of the same seed fold in 0 and 1
         train, images = data.train_images[:10_000], data.test_images[: config.num_images]
         options = {"size": config.code, "num_epochs": config.compression_epochs}
-        codes = parts.get("codes", partial(compressed, train, images, **options, key=code_key))["codes"]
+        codes = cache.get("codes", partial(compressed, train, images, **options, key=code_key))["codes"]
         measures = information_measures(config, data, codes)
     names = "weight_decays", "seeds", "num_train", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer"
     trained = train_grokking(
@@ -221,33 +209,33 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mes
         options=_network_options(config),
         measures=measures,
         measure_at=config.information_steps(),
-        callbacks=[Progress(parts.progress, _SHOWN), SeriesKeeper(parts)],
-        checkpoint=parts.path("networks.ckpt"),
+        callbacks=[Progress(cache.progress, _SHOWN), SeriesKeeper(cache)],
+        checkpoint=cache.path("networks.ckpt"),
         layout=Layout(mesh=mesh),
         **{name: getattr(config, name) for name in names},
     )
-    parts.seconds["training and measuring"] = trained.seconds
-    if (path := parts.path(_MODELS)) is not None and jax.process_index() == 0:
-        checkpoints.save(path, trained.models, {"run": parts.digest})
+    cache.seconds["training and measuring"] = trained.seconds
+    if (path := cache.path(_MODELS)) is not None and jax.process_index() == 0:
+        checkpoints.save(path, trained.models, {"run": cache.digest})
     alive = trained.diverged_at < 0
     job = partial(margins_of, data, stand_ins(trained.models, alive), config.classes, config.num_train)
-    margins = parts.get("margins", masked_job(alive, job))
-    described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
+    margins = cache.get("margins", masked_job(alive, job))
+    sizes = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
-    parts.save(SAVED, {"time_step": steps, **series})  # complete, even if the file was deleted during the run
-    member = take(trained.models, 0)
-    return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds, member)
+    cache.save(SAVED, {"time_step": steps, **series})  # complete, even if the file was deleted during the run
+    cache.network = take(trained.models, 0)
+    return assemble(config, sizes, steps, series, margins, trained.diverged_at)
 
 
-def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
-    """Load the results so far of a running or stopped sweep; `draw` leaves out what is missing.
+def load_partial(config: Config, folder: str | os.PathLike[str]) -> "xarray.Dataset":
+    """Load the dataset so far of a running or stopped sweep; `draw` leaves out what is missing.
 
     Args:
         config: Configuration of the sweep.
         folder: Folder given to `compute`; for the command line, `parts` in the run's folder.
 
     Returns:
-        Results without margins, up to the last saved step.
+        The dataset without margins, up to the last saved step.
 
     Raises:
         FileNotFoundError: If there are no series yet.
@@ -261,7 +249,7 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
     series = read_part(path, check_parts_of(folder, config))
     steps = series.pop("time_step")
     data = {"name": config.data, "num_train": config.num_train, "num_test": config.num_test or "all"}
-    return assemble(config, data, steps, series, {}, None, {})
+    return described(assemble(config, data, steps, series, {}, None), config, {})
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
@@ -291,59 +279,27 @@ def _network_options(config: Config) -> dict[str, Any]:
     return sizes | ({"depth": config.depth} if config.network == "mlp" else {})
 
 
-def arrays(results: Results) -> dict[str, np.ndarray]:
-    """Return the arrays of the figure by their names in an `.npz` file."""
-    config, crossings = results.config, results.crossings
-    return {
-        "time_step": results.time_step,
-        "information_step": results.information_step,
-        "weight_decays": np.asarray(config.weight_decays),
-        "seeds": np.asarray(config.seeds),
-        "bounds": np.asarray(("median", "low", "high")),
-        "coefficients": np.asarray(("slope", "intercept")),
-        "diverged_at": results.diverged_at,
-        "collapse_line": crossings.line,
-        **{f"first_{name}": values for name, values in crossings.first.items()},
-        **{f"median_{name}": values for name, values in crossings.median.items()},
-        **results.series,
-        **results.information,
-        **results.margins,
-    }
-
-
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON beside the figure."""
-    return {
-        "figure": STEM,
-        "config": results.config,
-        "data": results.data,
-        "first steps": results.crossings.first,
-        "slope": results.crossings.slope,
-    }
-
-
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    return f"{drawing.caption(results)} Data: {headline(results)}."
+    return f"{drawing.caption(dataset)} Data: {headline(dataset)}."
 
 
-def headline(results: Results) -> str:
+def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data, and the slope of collapse time by weight decay."""
-    config, data = results.config, results.data
-    names = [f"weight decay {decay:g} seed {seed}" for decay in config.weight_decays for seed in config.seeds]
+    decays, seeds, data = dataset.weight_decays.values, dataset.seeds.values, json.loads(dataset.attrs["data"])
+    names = [f"weight decay {decay:g} seed {seed}" for decay in decays for seed in seeds]
     return (
-        f"{data['name']}: {data['num_train']} training and {data['num_test']} test images, "
-        f"{len(config.weight_decays)} weight decays x {len(config.seeds)} seeds, {config.num_steps} steps; "
-        f"{results.crossings.slope}"
-        f"{named_diverged(names, results.diverged_at.reshape(-1))}"
+        f"{data['name']}: {data['num_train']} training and {data['num_test']} test images, {len(decays)} weight decays "
+        f"x {len(seeds)} seeds, {config_of(dataset).num_steps} steps; {dataset.attrs['slope']}"
+        f"{named_diverged(names, dataset.diverged_at.values.reshape(-1))}"
     )
 
 
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per weight decay: steps of crossings, and the measures at the end."""
-    rows = crossing_table(results.config.weight_decays, results.crossings)
-    rows[0] += ["test accuracy", "RNC1", "NC2"]
-    for index, row in enumerate(rows[1:]):
-        ends = [results.series[name][index, :, -1] for name in (("test_accuracy", "rnc1_score", "nc2_score"))]
-        row += [number(values, form) for values, form in zip(ends, (".4f", ".2g", ".3g"), strict=True)]
-    return rows
+    shown = crossing_table(dataset)
+    shown[0] += ["test accuracy", "RNC1", "NC2"]
+    ends = {name: dataset[name].values[:, :, -1] for name in ("test_accuracy", "rnc1_score", "nc2_score")}
+    for index, row in enumerate(shown[1:]):
+        row += [number(values[index], form) for values, form in zip(ends.values(), (".4f", ".2g", ".3g"), strict=True)]
+    return shown

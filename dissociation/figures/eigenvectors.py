@@ -5,8 +5,9 @@ compares them between seeds and sizes, and counts those that the classification 
 """
 
 import dataclasses
+import json
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,12 @@ from dissociation.bilinear._forms import decompose
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _eigenvector_drawing as drawing
 from dissociation.figures import _eigenvector_measures as measures
-from dissociation.figures._artifacts import AnyMeter, Folder, Parts
+from dissociation.figures._cache import AnyMeter, Arrays, Cache, CacheFolder
 from dissociation.figures._eigenvector_drawing import draw
-from dissociation.figures._eigenvector_measures import ORDERS, pooled
-from dissociation.figures._members import DataConfig, check_fields, described, run
+from dissociation.figures._eigenvector_measures import MEASURES, ORDERS, PADDED, RANKINGS, of_size, pooled
+from dissociation.figures._harness import config_of, padded, run
+from dissociation.figures._members import DataConfig, check_fields, described
 from dissociation.figures._members import source as source
-from dissociation.figures._results import Results
 from dissociation.figures._seeds import cell, check_some_left, masked_job, named_diverged, stand_ins
 from dissociation.plotting._axes import summarise
 from dissociation.recipes._bilinear import train_bilinear
@@ -31,40 +32,13 @@ from dissociation.training._bmap import bmap
 from dissociation.training._callbacks import Progress
 from dissociation.training._members import take
 
+if TYPE_CHECKING:
+    import xarray
+
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "eigenvectors"
 SHOWS = "Eigenvectors of bilinear networks, compared across seeds and sizes."
-
-AXES = {
-    "top": ("sizes", "sizes"),  # mean similarity of the leading component between all sizes
-    "values": ("components",),  # eigenvalues of the reference size's first network for `digit`
-    "leading": ("ends", "ranks", "pixels"),  # its three most positive and most negative eigenvectors, extreme first
-    "image": ("pixels",),  # in `explained`: a test image of that digit,
-    "contributions": ("components",),  # the largest contributions of components to its logit,
-    "vectors": ("components", "pixels"),  # their eigenvectors,
-    "component_values": ("components",),  # and values
-    "mask": ("pixels",),  # in `masks`, see `_eigenvector_measures.masking`
-    "mask_accuracy": ("signs", "norms"),
-    "mask_share": ("signs", "norms"),
-    "random_accuracy": ("norms",),
-    "train": ("seeds", "epochs"),  # in `history`: loss and accuracy
-    "validation": ("seeds", "epochs"),
-    "similarity": ("compared", "classes", "ranks"),  # with networks of the reference size, per measure; forms: one rank
-    "error": ("seeds", "components"),  # test error from the leading 0, 1, ... components, per order
-    "pairs": ("sides", "compared"),  # first and second member of every pair
-    "full_error": ("seeds",),  # test error of the whole networks
-    "interval": ("kinds", "bounds", "ranks"),  # in `intervals`, see `_eigenvector_measures.intervals`
-    "diverged_at": ("seeds",),
-    "radii": ("images",),  # distance to the nearest image of another class, per components kept (0: all)
-    "sizes": ("sizes",),
-    "norms": ("norms",),
-    "bounds": ("bounds",),
-    "ends": ("ends",),
-    "kinds": ("kinds",),
-}
-"""Axes of the arrays. Results hold dictionaries by size, and in these by measure or order. `with_self` is in addition:
-the reference size's entry of `top` with every network also compared with itself, as published."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +106,34 @@ class Config(DataConfig):
 
 
 def compute(
-    config: Config, *, key: Array, dataset: Dataset | None = None, folder: Folder = None, progress: AnyMeter = None
-) -> Results:
-    """Train, decompose and compare; see `figures.Figure.compute`."""
-    return run(_computed, config, key, dataset, folder, progress)
+    config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+) -> "xarray.Dataset":
+    """Train, decompose and compare; see `figures.Figure.compute`.
+
+    Returns:
+        By hidden size, seed and epoch: `train_loss`, `train_accuracy`, `validation_loss`, `validation_accuracy`. By
+        size and seed: `diverged_at`, the step at which a network diverged, or -1; `full_error`, the test error of the
+        whole network; `error` [hidden_sizes, orders, seeds, components], that of the leading 0, 1, ... components.
+        By size and pair of different networks, the other one of the reference size: `first` and `second`, the seeds;
+        `similarity` [hidden_sizes, measures, pairs, classes, ranks]; `form` [hidden_sizes, pairs, classes], that of
+        whole forms; `interval` [hidden_sizes, measures, kinds, bounds, ranks], see `_eigenvector_measures.intervals`.
+        Entries that a size lacks are NaN or -1, see `_eigenvector_measures.of_size`. `top` [hidden_sizes,
+        other_hidden_sizes] is the mean similarity of the leading component; `with_self` the same within the reference
+        size if every network is also compared with itself, as published.
+
+        Of the reference size's first network and class `digit`: `eigenvalues` [value_ranks], descending; `leading`
+        [ends, end_ranks, pixels], its most positive and negative eigenvectors; of a test `image` [pixels], the largest
+        `contributions` of components to the logit, with `vectors` and `component_values` [explaining]; `radii` [kept,
+        images], distances to the nearest image of another class, by components kept; `mask` [pixels], with
+        `mask_accuracy`, `mask_share` [signs, norms] and `random_accuracy` [norms], see `_eigenvector_measures.masking`.
+    """
+    return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Results:
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
-    history, error, full_error, leading = {}, {}, {}, {}
-    forms, diverged_at, alive = {}, {}, {}
+    found: dict[int, dict[str, Any]] = {}
+    leading, forms, alive = {}, {}, {}
     reference: Any = ()
     for size in config.sizes:
         trained = train_bilinear(
@@ -149,157 +141,148 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts) -> Result
             size,
             key=jax.random.fold_in(key, size),
             num_seeds=config.seeds(size),
-            callbacks=[Progress(parts.progress)],
-            checkpoint=parts.path(f"size_{size}.ckpt"),
+            callbacks=[Progress(cache.progress)],
+            checkpoint=cache.path(f"size_{size}.ckpt"),
             **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
         )
-        parts.seconds[f"training size {size}"] = trained.seconds
+        cache.seconds[f"training size {size}"] = trained.seconds
         observed = trained.history.observed
         # A diverged network would have the accuracy of the first class.
         finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
-        history[size] = {name: np.where(finite, values, np.nan) for name, values in observed.items()}
-        diverged_at[size] = trained.diverged_at
         alive[size] = check_some_left(trained.diverged_at, f"networks of size {size}")
         models = stand_ins(trained.models, alive[size])
         spectra = forms[size] = bmap(decompose, batch_size=1)(models)
         leading[size] = measures.leading_components(spectra, min(config.num_ranks, spectra.values.shape[2]))
         job = partial(measures.truncations, config.num_components, spectra, images, labels)
-        part = parts.get(f"truncation_{size}", masked_job(alive[size], job))
-        error[size], full_error[size] = {order: part[order] for order in ORDERS}, part["full"]
+        part = cache.get(f"truncation_{size}", masked_job(alive[size], job))
+        found[size] = {
+            **{name: (("seeds", "epochs"), np.where(finite, values, np.nan)) for name, values in observed.items()},
+            "diverged_at": (("seeds",), np.asarray(trained.diverged_at)),
+            "full_error": (("seeds",), part["full"]),
+            "error": (("orders", "seeds", "components"), np.stack([part[order] for order in ORDERS])),
+        }
         if size == config.reference:
             reference = take((models, spectra), 0)
-    similarity, pairs = {}, {}
+    cache.network = reference[0]
     for size in config.sizes:
-        pairs[size] = measures.compared_pairs(alive, size, config.reference)
-        both = alive[size][pairs[size][0]] & alive[config.reference][pairs[size][1]]
-        job = partial(measures.similarities, leading, forms, size, config.reference, pairs[size])
-        similarity[size] = parts.get(f"similarity_{size}", masked_job(both, job))
-    overlap = pooled(similarity[config.reference]["magnitude"])[0]
-    count = int(alive[config.reference].sum())
-    part = parts.get("details", partial(measures.details, config, *reference, images, labels))
-    return Results(
-        config=config,
-        data=described(data),
-        history=history,
-        similarity=similarity,
-        intervals={size: _intervals(config, size, similarity[size], pairs[size], alive) for size in config.sizes},
-        pairs=pairs,
-        top=parts.get("top", partial(measures.top_similarity, leading, alive))["top"],
-        # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
-        with_self=float((overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
-        error=error,
-        full_error=full_error,
-        values=part["values"],
-        leading=part["leading"],
-        explained={name: part[name] for name in ("image", "contributions", "vectors", "component_values")},
-        radii={int(name.removeprefix("radii_")): array for name, array in part.items() if name.startswith("radii_")},
-        masks=parts.get(
-            "masks", partial(measures.masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0))
-        ),
-        diverged_at=diverged_at,
-        seconds=parts.seconds,
-        member=reference[0],
-    )
+        first, second = pairs = measures.compared_pairs(alive, size, config.reference)
+        both = alive[size][first] & alive[config.reference][second]
+        others = None if size == config.reference else alive[config.reference]
+        job = partial(measures.similarities, leading, forms, size, config.reference, pairs)
+        part = cache.get(f"similarity_{size}", masked_job(both, job))
+        found[size] |= {
+            "first": (("pairs",), first),
+            "second": (("pairs",), second),
+            "similarity": (("measures", "pairs", "classes", "ranks"), np.stack([part[name] for name in MEASURES])),
+            "form": (("pairs", "classes"), part["form"][..., 0]),
+            "interval": (
+                ("measures", "kinds", "bounds", "ranks"),
+                np.stack([measures.intervals(part[name], pairs, alive[size], others) for name in MEASURES]),
+            ),
+        }
+    jobs = {
+        "details": partial(measures.details, config, *reference, images, labels),
+        "top": partial(measures.top_similarity, leading, alive),
+        "masks": partial(measures.masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0)),
+    }
+    parts = {name: cache.get(name, job) for name, job in jobs.items()}
+    return _dataset(config, data, found, parts, int(alive[config.reference].sum()))
 
 
-def _intervals(
-    config: Config, size: int, similarity: dict[str, np.ndarray], pairs: np.ndarray, alive: dict[int, np.ndarray]
-) -> dict[str, np.ndarray]:
-    same = size == config.reference
-    names = ("magnitude", "positive", "negative") if same else ("magnitude",)
-    other = None if same else alive[config.reference]
-    return {by: measures.intervals(similarity[by], pairs, alive[size], other) for by in names}
+def _dataset(
+    config: Config, data: Dataset, found: dict[int, dict[str, Any]], parts: dict[str, Arrays], count: int
+) -> "xarray.Dataset":
+    """Return the dataset of variables by size and cached arrays; `count`: networks of the reference size."""
+    import xarray
+
+    details, masks, pixels = parts["details"], parts["masks"], {"units": "pixel intensity"}
+    kept = [int(name.removeprefix("radii_")) for name in details if name.startswith("radii_")]
+    kept.sort(key=lambda components: components or np.inf)
+    overlap = pooled(found[config.reference]["similarity"][1][0])[0]
+    # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
+    with_self = (overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)
+    variables = {
+        "top": (("hidden_sizes", "other_hidden_sizes"), parts["top"]["top"]),
+        "with_self": ((), float(with_self)),
+        "eigenvalues": ("value_ranks", details["values"]),
+        "leading": (("ends", "end_ranks", "pixels"), details["leading"]),
+        "image": ("pixels", details["image"], pixels),
+        "contributions": ("explaining", details["contributions"]),
+        "vectors": (("explaining", "pixels"), details["vectors"]),
+        "component_values": ("explaining", details["component_values"]),
+        "radii": (("kept", "images"), np.stack([details[f"radii_{components}"] for components in kept]), pixels),
+        "mask": ("pixels", masks["mask"]),
+        "mask_accuracy": (("signs", "norms"), masks["mask_accuracy"]),
+        "mask_share": (("signs", "norms"), masks["mask_share"]),
+        "random_accuracy": ("norms", masks["random_accuracy"]),
+    }
+    coords = {
+        "hidden_sizes": list(config.sizes),
+        "other_hidden_sizes": list(config.sizes),
+        "measures": list(MEASURES),
+        "orders": list(ORDERS),
+        "kinds": ["members", "pairs"],
+        "bounds": ["mean", "low", "high"],
+        "ends": ["positive", "negative"],
+        "kept": [str(components) if components else "all" for components in kept],
+        "signs": ["mask", "negative"],
+        "norms": ("norms", list(config.mask_norms), pixels),
+    }
+    for name, (dims, like) in found[config.reference].items():
+        arrays = [own[name][1] for own in found.values()]
+        fill = -1 if np.issubdtype(like.dtype, np.integer) else np.nan
+        variables[name] = (("hidden_sizes", *dims), padded(arrays, fill))
+        lengths = {axis: [array.shape[place] for array in arrays] for place, axis in enumerate(dims)}
+        coords |= {f"{axis}_length": ("hidden_sizes", lengths[axis]) for axis in PADDED if axis in lengths}
+        coords |= {axis: np.arange(max(lengths[axis])) for axis in ("seeds", "epochs", "components") if axis in lengths}
+    coords["ranks"] = np.arange(1, max(coords["ranks_length"][1]) + 1)
+    return xarray.Dataset(variables, coords, {"data": json.dumps(described(data))})
 
 
-def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
+def components_needed(dataset: "xarray.Dataset", order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
     """Return by size the least number of components per class that costs less accuracy than `drop`, mean over seeds.
 
     Infinite if no number up to `num_components` does.
     """
     needed = {}
-    for size, errors in results.error.items():
-        enough = np.flatnonzero(summarise(errors[order] - results.full_error[size][:, None]).mean < drop)
+    for size in dataset.hidden_sizes.values.tolist():
+        one = of_size(dataset, size)
+        added = one.error.sel(orders=order).values - one.full_error.values[:, None]
+        enough = np.flatnonzero(summarise(added).mean < drop)
         needed[size] = float(enough[0]) if len(enough) else np.inf
     return needed
 
 
-def arrays(results: Results) -> dict[str, np.ndarray]:
-    """Return the arrays of the figure by their names in an `.npz` file."""
-    flat = {
-        "top": results.top,
-        "values": results.values,
-        "leading": results.leading,
-        **results.explained,
-        **results.masks,
-        "sizes": np.asarray(results.config.sizes),
-        "norms": np.asarray(results.config.mask_norms),
-        "bounds": np.asarray(("mean", "low", "high")),
-        "ends": np.asarray(("positive", "negative")),
-        "kinds": np.asarray(("members", "pairs")),
-    }
-    for size in results.config.sizes:
-        flat |= {f"{name}_{size}": part for name, part in results.history[size].items()}
-        flat |= {f"similarity_{name}_{size}": part for name, part in results.similarity[size].items()}
-        flat |= {f"error_{name}_{size}": part for name, part in results.error[size].items()}
-        flat |= {f"interval_{name}_{size}": part for name, part in results.intervals[size].items()}
-        flat |= {f"pairs_{size}": results.pairs[size], f"full_error_{size}": results.full_error[size]}
-        flat |= {f"diverged_at_{size}": results.diverged_at[size]}
-    return flat | {f"radii_{kept}": part for kept, part in results.radii.items()}
-
-
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON beside the figure."""
-    return {
-        "figure": STEM,
-        "config": results.config,
-        "data": results.data,
-        "similarity of the leading component with every network compared with itself too": results.with_self,
-        "components per class that cost less than 0.1 %": {
-            order: components_needed(results, order) for order in ORDERS
-        },
-    }
-
-
-def families(results: Results) -> dict[str, Any]:
-    """Return the ends of array names, by the axes that they make."""
-    config = results.config
-    first = config.sizes[0]
-    kinds = {"similarity": results.similarity, "interval": results.intervals, "error": results.error}
-    ends = [f"{kind}_{name}" for kind, by_size in kinds.items() for name in by_size[first]]
-    return dict.fromkeys(
-        (*results.history[first], *ends, "pairs", "full_error", "diverged_at"), {"sizes": config.sizes}
-    )
-
-
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    return f"{drawing.caption(results)} Data: {headline(results)}."
+    return f"{drawing.caption(dataset)} Data: {headline(dataset)}."
 
 
-def headline(results: Results) -> str:
+def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data and the size of the run."""
-    sizes = f"{results.data['num_train']} training and {results.data['num_test']} test images"
-    names = [f"size {size} seed {i}" for size, steps in results.diverged_at.items() for i in range(len(steps))]
-    gone = named_diverged(names, np.concatenate(list(results.diverged_at.values())))
+    config, data = config_of(dataset), json.loads(dataset.attrs["data"])
+    sizes = f"{data['num_train']} training and {data['num_test']} test images"
+    steps = {size: of_size(dataset, size).diverged_at.values for size in config.sizes}
+    names = [f"size {size} seed {i}" for size, own in steps.items() for i in range(len(own))]
+    gone = named_diverged(names, np.concatenate(list(steps.values())))
     return (
-        f"{results.data['name']}: {sizes}, {results.config.num_epochs} epochs; similarities with size "
-        f"{results.config.reference}, pairs of different networks only{gone}"
+        f"{data['name']}: {sizes}, {config.num_epochs} epochs; similarities with size {config.reference}, "
+        f"pairs of different networks only{gone}"
     )
 
 
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
-    shown = [rank for rank in (1, 5, 20) if rank <= results.config.num_ranks]
-    rows = [["size", "seeds", "accuracy"]]
-    rows[0] += [f"rank {rank}, {by}" for by in ("magnitude", "positive", "negative") for rank in shown]
+    shown = [rank for rank in (1, 5, 20) if rank <= config_of(dataset).num_ranks]
+    rows = [["size", "seeds", "accuracy", *(f"rank {rank}, {by}" for by in RANKINGS for rank in shown)]]
     rows[0] += ["matched", "form", "needed", "needed, by contribution"]
-    needed = [components_needed(results, order) for order in ORDERS]
-    for size in results.config.sizes:
-        accuracy = 100 * (1 - results.full_error[size])
+    needed = [components_needed(dataset, order) for order in ORDERS]
+    for size in dataset.hidden_sizes.values.tolist():
+        one = of_size(dataset, size)
+        accuracy = 100 * (1 - one.full_error.values)
+        means = {str(name): pooled(values.values) for name, values in zip(MEASURES, one.similarity, strict=True)}
         row = [str(size), str(len(accuracy)), cell(accuracy, unit=" %")]
-        for by in ("magnitude", "positive", "negative"):
-            means = pooled(results.similarity[size][by])
-            row += [f"{means[rank - 1]:.3f}" if rank <= len(means) else "" for rank in shown]
-        row += [f"{pooled(results.similarity[size][measure]).mean():.3f}" for measure in ("matched", "form")]
+        row += [f"{means[by][rank - 1]:.3f}" if rank <= len(means[by]) else "" for by in RANKINGS for rank in shown]
+        row += [f"{means['matched'].mean():.3f}", f"{pooled(one.form.values[..., None]).mean():.3f}"]
         rows.append(row + [f"{found[size]:g}" for found in needed])
     return rows

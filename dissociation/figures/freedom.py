@@ -122,9 +122,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
     jobs["moved"] = partial(_moved, config, trained.models, *features, data, rewrite_key)
     found = cache.get_all(jobs, "comparing")
     pairs = ("seeds", "other_seeds")
-    variables = {
-        name: (("layers", *pairs), np.stack([found[layer][name] for layer in groups])) for name in _INTERVALS
-    }
+    variables = {name: (("layers", *pairs), np.stack([found[layer][name] for layer in groups])) for name in _INTERVALS}
     variables |= {
         kind: (
             ("ends", "layers", *pairs),

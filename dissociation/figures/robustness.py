@@ -23,7 +23,7 @@ from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import config_of, rows, run
+from dissociation.figures._harness import rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
@@ -217,11 +217,11 @@ def table(dataset: "xarray.Dataset") -> list[list[str]]:
     scales = [f"{kind}s +{float(errors[f'{kind}_scales']):.2g}" for kind, errors in zip(at, noisy, strict=True)]
     shown = [["variant", "clean", *scales, "largest change of a logit", "predictions changed"]]
     for name in dataset.variants.values:
-        one = [errors.sel(variants=name) for errors in (dataset.clean_error, *noisy)]
-        errors = ["" if name == UNCLEAR and error.isnull().all() else cell(error, factor=100, unit=" %") for error in one]
+        errors = [values.sel(variants=name) for values in (dataset.clean_error, *noisy)]
+        cells = ["" if np.isnan(values).all() else cell(values, factor=100, unit=" %") for values in errors]
         certificate = dataset.sel(variants=name)
         changes = [f"{certificate.max_abs_change.item():.1e}", f"{certificate.changed_predictions.item():.0f}"]
-        shown.append([name, *errors, *changes])
+        shown.append([name, *cells, *changes])
     return shown
 
 

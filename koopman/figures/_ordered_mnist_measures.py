@@ -1,25 +1,25 @@
 """Forecasts of a sequence of digits, read by an oracle."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Complex, Float, Int
 
 from dissociation.models import Encoder
 from koopman import Operator, decompose, eigenpairs, encode, left_eigenfunctions, matrix_powers, predict
+from koopman.datasets import cycle_spectrum
 
-PROTOCOLS = {
-    "images": "image by image",
-    "powers": "powers of the operator",
-    "circle": "powers, eigenvalues on the unit circle",
-    "roots": "powers, eigenvalues at the roots of unity",
-}
-"""Ways to forecast: the model applied to its forecast image, or powers of its operator, as fitted or projected."""
+if TYPE_CHECKING:
+    import xarray
+
+PROTOCOLS = ("images", "powers", "circle", "roots")
+"""Ways to forecast: the model applied to its forecast image, or powers of its operator, with eigenvalues as fitted, moved
+to the unit circle, or moved to the roots of unity."""
 
 SCALES = ("raw", "rescaled")
 """Scales at which forecasts are read: unchanged, or with the training images' mean norm."""
@@ -163,9 +163,27 @@ def predicted(logits: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
 
 
-def stuck(logits: np.ndarray) -> np.ndarray:
-    """Return True for seeds with over 9 in 10 forecasts one step ahead read as one digit, [seeds]."""
-    # Logits are [seeds, protocols, scales, times, n, classes].
-    read = predicted(logits[:, 0, 0, 0])
-    # Seeds that diverged read -1, and do not count.
-    return np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0) > 0.9
+def measured(dataset: "xarray.Dataset") -> "xarray.Dataset":
+    """Return the dataset with measures of its logits and eigenvalues, see `ordered_mnist.compute`."""
+    read, classes = predicted(dataset.logits.values), dataset.sizes["classes"]
+    digits = (dataset.labels.values + dataset.times.values[:, None]) % classes
+    ahead = read[:, :, 0, 0, 0]
+    # Diverged seeds read -1, and are not stuck.
+    most = np.stack([(ahead == digit).mean(-1) for digit in range(classes)]).max(0)
+    distances, phases = eigenvalue_errors(dataset.eigenvalues.values)
+    axes = dataset.logits.dims
+    return dataset.assign(
+        predicted=(axes[:-1], read),
+        accuracy=(axes[:-2], np.where(read >= 0, read == digits, np.nan).mean(-1)),
+        stuck=(axes[:2], most > 0.9),
+        eigenvalue_error=(axes[:2], distances),
+        phase_error=(axes[:2], phases, {"units": "radians per step"}),
+    )
+
+
+def eigenvalue_errors(values: Complex[np.ndarray, "*members k"]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest distance and the largest angle of k-th roots of unity to their nearest of k eigenvalues."""
+    # After t steps powers of the operator are off by t times this angle; digits are wrong from about pi / k.
+    roots = cycle_spectrum(values.shape[-1])
+    nearest = np.take_along_axis(values, np.abs(values[..., None] - roots).argmin(-2), -1)
+    return np.abs(nearest - roots).max(-1), np.abs(np.angle(nearest * np.conj(roots))).max(-1)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation import member, plotting
-from dissociation.figures import Parts
+from dissociation.figures import Cache
 from dissociation.training import Progress
 from koopman import (
     ReducedRank,
@@ -67,25 +67,25 @@ class Networks(NamedTuple):
 
 
 def train_networks(
-    config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, parts: Parts
+    config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, cache: Cache
 ) -> Networks:
     """Train the oracle and the networks of the models of `config`, all seeds at once, on images `train` [n, 28, 28]."""
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
-    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(parts.progress)]}
+    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(cache.progress)]}
     found = Networks({}, {}, {}, {})
 
     def keep(name: str, result: Any, words: str) -> None:
         found.models[name], found.diverged_at[name] = result.models, result.diverged_at
-        parts.seconds[f"training {words}"] = result.seconds
+        cache.seconds[f"training {words}"] = result.seconds
 
-    oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
+    oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": cache.path("oracle.ckpt")}
     oracle = train_classifiers(train, labels, key=oracle_key, num_classes=config.num_digits, **oracle_options)
     keep("oracle", oracle, "the oracle")
     sizes = {"num_epochs": config.num_epochs, "features": config.num_digits, "validation": validation}
     for name, name_key in zip(("vamp", "contrastive", "dpnets", "autoencoder", "orthogonal"), keys, strict=True):
         if not any(model.startswith(name) for model in config.models):
             continue
-        options = {**common, **sizes, "key": name_key, "checkpoint": parts.path(f"{name}.ckpt")}
+        options = {**common, **sizes, "key": name_key, "checkpoint": cache.path(f"{name}.ckpt")}
         if name in ("autoencoder", "orthogonal"):
             result = train_autoencoders(train, orthogonal=name == "orthogonal", **options)
         else:

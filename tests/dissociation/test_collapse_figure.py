@@ -6,15 +6,17 @@ import warnings
 import jax
 import numpy as np
 import pytest
+import xarray
 from compiled import compilations
 from drawn import assert_only_draws
-from labels import assert_labelled
+from saved import assert_saved
 
 from dissociation import member_mesh
-from dissociation.figures import Parts, collapse
+from dissociation.figures import Cache, collapse
 from dissociation.figures import _collapse_measures as collapse_measures
-from dissociation.figures._artifacts import digest_of, read_identity
-from dissociation.figures._collapse_results import assemble, crossings, first_crossings, median_delay
+from dissociation.figures._cache import digest_of, read_identity, read_part
+from dissociation.figures._collapse_results import EVENTS, assemble, crossings, first_crossings, median_delay
+from dissociation.figures._harness import described
 from dissociation.figures._seeds import masked
 from dissociation.recipes import observation_steps
 from dissociation.recipes._grokking import standardised
@@ -37,7 +39,7 @@ def small(tmp_path_factory):
     folder, cache = tmp_path_factory.mktemp("collapse"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collapse_measures, "code_cache", lambda: cache)
-        results = collapse.compute(config, key=KEY, folder=folder)
+        results = collapse.compute(config, key=KEY, cache=folder)
         assert len(list(cache.iterdir())) == 1  # the next sweep finds them
         with np.load(folder / "codes.npz") as first:
             data, key = collapse.source(config), jax.random.fold_in(KEY, 2)
@@ -47,16 +49,25 @@ def small(tmp_path_factory):
     return results, config, folder
 
 
+def along(dataset, axis):
+    """Arrays [weight_decays, seeds, axis]."""
+    return {name: array.values for name, array in dataset.items() if array.dims == ("weight_decays", "seeds", axis)}
+
+
+def kept_margins(folder):
+    return read_part(folder / "margins.npz", digest_of(read_identity(folder)))
+
+
 def test_series(small):
     results, config, _ = small
-    assert set(results.series) >= NAMES
-    assert set(results.information) >= EXPENSIVE
+    found = along(results, "information_step")
+    assert set(along(results, "time_step")) >= NAMES
+    assert set(found) >= EXPENSIVE
     np.testing.assert_array_equal(results.information_step, config.information_steps())
-    assert (results.series["train_accuracy"][..., -1] > results.series["train_accuracy"][..., 0]).all()
-    assert (results.information["nhsic_zy"] <= 9 + 1e-3).all()
+    assert (results.train_accuracy[..., -1] > results.train_accuracy[..., 0]).all()
+    assert (results.nhsic_zy <= 9 + 1e-3).all()
     # Labels are in the features to some degree, and shuffled pairs are not: with 32 samples a class, what is said of
     # these may even be too far below zero to pass.
-    found = results.information
     null = np.nan_to_num(found["mi_zy_compression_null"][..., -1], nan=0.0)
     label = found["mi_zy_compression"][..., -1]
     assert (label > np.maximum(null, 0))[known := np.isfinite(label)].all()
@@ -74,18 +85,20 @@ def test_another_rate_and_scale_compile_nothing_anew(small, caplog, monkeypatch)
 
 
 def test_margins(small):
-    results, config, _ = small
-    train, test = (results.margins[f"margin_0_{split}"] for split in ("train", "test"))
-    assert train.shape[:2] == test.shape[:2] == (2, 2)
-    assert test.shape[2] > train.shape[2] > 0  # the test ones are not an empty set
+    results, config, folder = small
+    kept = kept_margins(folder)
+    for label in config.classes:
+        for split in ("train", "test"):
+            part, found = kept[f"margin_{label}_{split}"], results.margin.sel(classes=label, splits=split).values
+            np.testing.assert_array_equal(found[..., : part.shape[1]].reshape(part.shape), part)
+            assert np.isnan(found[..., part.shape[1] :]).all()
     # Samples of the first class lie on its side of the boundary, those of the second on the other.
-    assert (results.margins["margin_0_train"] > 0).mean() > 0.8
-    assert (results.margins["margin_1_train"] < 0).mean() > 0.8
+    first, second = (results.margin.sel(classes=label, splits="train").values for label in config.classes)
+    assert (first[np.isfinite(first)] > 0).mean() > 0.8
+    assert (second[np.isfinite(second)] < 0).mean() > 0.8
     # The first coordinate in the plane is the signed distance but for where the boundary lies.
-    for name in ("0_train", "1_test"):
-        along = results.margins[f"plane_{name}"][..., 0]
-        boundary = results.margins["plane_boundary"][..., None]
-        np.testing.assert_allclose(along - boundary, results.margins[f"margin_{name}"], atol=1e-3)
+    distances = results.plane.isel(coordinates=0) - results.plane_boundary
+    np.testing.assert_allclose(distances.transpose(*results.margin.dims), results.margin, atol=1e-3)
 
 
 def test_models_are_kept_and_those_of_another_run_refused(small, tmp_path):
@@ -96,7 +109,7 @@ def test_models_are_kept_and_those_of_another_run_refused(small, tmp_path):
     for index in range(4):
         model = jax.tree.map(lambda leaf, i=index: leaf[i], models)
         accuracy = np.mean(np.asarray(jax.vmap(model)(images)).argmax(1) == truth)
-        np.testing.assert_allclose(results.series["test_accuracy"].reshape(4, -1)[index, -1], accuracy, atol=1e-6)
+        np.testing.assert_allclose(results.test_accuracy.values.reshape(4, -1)[index, -1], accuracy, atol=1e-6)
     other = dataclasses.replace(config, width=64)
     for read in (collapse.load_models, collapse.load_partial):
         with pytest.raises(ValueError, match="whose width differ"):
@@ -113,39 +126,37 @@ def test_models_are_kept_and_those_of_another_run_refused(small, tmp_path):
 
 def test_a_seed_that_diverged_is_left_out_and_named(small):
     """The first network of the first decay is not finite from the third observation on; accuracies look plausible."""
-    results, config, _ = small
-    flat = {
-        **results.series,
-        **{name: np.full(results.series["train_loss"].shape, 0.5) for name in results.information},
-    }
+    results, config, folder = small
+    steps, series = results.time_step.values, along(results, "time_step")
+    flat = series | {name: np.full(series["train_loss"].shape, 0.5) for name in along(results, "information_step")}
     flat = {name: values.reshape(4, -1).copy() for name, values in flat.items()}
     flat["train_loss"][0, 2:] = np.inf
-    margins = {name: values.reshape(4, *values.shape[2:]) for name, values in results.margins.items()}
+    margins = {name: values for name, values in kept_margins(folder).items() if name != "seconds"}
     margins = masked(margins, np.array([False, True, True, True]))
     # After training, and under way.
-    for diverged_at, step in ((np.array([9, -1, -1, -1]), 9), (None, results.time_step[2])):
-        found = assemble(config, results.data, results.time_step, flat, margins, diverged_at, {})
-        for name, values in found.series.items():
+    for diverged_at, step in ((np.array([9, -1, -1, -1]), 9), (None, steps[2])):
+        found = assemble(config, json.loads(results.data), steps, flat, margins, diverged_at)
+        found = described(found, config, {})
+        for name, values in along(found, "time_step").items():
             assert np.isfinite(values[0, 0, :2]).all(), name
             assert np.isnan(values[0, 0, 2:]).all(), name
-            np.testing.assert_array_equal(values[0, 1], results.series[name][0, 1])
-        later = found.information_step >= results.time_step[2]
-        np.testing.assert_array_equal(np.isnan(found.information["nhsic_zx"][0, 0]), later)
+            np.testing.assert_array_equal(values[0, 1], series[name][0, 1])
+        later = found.information_step >= steps[2]
+        np.testing.assert_array_equal(np.isnan(found.nhsic_zx[0, 0]), later)
         np.testing.assert_array_equal(found.diverged_at, [[step, -1], [-1, -1]])
         assert f"left out: weight decay 0.3 seed 42 at step {step} (3 of 4" in collapse.headline(found)
         figure = collapse.draw(found)
         line = figure.axes[0].lines[0].get_ydata()
-        np.testing.assert_allclose(line[-1], results.series["test_accuracy"][0, 1, -1])
+        np.testing.assert_allclose(line[-1], results.test_accuracy[0, 1, -1])
         row = collapse.table(found)[1]
-        times, whole = found.crossings.first, results.crossings.first
-        for name, medians in found.crossings.median.items():  # of the seeds that are left
-            if name != "delay":
-                left = times[name][0, 1:]
-                expected = left[0] if np.isfinite(left[0]) else np.inf
-                np.testing.assert_array_equal(medians[0, 0], expected, err_msg=name)
-        assert times["diverged"].tolist() == [[True, False], [False, False]]
-        assert np.isnan(times["fitted"][0, 0])
-        np.testing.assert_array_equal(times["fitted"][1], whole["fitted"][1])
+        for name in ("fitted", "generalised", "collapsed"):  # of the seeds that are left
+            left = found.first_crossing.sel(events=name).values[0, 1]
+            median = found.median_crossing.sel(events=name, bounds="median").values[0]
+            assert median == (left if np.isfinite(left) else np.inf), name
+        assert found.diverged.values.tolist() == [[True, False], [False, False]]
+        fitted, before = (dataset.first_crossing.sel(events="fitted").values for dataset in (found, results))
+        assert np.isnan(fitted[0, 0])
+        np.testing.assert_array_equal(fitted[1], before[1])
         assert " of 1" in row[5]  # one network could have crossed
 
 
@@ -153,23 +164,20 @@ def test_steps_are_coordinates(small, tmp_path):
     results, config, _ = small
     series = ("weight_decays", "seeds", "time_step")
     dims = {"rnc1_score": series, "nhsic_zx": (*series[:2], "information_step")}
-    found = assert_labelled(collapse, results, tmp_path, dims)
-    steps, values = collapse.series_of(results, "rnc1_score", 0.03, 43)
-    np.testing.assert_array_equal(values, results.series["rnc1_score"][1, 1])
-    assert len(steps) == len(values)
-    with pytest.raises(ValueError, match=r"weight decay 0.3, seed 7"):
-        collapse.series_of(results, "rnc1_score", 0.3, 7)
-    last = found.to_xarray().rnc1_score.sel(seeds=config.seeds[1], time_step=results.time_step[-1])
-    np.testing.assert_array_equal(last, results.series["rnc1_score"][:, 1, -1])
+    assert_saved(results, tmp_path, dims)
+    last = results.rnc1_score.sel(weight_decays=0.03, seeds=43, time_step=config.num_steps)
+    assert last == results.rnc1_score.values[1, 1, -1]
+    assert (results.time_step.units, results.mi_zx_smoothed.units) == ("steps", "nats")
 
 
 def test_figures_of_nothing(small):
     results, config, _ = small
-    nan = {name: np.full_like(values, np.nan) for name, values in results.series.items()}
-    first = {name: values[..., :5] for name, values in results.series.items()}
-    for series, steps in ((nan, results.time_step), (first, results.time_step[:5])):
-        found = results._replace(series=series, time_step=steps, information={}, margins={})
-        figure = collapse.draw(found._replace(crossings=crossings(config, series, steps)))
+    steps = results.time_step.values
+    whole = {name: values.reshape(4, -1) for name, values in along(results, "time_step").items()}
+    nan = {name: np.full_like(values, np.nan) for name, values in whole.items()}
+    first = {name: values[..., :5] for name, values in whole.items()}
+    for series, times in ((nan, steps), (first, steps[:5])):
+        figure = collapse.draw(described(assemble(config, {}, times, series, {}, None), config, {}))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             figure.canvas.draw()
@@ -202,6 +210,11 @@ def test_crossings(small):
     assert np.isnan(found["generalised"]).all()
 
 
+def crossed(config, series, steps):
+    variables, slope = crossings(config, series, steps)
+    return xarray.Dataset(variables, {"events": list(EVENTS)}), slope
+
+
 def test_the_line_of_first_crossings(small):
     results, config, _ = small
     # Two seeds per decay cross at steps that are inversely proportional to the decay, 1 % apart.
@@ -210,22 +223,23 @@ def test_the_line_of_first_crossings(small):
     low = np.where(steps >= collapsed[..., None], 0.01, 1.0)
     early = np.broadcast_to(steps >= 100, low.shape).astype(float)
     series = {"train_accuracy": early, "test_accuracy": early, "rnc1_score": low, "train_loss": low}
-    found = crossings(config, series, steps)
-    assert found.slope.startswith("collapse time goes as (weight decay)^(-1.00")
-    assert "; delay after fitting goes as (weight decay)^(-1.0" in found.slope
+    found, slope = crossed(config, series, steps)
+    assert slope.startswith("collapse time goes as (weight decay)^(-1.00")
+    assert "; delay after fitting goes as (weight decay)^(-1.0" in slope
     for name, values in (("fitted", [100, 100]), ("collapsed", [3333, 33333]), ("delay", [3233, 33233])):
-        np.testing.assert_array_equal(found.median[name][:, 0], values)
+        np.testing.assert_array_equal(found.median_crossing.sel(events=name)[:, 0], values)
     # Seeds that never fit have no delay, where a crossing that never comes counts as a late one.
     three = {name: np.concatenate([values, values[:, :1]], 1) for name, values in series.items()}
     three["train_accuracy"][0, 1:] = 0.0
-    unfitted = crossings(dataclasses.replace(config, seeds=(42, 43, 44)), three, steps)
-    np.testing.assert_array_equal(unfitted.median["delay"][:, 0], [3233, 33233])
-    assert unfitted.median["fitted"][0, 0] == np.inf
-    never = crossings(config, series | {"rnc1_score": np.ones_like(low)}, steps)
-    assert never.slope.startswith("collapse time: no slope, which takes three crossings at two weight decays, of 0 of")
-    assert np.isnan(never.line).all()
-    assert np.isinf(never.median["collapsed"][:, 0]).all()
-    shown = results._replace(crossings=found, time_step=np.where(results.time_step > 100, steps[-1], 0))
+    unfitted, _ = crossed(dataclasses.replace(config, seeds=(42, 43, 44)), three, steps)
+    np.testing.assert_array_equal(unfitted.median_crossing.sel(events="delay")[:, 0], [3233, 33233])
+    assert unfitted.median_crossing.sel(events="fitted")[0, 0] == np.inf
+    never, slope = crossed(config, series | {"rnc1_score": np.ones_like(low)}, steps)
+    assert slope.startswith("collapse time: no slope, which takes three crossings at two weight decays, of 0 of")
+    assert np.isnan(never.collapse_line).all()
+    assert np.isinf(never.median_crossing.sel(events="collapsed")[:, 0]).all()
+    times = np.where(results.time_step.values > 100, steps[-1], 0)
+    shown = results.assign_coords(time_step=times).assign({name: found[name] for name in found})
     axes = next(axes for axes in collapse.draw(shown).axes if axes.get_title().startswith("first crossing"))
     (line,) = (line for line in axes.lines if str(line.get_label()).startswith("slope"))
     assert line.get_label() == "slope -1.00"
@@ -242,12 +256,12 @@ def test_images_tables_and_resuming(small):
     part = collapse.load_partial(config, folder)
     count = len(part.time_step)
     assert count == len(results.time_step)
-    np.testing.assert_array_equal(part.series["rnc1_score"], results.series["rnc1_score"][..., :count])
+    np.testing.assert_array_equal(part.rnc1_score, results.rnc1_score[..., :count])
     assert "glyphs" in collapse.headline(results)
     for part in ("means over 2 seeds", f"measured {len(results.information_step)} times", "200 training", "(l) first"):
         assert part in collapse.caption(results)
-    again = collapse.compute(config, key=KEY, folder=folder)
-    jax.tree.map(np.testing.assert_array_equal, collapse.arrays(results), collapse.arrays(again))
+    again = collapse.compute(config, key=KEY, cache=folder)
+    xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
 
 
 def tiny(**options):
@@ -258,20 +272,19 @@ def tiny(**options):
 def test_a_sweep_over_devices():
     config = tiny(num_information=0)
     alone, spread = (collapse.compute(config, key=KEY, mesh=mesh) for mesh in (None, member_mesh(jax.devices()[:2])))
-    for name, values in alone.series.items():
-        np.testing.assert_allclose(spread.series[name], values, rtol=2e-3, atol=1e-4, err_msg=name)
+    for name, values in along(alone, "time_step").items():
+        np.testing.assert_allclose(spread[name], values, rtol=2e-3, atol=1e-4, err_msg=name)
 
 
 def test_a_sweep_of_convolutional_networks():
     results = collapse.compute(
         tiny(network="cnn", num_information=1, num_images=60, num_smoothed=60, compression_epochs=1), key=KEY
     )
-    assert np.isfinite(results.series["rnc1_score"]).all()
-    margins = results.margins
-    assert margins["plane_0_train"].shape == (*margins["margin_0_train"].shape, 2)
-    zy = results.information["nhsic_zy"]
+    assert np.isfinite(results.rnc1_score).all()
+    assert results.plane.shape == (*results.margin.shape, 2)
+    zy = results.nhsic_zy
     assert ((zy > 0) & (zy <= 9 + 1e-3)).all()  # classes less one
-    assert (results.series["within_class_variance"][..., 0] > 0).all()
+    assert (results.within_class_variance[..., 0] > 0).all()
 
 
 def test_bad_input_is_refused(tmp_path):
@@ -283,11 +296,11 @@ def test_bad_input_is_refused(tmp_path):
 
 def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
     records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "expensive": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
-    with Parts(tmp_path, {}) as parts:
+    with Cache(tmp_path, {}) as parts:
         first = collapse_measures.SeriesKeeper(parts)
         for step in range(20):
             first(step, records(step))
-    with Parts(tmp_path, {}) as parts:
+    with Cache(tmp_path, {}) as parts:
         later = collapse_measures.SeriesKeeper(parts)  # another process, from a checkpoint of step 15
         for step in range(15, 35):
             later(step, records(step))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from dissociation import figures
+from dissociation import figures, load_results
 from dissociation.figures import _command as command
 
 TOY = Path(__file__).with_name("toy_figure.py")
@@ -81,23 +81,20 @@ def test_a_run_has_a_folder_of_its_own(run, toy, tmp_path, monkeypatch, capsys):
     assert len(folders(tmp_path / "out")) == 4  # other data are another run
 
 
-def test_arrays_come_with_names_of_their_axes(run, toy, tmp_path, monkeypatch, capsys):
+def test_the_files_hold_the_dataset(run, toy, tmp_path):
     run()
     (folder,) = folders(tmp_path / "out")
-    named = {f"part{i}": ["seeds", "steps"] for i in range(3)} | {"seeds": ["seeds"]}
-    assert json.loads(str(contents(folder)["axes"])) == named
+    found = load_results(folder / "toy.npz")
+    assert found.part2.dims == ("seeds", "steps")
     description = json.loads((folder / "toy.json").read_text())
     assert description["axes"]["part2"] == ["seeds", "steps"]
+    assert description["config"] == {"num_seeds": 3, "num_steps": 4, "gate": ""}
     assert description["nan"] is None
-    monkeypatch.setattr(toy, "AXES", {"part": ("seeds",)})
-    with pytest.raises(ValueError, match="`axes` must name the axes of part0"):
-        run()
+    assert toy.caption(found) == "A line (a) of 3 parts."  # which is as good as what was computed
+    assert len(toy.draw(found).artists) == 1
 
 
 def test_the_report_says_how_the_run_was_made(run, toy, tmp_path, monkeypatch, capsys):
-    class WithMember(toy.Results):
-        member = {"weights": np.arange(3)}
-
     assert run("--quick", "--seed", 4) == 0
     (folder,) = folders(tmp_path / "out")
     page = (folder / "report.html").read_text()
@@ -108,8 +105,7 @@ def test_the_report_says_how_the_run_was_made(run, toy, tmp_path, monkeypatch, c
     said = capsys.readouterr().out
     assert "a toy\n\npart  mean" in said
     assert "A line (a) of 3 parts." in said
-    real = toy.compute
-    monkeypatch.setattr(toy, "compute", lambda *args, **options: WithMember(*real(*args, **options)))
+    monkeypatch.setattr(toy, "NETWORK", {"weights": np.arange(3)})
     assert run("--quick", "--seed", 4) == 0
     assert "<h2>one of the networks</h2>" in (folder / "report.html").read_text()
 

@@ -1,21 +1,25 @@
 """Both figures in small: what the theory says of the curves, the files, and resuming."""
 
 import dataclasses
+import json
 
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
+import xarray
 from drawn import assert_only_draws
-from labels import assert_labelled
+from saved import assert_saved
 
 from dissociation import recipes, take
 from dissociation.data import load
-from dissociation.figures import Parts, figures, main, robustness, transfer
+from dissociation.figures import Cache, figures, main, robustness, rows, transfer
+from dissociation.figures import _command as command
 from dissociation.figures import _members as members
 from dissociation.figures import _null_spaces as null_spaces
 from dissociation.models import CNN
 from dissociation.rewrites import layer_inputs
+from dissociation.rewrites._certificate import Certificate
 
 KEY = jax.random.PRNGKey(5)
 SMALL = {"num_seeds": 2, "num_epochs": 30, "num_train": 600, "num_test": 150, "width": 48}
@@ -25,7 +29,7 @@ SMALL = {"num_seeds": 2, "num_epochs": 30, "num_train": 600, "num_test": 150, "w
 def noise(tmp_path_factory):
     config = robustness.Config(**SMALL, num_scales=6, num_zero=48, published_null=True)
     folder = tmp_path_factory.mktemp("noise")
-    return robustness.compute(config, key=KEY, folder=folder), config, folder
+    return robustness.compute(config, key=KEY, cache=folder), config, folder
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +42,13 @@ def transferred():
 @pytest.mark.slow
 def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
     results, *_ = noise
+    errors, parameters = rows(results.input_error, "variants"), rows(results.parameter_error, "variants")
     for name in ("duplicated", "scaled", "nuisance"):
-        np.testing.assert_allclose(results.input_error[name], results.input_error["trained"], atol=1 / 150)
-    moved = results.input_error["null_perturbed"] - results.input_error["trained"]
-    assert moved.max() > 0.05  # negative control: kept on the data, changed elsewhere
-    trained, scaled = results.parameter_error["trained"], results.parameter_error["scaled"]
-    assert (scaled - trained).max() > 0.1  # noise on parameters tells them apart
-    assert "published_null" not in results.parameter_error
+        np.testing.assert_allclose(errors[name], errors["trained"], atol=1 / 150)
+    # A negative control: the function is kept on the data, and changed elsewhere.
+    assert (errors["null-perturbed"] - errors["trained"]).max() > 0.05
+    assert (parameters["scaled"] - parameters["trained"]).max() > 0.1  # noise on parameters distinguishes them
+    assert set(errors) - set(parameters) == {robustness.UNCLEAR}
 
 
 def test_the_published_null_space_is_no_smaller_and_not_everything():
@@ -69,9 +73,8 @@ def test_networks_of_images(model):
     sizes = {"num_seeds": 2, "num_epochs": 2, "num_train": 200, "num_test": 40, "width": 12, "model": model}
     results = robustness.compute(robustness.Config(**sizes, num_scales=2, num_zero=6), key=KEY)
     size = max(np.abs(results.test_error).max(), 1.0)
-    for name, certificate in results.certificates.items():
-        assert certificate["max_abs_change"] < 1e-4 * size, name
-    assert results.null_space["dimension"] >= 1  # few images, or a mean that normalisation takes out
+    assert (results.max_abs_change < 1e-4 * size).all()
+    assert json.loads(results.null_space)["dimension"] >= 1  # few images, or a mean that normalisation takes out
     assert [row[0] for row in robustness.table(results)[1:3]] == ["trained", "null-perturbed"]
     with pytest.raises(ValueError, match="`published_null` must be False except for the perceptron"):
         robustness.Config(**sizes, published_null=True)
@@ -83,51 +86,55 @@ def test_features_of_networks_of_images_transfer():
     probed = transfer.Config(**sizes, num_budgets=1, num_splits=2, num_zero=6, probes=("converged",))
     results = transfer.compute(probed, key=KEY)
     assert_only_draws(transfer, results)  # a single budget
-    errors = results.transfer_error["coarse"]["converged"]
+    errors = rows(results.transfer_error.sel(tasks="coarse", probes="converged"), "variants")
     np.testing.assert_allclose(errors["duplicated"], errors["trained"], atol=0.1)
 
 
 @pytest.mark.slow
 def test_certificates(noise, transferred):
     results, *_ = noise
-    assert results.certificates["trained"]["max_abs_change"] == 0
-    for name in ("null_perturbed", "duplicated", "scaled", "nuisance"):
-        assert results.certificates[name]["max_abs_change"] < 1e-4
-        assert results.certificates[name]["changed_predictions"] == 0
-    assert results.certificates["nuisance"]["num_inputs"] == 2 * 150
-    assert results.null_space["dimension"] + results.null_space["rank"] == 784
-    named = list(dict.fromkeys(row[0] for row in transfer.table(transferred)[1:]))
-    assert list(transfer.describe(transferred)["certificates on the test images"]) == named
+    assert results.max_abs_change.sel(variants="trained") == 0
+    kept = results.sel(variants=["null-perturbed", "duplicated", "scaled", "nuisance"])
+    assert (kept.max_abs_change < 1e-4).all()
+    assert (kept.changed_predictions == 0).all()
+    assert results.num_inputs.sel(variants="nuisance") == 2 * 150
+    null_space = json.loads(results.null_space)
+    assert null_space["dimension"] + null_space["rank"] == 784
+    # A variant has one name in legend, table, report and array.
+    named = [row[0] for row in transfer.table(transferred)[1:]]
+    assert list(command.certificates_of(transferred)["certificates on the test images"]) == named
+    assert transfer.draw(transferred).axes[0].get_legend_handles_labels()[1] == named
+    assert transferred.variants.values.tolist() == named
 
 
 @pytest.mark.slow
 def test_finished_parts_are_used_again_and_others_refused(noise):
     results, config, folder = noise
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.suffix == ".npz"}
-    again = robustness.compute(config, key=KEY, folder=folder)
+    again = robustness.compute(config, key=KEY, cache=folder)
     assert before == {path: path.stat().st_mtime_ns for path in before}
-    jax.tree.map(np.testing.assert_array_equal, robustness.arrays(results), robustness.arrays(again))
+    xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
     with pytest.raises(ValueError, match="whose null_scale differ"):
-        robustness.compute(dataclasses.replace(config, null_scale=0.2), key=KEY, folder=folder)
+        robustness.compute(dataclasses.replace(config, null_scale=0.2), key=KEY, cache=folder)
     with pytest.raises(ValueError, match="whose key differ"):
-        robustness.compute(config, key=jax.random.PRNGKey(6), folder=folder)
+        robustness.compute(config, key=jax.random.PRNGKey(6), cache=folder)
 
 
 def test_a_part_is_kept_as_soon_as_it_is_done(tmp_path):
-    with Parts(tmp_path / "parts", {"config": {"a": 1}}) as parts:
+    with Cache(tmp_path / "parts", {"config": {"a": 1}}) as parts:
         np.testing.assert_array_equal(parts.get("one", lambda: {"x": np.arange(3)})["x"], [0, 1, 2])
-        with pytest.raises(OSError, match="is in use by process"), Parts(tmp_path / "parts", {"config": {"a": 1}}):
+        with pytest.raises(OSError, match="is in use by process"), Cache(tmp_path / "parts", {"config": {"a": 1}}):
             pass
-    with pytest.raises(ValueError, match="whose a differ"), Parts(tmp_path / "parts", {"config": {"a": 2}}):
+    with pytest.raises(ValueError, match="whose a differ"), Cache(tmp_path / "parts", {"config": {"a": 2}}):
         pass
 
     def never():
         raise AssertionError("computed twice")
 
-    with Parts(tmp_path / "parts", {"config": {"a": 1}}) as again:  # free after a use and after a refusal
+    with Cache(tmp_path / "parts", {"config": {"a": 1}}) as again:  # free after a use and after a refusal
         np.testing.assert_array_equal(again.get("one", never)["x"], [0, 1, 2])
     assert again.seconds["one"] == parts.seconds["one"]
-    with Parts(None, {}) as nowhere:
+    with Cache(None, {}) as nowhere:
         assert nowhere.get("one", lambda: {"x": np.ones(1)})["x"] == 1
 
 
@@ -150,22 +157,22 @@ def one_diverges(monkeypatch):
 @pytest.mark.slow
 def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_path):
     results, config, _ = noise
-    found = robustness.compute(config, key=KEY, folder=tmp_path)
+    found = robustness.compute(config, key=KEY, cache=tmp_path)
     for kind in ("input_error", "parameter_error", "clean_error"):
-        for name, values in getattr(found, kind).items():
-            assert np.isnan(values[1]).all()
-            np.testing.assert_array_equal(values[0], getattr(results, kind)[name][0])
+        assert np.isnan(found[kind].sel(seeds=1)).all()
+        np.testing.assert_array_equal(found[kind].sel(seeds=0), results[kind].sel(seeds=0))
     lost = np.arange(config.num_epochs + 1) >= 2
     np.testing.assert_array_equal(np.isnan(found.test_error), [0 * lost > 0, lost])
-    assert found.certificates["scaled"]["num_inputs"] == 150
-    assert found.certificates["scaled"]["max_abs_change"] <= results.certificates["scaled"]["max_abs_change"]
+    scaled, before = (dataset.sel(variants="scaled") for dataset in (found, results))
+    assert scaled.num_inputs == 150
+    assert scaled.max_abs_change <= before.max_abs_change
     assert robustness.headline(found).endswith("diverged and left out: seed 1 at step 7 (1 of 2 networks remain)")
     assert "diverged" not in robustness.headline(results)
     row = robustness.table(found)[1]
-    assert row[1] == f"{100 * results.clean_error['trained'][0]:.2f} % (1 of 2)"
+    assert row[1] == f"{100 * results.clean_error[0, 0].item():.2f} % (1 of 2)"
     assert "seed 1 at step 7" in robustness.caption(found)
     lines = robustness.draw(found).axes[0].lines
-    np.testing.assert_allclose(lines[0].get_ydata(), results.input_error["trained"][0])
+    np.testing.assert_allclose(lines[0].get_ydata(), results.input_error[0, 0])
 
 
 @pytest.mark.slow
@@ -187,10 +194,10 @@ def test_noise_figure_is_as_specified(noise):
     assert above[0].get_ylabel() == "test error (log)"
     names = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
     assert [len(shown) for shown in names] == [6, 5, 5, 4]
-    moved = next(line for line in below[0].lines if line.get_label() == "input null-perturbed")
-    paired = results.input_error["null_perturbed"] - results.input_error["trained"]
+    moved = next(line for line in below[0].lines if line.get_label() == "null-perturbed")
+    paired = results.input_error.sel(variants="null-perturbed") - results.input_error.sel(variants="trained")
     np.testing.assert_allclose(moved.get_ydata(), paired.mean(0))
-    for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "nuisance neurons"):
+    for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "nuisance"):
         assert part in robustness.caption(results)
 
 
@@ -205,16 +212,16 @@ def test_drawing_computes_nothing():
 @pytest.mark.slow
 def test_transfer_curves_and_figure(transferred):
     results = transferred
-    assert results.budgets.tolist() == [75, 150]
+    assert results.budgets.values.tolist() == [75, 150]
     for task, chance in (("rotation", 0.75), ("coarse", 0.9)):
-        curves = results.transfer_error[task]["converged"]
+        curves = rows(results.transfer_error.sel(tasks=task, probes="converged"), "variants")
         assert curves["trained"].shape == (2, 2)
         assert curves["trained"][:, -1].mean() < chance - 0.1
         # Standardised features forget a common factor, so the converged probe cannot see the scaling.
         np.testing.assert_allclose(curves["scaled"], curves["trained"], atol=2 / 75)
     # With a limited number of steps it is the rate that sees it: the trained network's features are 20 times smaller,
     # so a rate that is stable for the scaled ones leaves them where they began.
-    one_rate = results.transfer_error["rotation"]["one_rate"]
+    one_rate = rows(results.transfer_error.sel(tasks="rotation", probes="one_rate"), "variants")
     assert one_rate["trained"][:, -1].mean() > one_rate["scaled"][:, -1].mean() + 0.05
     figure = transfer.draw(results)
     assert figure.axes[-1].get_xlabel() == "sample budget (log)"
@@ -232,10 +239,10 @@ def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
         return {"error": curves}
 
     monkeypatch.setattr(transfer, "_curves", probe)
-    certificate = {"clean_error": np.ones(2), "max_abs_change": np.ones(2), "changed_predictions": np.array([3, 4])}
+    certificate = {"clean_error": np.ones(2), **{name: np.ones(2) for name in Certificate._fields}}
     monkeypatch.setattr(members, "measure_members", lambda *_: dict(certificate))
     found = transfer.compute(config, key=KEY)
-    values = found.transfer_error["rotation"]["converged"]["scaled"]
+    values = found.transfer_error.sel(tasks="rotation", probes="converged", variants="scaled")
     np.testing.assert_array_equal(values, [[0.5, 0.25], [np.nan, np.nan]])
     assert transfer.table(found)[1][1:3] == ["25.00 % (1 of 2)"] * 2
     assert "seed 1 at step 7" in transfer.headline(found)
@@ -243,24 +250,19 @@ def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
 
 
 def test_a_change_that_is_nan_shows_unless_its_network_diverged():
-    changes = {"max_abs_change": np.array([0.5, np.nan, 2.0]), "changed_predictions": np.array([1.0, np.nan, 3.0])}
+    changes = dict.fromkeys((*Certificate._fields, "clean_error"), np.array([1.0, np.nan, 3.0]))
     alive = np.array([True, False, True])
-    assert members.worst(changes, alive) == {"max_abs_change": 2.0, "changed_predictions": 4.0}
-    assert np.isnan(members.worst(changes, alive | True)["max_abs_change"])
+    found = members.certified({"scaled_certificate": changes}, ["scaled"], alive)
+    assert (found["max_abs_change"][1], found["changed_predictions"][1]) == ([3.0], [4.0])
+    assert np.isnan(members.certified({"scaled_certificate": changes}, ["scaled"], alive | True)["max_abs_change"][1])
 
 
 @pytest.mark.slow
 def test_variants_tasks_and_probes_are_axes(noise, transferred, tmp_path):
-    results = noise[0]
     dims = {"input_error": ("variants", "seeds", "input_scales"), "clean_error": ("variants", "seeds")}
-    found = assert_labelled(robustness, results, tmp_path, dims)
-    scaled = found.to_xarray().parameter_error.sel(variants="scaled", seeds=1)
-    np.testing.assert_array_equal(scaled, results.parameter_error["scaled"][1])
-    np.testing.assert_array_equal(scaled.parameter_scales, results.parameter_scales)
-    dims = {"transfer_error": ("tasks", "probes", "variants", "seeds", "budgets")}
-    found = assert_labelled(transfer, transferred, tmp_path, dims)
-    one = found.to_xarray().transfer_error.sel(tasks="coarse", probes="converged", variants="zero")
-    np.testing.assert_array_equal(one, transferred.transfer_error["coarse"]["converged"]["zero"])
+    assert_saved(noise[0], tmp_path, dims)
+    assert noise[0].input_scales.attrs == {"units": "pixel intensity"}
+    assert_saved(transferred, tmp_path, {"transfer_error": ("tasks", "probes", "variants", "seeds", "budgets")})
 
 
 WRONG = {

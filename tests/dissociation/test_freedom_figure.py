@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 import pytest
+import xarray
 from drawn import assert_only_draws
-from labels import assert_labelled
+from saved import assert_saved
 
 from dissociation import recipes
 from dissociation.figures import _members as members
-from dissociation.figures import freedom
+from dissociation.figures import freedom, rows
 from dissociation.models import member_representations
 from dissociation.recipes import fit_mnist
 from dissociation.similarity import linear_cka
@@ -24,21 +25,21 @@ OFF = ~np.eye(3, dtype=bool)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("freedom")
-    return freedom.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder), folder
+    return freedom.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder), folder
 
 
 def test_what_is_measured_lies_within_and_rewrites_approach_the_ends(run):
     results, _ = run
-    assert list(results.measured) == ["hidden0", "features"]
-    for layer, measured in results.measured.items():
-        assert np.isnan(np.diagonal(measured)).all()
-        np.testing.assert_allclose(measured, measured.T, atol=1e-6)
-        assert (results.low[layer][OFF] < measured[OFF]).all()
-        assert (measured[OFF] < results.high[layer][OFF]).all()
-        assert results.residual[layer][OFF].max() < 1e-6
-        for end, wanted in (("low", results.low), ("high", results.high)):
-            np.testing.assert_allclose(results.approached[end][layer][OFF], wanted[layer][OFF], atol=1e-4)
-            assert results.change[end][layer][OFF].max() < 1e-5
+    assert results.layers.values.tolist() == ["hidden0", "features"]
+    measured = results.measured.values
+    assert np.isnan(np.diagonal(measured, axis1=1, axis2=2)).all()
+    np.testing.assert_allclose(measured, measured.swapaxes(1, 2), atol=1e-6)
+    assert (results.low.values < measured)[:, OFF].all()
+    assert (measured < results.high.values)[:, OFF].all()
+    assert results.residual.max() < 1e-6
+    for end in ("low", "high"):
+        np.testing.assert_allclose(results.approached.sel(ends=end), results[end], atol=1e-4)
+    assert results.change.max() < 1e-5
 
 
 def test_it_is_the_trained_networks_that_are_measured(run):
@@ -47,21 +48,21 @@ def test_it_is_the_trained_networks_that_are_measured(run):
     sizes = {"num_epochs": 3, "num_seeds": 3, "width": 16, "progress": None}
     trained = fit_mnist(**sizes, key=jax.random.split(jax.random.PRNGKey(0))[0], dataset=data)
     layers = member_representations(trained.models, data.test_images[:80])
-    for layer in results.measured:
+    for layer in ("hidden0", "features"):
         wanted = linear_cka(layers[layer][0], layers[layer][2])
-        np.testing.assert_allclose(results.measured[layer][0, 2], wanted, atol=1e-5)
+        np.testing.assert_allclose(results.measured.sel(layers=layer)[0, 2], wanted, atol=1e-5)
 
 
 def test_what_rewrites_leave_of_it(run):
     results, _ = run
-    measured = results.measured["features"]
+    last, moved = results.sel(layers="features"), rows(results.moved, "rewrites")
     for name in ("scaled", "duplicated"):
-        np.testing.assert_allclose(results.moved[name][OFF], measured[OFF], atol=1e-5)
-    for name in ("unevenly", "zero"):
-        assert np.abs(results.moved[name] - measured)[OFF].max() > 1e-2
-    uneven = results.moved["unevenly"]
-    assert (uneven[OFF] <= results.high["features"][OFF] + 1e-6).all()
-    assert (uneven[OFF] >= results.low["features"][OFF] - 1e-6).all()
+        np.testing.assert_allclose(moved[name], last.measured, atol=1e-5)
+    for name in ("unevenly", "nuisance"):
+        assert np.abs(moved[name] - last.measured.values)[OFF].max() > 1e-2
+    uneven = moved["unevenly"]
+    assert (uneven <= last.high.values + 1e-6)[OFF].all()
+    assert (uneven >= last.low.values - 1e-6)[OFF].all()
 
 
 def test_seeds_that_diverged_are_left_out(monkeypatch):
@@ -72,8 +73,8 @@ def test_seeds_that_diverged_are_left_out(monkeypatch):
 
     monkeypatch.setattr(members, "fit_mnist", broken)
     results = freedom.compute(CONFIG, key=jax.random.PRNGKey(0))
-    there = np.isfinite(results.measured["features"])
-    assert there.tolist() == [[False, False, True], [False] * 3, [True, False, False]]
+    there = np.isfinite(results.measured.sel(layers="features"))
+    assert there.values.tolist() == [[False, False, True], [False] * 3, [True, False, False]]
     assert "diverged and left out: seed 1" in freedom.headline(results)
     assert_only_draws(freedom, results)
 
@@ -81,15 +82,14 @@ def test_seeds_that_diverged_are_left_out(monkeypatch):
 def test_the_files_and_the_figure(run):
     results, folder = run
     dims = {"change": ("ends", "layers", "seeds", "other_seeds"), "moved": ("rewrites", "seeds", "other_seeds")}
-    found = assert_labelled(freedom, results, folder, dims).to_xarray()
-    np.testing.assert_array_equal(found.change.sel(ends="high", layers="features"), results.change["high"]["features"])
+    assert_saved(results, folder.parent, dims)
     assert len(freedom.table(results)) == 1 + 2 + 5
     for part in ("6 ordered pairs", "80 test images", "400 training", "(b) last hidden layer", "(c)"):
         assert part in freedom.caption(results)
     assert "the functions of a pair can show anything from" in freedom.headline(results)
     assert_only_draws(freedom, results)
-    again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder)
-    jax.tree.map(np.testing.assert_array_equal, freedom.arrays(results), freedom.arrays(again))
+    again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder)
+    xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
 
 
 def test_of_networks_of_images_the_last_layer():
@@ -97,6 +97,6 @@ def test_of_networks_of_images_the_last_layer():
         model="transformer", num_seeds=2, num_epochs=1, num_train=200, num_test=40, num_samples=30, width=6, num_zero=2
     )
     results = freedom.compute(config, key=jax.random.PRNGKey(0))
-    assert list(results.measured) == ["features"]
+    assert results.layers.values.tolist() == ["features"]
     assert "(a) last hidden layer" in freedom.caption(results)
-    assert results.change["high"]["features"][0, 1] < 1e-5
+    assert results.change.sel(ends="high", layers="features")[0, 1] < 1e-5

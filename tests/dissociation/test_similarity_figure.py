@@ -3,10 +3,12 @@
 import jax
 import numpy as np
 import pytest
+import xarray
 from drawn import assert_only_draws
-from labels import assert_labelled
+from saved import assert_saved
 
-from dissociation.figures import similarity
+from dissociation.figures import rows, similarity
+from dissociation.figures._seeds import without_diverged
 
 pytestmark = pytest.mark.slow
 
@@ -19,60 +21,64 @@ CONFIG = similarity.Config(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("similarity")
-    return similarity.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder), folder
+    return similarity.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder), folder
 
 
 def test_rewrites_move_what_they_must(run):
     results, _ = run
-    moved = {name: dict(zip(similarity.REWRITES, values, strict=True)) for name, values in results.rewritten.items()}
+    moved = {name: rows(results.rewritten.sel(rewrite_measures=name), "rewrites") for name in CONFIG.rewrite_measures}
     for rewrite in ("scaled", "duplicated", "permuted"):
         np.testing.assert_allclose(moved["debiased_cka"][rewrite], 1, atol=1e-4)
     np.testing.assert_allclose(moved["procrustes_distance"]["permuted"], 0, atol=1e-3)
     assert moved["procrustes_distance"]["scaled"].min() > 1  # in units of the features: the scale counts
-    assert moved["debiased_cka"]["zero"].max() < 0.999
+    assert moved["debiased_cka"]["nuisance"].max() < 0.999
     np.testing.assert_allclose(moved["hard_matching"]["permuted"], moved["hard_matching"]["scaled"], atol=1e-5)
-    assert results.chance["procrustes_distance"].min() > 0.1
+    assert results.chance.sel(rewrite_measures="procrustes_distance").min() > 0.1
 
 
 def test_matrices_and_training_are_of_the_same_networks(run):
     results, _ = run
-    layer = [index for index, (name, _) in enumerate(results.items) if name == "features"]
-    for name, matrix in results.matrices.items():
-        np.testing.assert_allclose(results.through[name][-1], matrix[np.ix_(layer, layer)], atol=1e-5)
-        assert results.through[name].shape == (CONFIG.num_epochs + 1, 3, 3)
-        assert (results.lows[name] <= results.estimates[name]).all()
-        assert (results.estimates[name] <= results.highs[name]).all()
+    last, other = results.layer == "features", results.other_layer == "features"
+    matrices = results.matrix.values[:, last.values][..., other.values]
+    np.testing.assert_allclose(results.through.sel(epochs=CONFIG.num_epochs), matrices, atol=1e-5)
+    assert results.through.shape == (2, CONFIG.num_epochs + 1, 3, 3)
+    assert (results.low <= results.estimate).all()
+    assert (results.estimate <= results.high).all()
     np.testing.assert_allclose(np.diagonal(results.disagreement), 0, atol=1e-6)
     off = ~np.eye(3, dtype=bool)
-    assert results.disagreement[off].min() > 0
+    assert results.disagreement.values[off].min() > 0
     assert 0 < results.stress < 1
 
 
 def test_the_files_and_the_figure(run, tmp_path):
     results, folder = run
-    again = similarity.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder)
-    jax.tree.map(np.testing.assert_array_equal, similarity.arrays(results), similarity.arrays(again))
-    dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("measures", "rewrites", "seeds")}
-    found = assert_labelled(similarity, results, tmp_path, dims).to_xarray()
-    moved = found.rewritten.sel(rewrites="permuted").to_series().dropna()
-    assert set(moved.index.get_level_values("measures")) == set(results.rewritten)
+    again = similarity.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder)
+    xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
+    dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("rewrite_measures", "rewrites", "seeds")}
+    assert_saved(results, tmp_path, dims)
+    assert (results.layer.values[3], results.other_seed.values[4]) == ("features", 1)
+    assert results.jensen_shannon.attrs == {"units": "nats"}
     assert len(similarity.table(results)) == 1 + 4
     assert "3 seeds" in similarity.headline(results)
-    for part in ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress:.2f}", "(e)"):
+    for part in ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress.item():.2f}", "(e)"):
         assert part in similarity.caption(results)
     assert_only_draws(similarity, results)
     drawn = similarity.draw(results)
     (legend,) = drawn.subfigs[1].legends
     legends = {text.get_text() for text in legend.get_texts()}
-    assert {*results.matrices, "hidden0", "features", "logits"} == legends  # called as in tables and arrays
-    assert {panel.get_title() for panel in drawn.axes} >= set(results.matrices)
+    assert {*CONFIG.measures, "hidden0", "features", "logits"} == legends  # called as in tables and arrays
+    assert {panel.get_title() for panel in drawn.axes} >= set(CONFIG.measures)
 
 
 def test_seeds_that_diverged_are_left_out(run):
     results, _ = run
-    part = {"matrix": results.matrices["debiased_cka"], "through": results.through["debiased_cka"]}
+    variables = {name: (results[name].dims, results[name].values) for name in ("matrix", "through", "calibrated")}
     alive = np.array([True, False, True])
-    found = similarity._without(part, alive, results.items)
-    assert np.isnan(found["matrix"][1]).all()
-    assert np.isnan(found["through"][:, :, 1]).all()
-    assert np.isfinite(found["matrix"][0, 2])
+    items = alive[results.seed.values]
+    found = without_diverged(variables, {"seeds": alive, "other_seeds": alive, "items": items, "other_items": items})
+    matrix, through = found["matrix"][1], found["through"][1]
+    assert np.isnan(matrix[:, 1]).all()
+    assert np.isnan(matrix[:, :, 1]).all()
+    assert np.isnan(through[..., 1]).all()
+    assert np.isfinite(matrix[:, 0, 2]).all()
+    np.testing.assert_array_equal(found["calibrated"][1], results.calibrated)

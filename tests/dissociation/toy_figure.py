@@ -4,16 +4,16 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 
-from dissociation.figures import Parts, check_count, fail, identity_of
+from dissociation.figures import check_count, fail, run
 
 STEM, SHOWS = "toy", "A toy."
-AXES = {"part": ("seeds", "steps")}
+NETWORK = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,6 @@ class Config:
         return dataclasses.replace(self, num_seeds=2, num_steps=2)
 
 
-class Results(NamedTuple):
-    parts: list
-    seconds: dict
-
-
 def source(config):
     if config.num_steps > 100:
         fail("num_steps", "be at most 100, which is all of the data", config.num_steps)
@@ -47,10 +42,14 @@ def source(config):
     return np.arange(config.num_steps)
 
 
-def compute(config, *, key, dataset, folder, progress):
-    with Parts(folder, identity_of(config, key, dataset)) as parts:
-        found = [parts.get(f"part{i}", lambda i=i: _part(config, key, i))["part"] for i in range(3)]
-        return Results(found, parts.seconds)
+def compute(config, *, key, data=None, cache=None, progress=None):
+    return run(_computed, config, key=key, data=source(config) if data is None else data, cache=cache)
+
+
+def _computed(config, key, data, cache):
+    cache.network = NETWORK
+    found = {f"part{i}": cache.get(f"part{i}", lambda i=i: _part(config, key, i))["part"] for i in range(3)}
+    return xarray.Dataset({name: (("seeds", "steps"), part) for name, part in found.items()}, attrs={"nan": np.nan})
 
 
 def _part(config, key, i):
@@ -61,31 +60,23 @@ def _part(config, key, i):
     return {"part": jax.random.normal(jax.random.fold_in(key, i), (config.num_seeds, config.num_steps))}
 
 
-def draw(results):
+def draw(dataset):
     figure = plt.figure(figsize=(1, 1))
-    figure.add_artist(plt.Line2D([0, 1], results.parts[0][0][:2]))
+    figure.add_artist(plt.Line2D([0, 1], dataset.part0.values[0][:2]))
     plt.close(figure)
     return figure
 
 
-def arrays(results):
-    return {f"part{i}": part for i, part in enumerate(results.parts)}
+def caption(dataset):
+    return f"A line (a) of {len(dataset)} parts."
 
 
-def describe(results):
-    return {"figure": STEM, "nan": np.nan}
-
-
-def caption(results):
-    return f"A line (a) of {len(results.parts)} parts."
-
-
-def headline(results):
+def headline(dataset):
     return "a toy"
 
 
-def table(results):
-    return [["part", "mean"], *([str(i), f"{part.mean():.3f}"] for i, part in enumerate(results.parts))]
+def table(dataset):
+    return [["part", "mean"], *([str(i), f"{part.values.mean():.3f}"] for i, part in enumerate(dataset.values()))]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 import dissociation
 import koopman
 from dissociation import load_results
-from dissociation._core.results import Result, label_tree
+from dissociation._core.results import Result, dataset_of
 from dissociation.measures import class_moments
 from dissociation.similarity import compare, pairwise
 from dissociation.training import FullBatch, Grid, Save, fit, make_step
@@ -45,25 +45,25 @@ def measured():
 
 
 def test_axes_have_the_names_of_the_annotations(measured):
-    found = measured.labelled()
-    assert found.dims == {
+    found = measured.to_xarray()
+    assert {name: array.dims for name, array in found.items()} == {
         "rates": ("modes",), "plane": ("plane_dim_0", "d"), "table": ("pairs", "r", "other_r"),
         "anything": ("anything_dim_0", "anything_dim_1"),
     }  # fmt: skip
-    assert found.attrs == {"measure": "cka", "widths": [1, 2]}
-    assert found.units == {"rates": "1 / s"}
+    assert found.attrs == {"measure": "cka", "widths": "[1, 2]"}
+    assert found.rates.attrs == {"units": "1 / s"}
 
 
 def test_what_mapping_adds_stands_in_front(measured):
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), measured)
-    found = stacked.labelled({"seeds": [7, 9]})
-    assert found.dims["table"] == ("seeds", "pairs", "r", "other_r")
-    assert found.dims["anything"] == ("seeds", "anything_dim_0", "anything_dim_1")
-    np.testing.assert_array_equal(found["seeds"], [7, 9])
-    assert stacked.labelled("seeds").dims["rates"] == ("seeds", "modes")
-    assert measured.labelled("seeds").dims["rates"] == ("modes",)  # not mapped
-    with pytest.raises(ValueError, match="`arrays` must have 2 places along seeds"):
-        stacked.labelled({"seeds": [7, 9, 11]})
+    found = stacked.to_xarray({"seeds": [7, 9]})
+    assert found.table.dims == ("seeds", "pairs", "r", "other_r")
+    assert found.anything.dims == ("seeds", "anything_dim_0", "anything_dim_1")
+    np.testing.assert_array_equal(found.seeds, [7, 9])
+    assert stacked.to_xarray("seeds").rates.dims == ("seeds", "modes")
+    assert measured.to_xarray("seeds").rates.dims == ("modes",)  # not mapped
+    with pytest.raises(ValueError, match="conflicting sizes for dimension 'seeds'"):
+        stacked.to_xarray({"seeds": [7, 9, 11]})
 
 
 def test_members_of_a_grid_are_its_axes():
@@ -75,7 +75,7 @@ def test_members_of_a_grid_are_its_axes():
     assert list(table.columns) == ["decay,rate", "seed", "decay", "rate", "norms", "unit"]
     np.testing.assert_array_equal(table.rate, [1, 1, 2, 2, 3, 3])
     with pytest.raises(ValueError, match=r"`tree` must hold arrays of 2 members, of a grid of \(2,\), got \(6, 3\)"):
-        moments.labelled(Grid(seed=[7, 9]))
+        moments.to_xarray(Grid(seed=[7, 9]))
 
 
 def test_a_comparison_knows_its_layers_and_members():
@@ -86,7 +86,7 @@ def test_a_comparison_knows_its_layers_and_members():
     )
     assert data.other_layers.values.tolist() == ["hidden", "hidden", "last", "last"]
     assert data.attrs["measure"] == "linear_cka"
-    assert compare(FEATURES[0], FEATURES[1]).labelled().dims["values"] == ()
+    assert compare(FEATURES[0], FEATURES[1]).to_xarray()["values"].dims == ()
 
 
 def test_every_measure_has_names():
@@ -104,8 +104,8 @@ def test_every_measure_has_names():
             rank = _rank(kind.__annotations__.get(field.name), kind.AXES)
             value = (("a", 0), ("b", 1)) if static else np.zeros((2,) * rank)
             object.__setattr__(result, field.name, value)
-        found = result.labelled()
-        assert set(found.arrays) | set(found.attrs) == {field.name for field in fields}, kind
+        found = result.to_xarray()
+        assert set(found.data_vars) | set(found.attrs) == {field.name for field in fields}, kind
 
 
 def _below(kind):
@@ -122,19 +122,20 @@ def test_results_stay_trees_that_transformations_take(measured):
     assert type(doubled) is Measured
     np.testing.assert_array_equal(doubled.rates, 2 * measured.rates)
     with pytest.raises(TypeError, match="`rates` must be known, got a traced value"):
-        jax.jit(lambda result: result.labelled().arrays["rates"])(measured)
+        jax.jit(lambda result: result.to_xarray().rates.values)(measured)
 
 
 def test_any_tree_of_arrays_will_do():
-    found = label_tree({"a": [np.zeros(2), {"b": 1.5}], "c": (1, 2), "model": jnp.tanh, "none": None, "text": "x"})
-    assert found.dims == {"a_0": ("a_0_dim_0",), "a_1_b": (), "c": ("c_dim_0",)}
+    found = dataset_of({"a": [np.zeros(2), {"b": 1.5}], "c": (1, 2), "model": jnp.tanh, "none": None, "text": "x"})
+    dims = {name: array.dims for name, array in found.items()}
+    assert dims == {"a_0": ("a_0_dim_0",), "a_1_b": (), "c": ("c_dim_0",)}
     assert found.attrs == {"text": "x"}
-    assert label_tree(np.zeros((2, 3)), "seeds").dims == {"values": ("seeds", "values_dim_0")}
-    assert label_tree({"key": jax.random.key(0)})["key"].shape == (2,)
+    assert dataset_of(np.zeros((2, 3)), "seeds")["values"].dims == ("seeds", "values_dim_0")
+    assert dataset_of({"key": jax.random.key(0)})["key"].shape == (2,)
     with pytest.raises(ValueError, match="`tree` must give each array a name of its own, got a_b twice"):
-        label_tree({"a": {"b": np.zeros(2)}, "a_b": np.ones(2)})
+        dataset_of({"a": {"b": np.zeros(2)}, "a_b": np.ones(2)})
     with pytest.raises(TypeError, match="`tree` must hold arrays, got an object of type dict"):
-        label_tree({"a": None})
+        dataset_of({"a": None})
 
 
 def _loss(model, batch, key):
@@ -163,9 +164,9 @@ def test_a_history_has_steps_and_members(trained, tmp_path):
     assert data.metrics_largest.dims == data.loss.dims
     features = FullBatch((FEATURES[0], LABELS.astype(float)))
     on = fit(trained.state, make_step(_loss, optax.sgd(0.01)), features, num_steps=2, key=jax.random.key(1))
-    np.testing.assert_array_equal(on.history.labelled()["steps"], [4, 5])  # they go on counting
+    np.testing.assert_array_equal(on.history.to_xarray().steps, [4, 5])  # they go on counting
     read = load_results(trained.history.save(tmp_path / "history.npz", GRID))
-    np.testing.assert_array_equal(read["loss"].reshape(6, 4), trained.history.loss)
+    np.testing.assert_array_equal(read.loss.values.reshape(6, 4), trained.history.loss)
     outcome = trained.to_xarray({"seeds": range(6)})
     assert (outcome.diverged_at.dims, outcome.loss.dims) == (("seeds",), ("seeds", "steps"))
     assert outcome.attrs["num_steps"] == 4
