@@ -25,7 +25,7 @@ from dissociation._core import validation
 
 NO_ROW = {
     "dissociation._core.checks": "the checks themselves",
-    "dissociation._core.labelled": "takes a path alone: test_labelled.py",
+    "dissociation._core.datasets": "files of datasets: test_result_files.py",
     "dissociation.data._mnist": "takes a folder alone: test_mnist.py",
     "dissociation.figures": "what figures share: test_figures.py",
     "dissociation.plotting": "what figures and notebooks share",

@@ -6,7 +6,7 @@ from dissociation._core.lazy import attach
 
 __all__ = [
     "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "exhibit_of", "Exhibit", "report_html", "Cache",
-    "CacheFolder", "DataName", "cell", "check_some_left", "named_diverged", "MeterFactory", "open_meter", "per_batch",
+    "CacheFolder", "AnyMeter", "padded", "DataName", "cell", "check_some_left", "named_diverged", "MeterFactory", "open_meter", "per_batch",
     "check_choice", "check_count", "check_distinct", "check_positive", "fail", "WrongValue",
 ]  # fmt: skip
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
     from dissociation.figures._cli import figures, main
     from dissociation.figures._command import run_command
-    from dissociation.figures._harness import config_of, rows, run
+    from dissociation.figures._harness import config_of, padded, rows, run
     from dissociation.figures._members import DataName
     from dissociation.figures._protocol import Figure
     from dissociation.figures._report import Exhibit, exhibit_of, report_html

@@ -4,50 +4,39 @@ Operators are fitted on features of trained encoders, and an oracle reads the fo
 """
 
 import dataclasses
-import os
+import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Complex
+from jaxtyping import Array
 
 from dissociation import figures, member
-from dissociation.data import NAMES, Dataset, load
-from dissociation.figures import DataName, cell
+from dissociation.data import NAMES
+from dissociation.figures import AnyMeter, Cache, CacheFolder, DataName, cell
 from koopman import encode
-from koopman.datasets import OrderedDigits, cycle_spectrum, ordered_mnist
+from koopman.datasets import ordered_mnist
 from koopman.figures import _ordered_mnist_drawing as drawing
 from koopman.figures._ordered_mnist_drawing import draw as draw
-from koopman.figures._ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
+from koopman.figures._ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, measured, predicted
 from koopman.figures._ordered_mnist_models import MODELS, Networks, forecasters, train_networks
+
+if TYPE_CHECKING:
+    import xarray
 
 __all__ = ["Config", "compute", "draw", "PROTOCOLS"]
 
 STEM = "ordered-mnist"
 SHOWS = "Digits in sequence: encoders, operators, and forecast images read by an oracle."
 
-AXES = {
-    "times": ("times",),  # horizons: 1 to `num_steps`, and `far`
-    "labels": ("images",),  # digits of the test images
-    "oracle_accuracy": ("seeds",),  # on the validation images
-    "accuracy": ("models", "seeds", "protocols", "scales", "times"),  # fraction of forecasts read as the right digit
-    "predicted": ("models", "seeds", "protocols", "scales", "times", "images"),  # the digit read
-    "logits": ("models", "seeds", "protocols", "scales", "times", "images", "classes"),  # of the oracle
-    "strips": ("models", "seeds", "protocols", "steps", "rows", "columns"),  # forecasts from the first test image
-    "eigenvalues": ("models", "seeds", "components"),
-    "left": ("models", "seeds", "images", "components"),  # left eigenfunctions on the test images
-    "validation": ("models", "seeds", "epochs"),  # validation loss of trained networks along training
-    "batched": ("models", "seeds"),  # last loss of encoders as the mean over batches
-    "diverged_at": ("models", "seeds"),  # the step at which a trained network diverged, or -1
-    "protocols": ("protocols",),
-    "scales": ("scales",),
-}
-"""Axes of the arrays. Numbers of a seed are NaN if its network or its oracle diverged."""
+PARTS = ("train", "validation", "test")
+"""Blocks of the sequence, from its start."""
 
-UNITS = {"times": "steps"}
+Digits = tuple[np.ndarray, np.ndarray, str]
+"""Images, labels and name of a sequence, see `koopman.datasets.OrderedDigits`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,93 +92,94 @@ class Config:
     def quick(self) -> "Config":
         """Return the settings of a smoke run."""
         return dataclasses.replace(
-            self,
-            num_seeds=2,
+            self, num_seeds=2, num_validation=100, num_test=100, num_epochs=2, oracle_epochs=4, num_steps=3,
             num_train=257,  # 256 pairs divide into batches of 64: a smaller one would compile again
-            num_validation=100,
-            num_test=100,
-            num_epochs=2,
-            oracle_epochs=4,
-            num_steps=3,
+        )  # fmt: skip
+
+
+def source(config: Config, data: Digits | None = None) -> Digits:
+    """Return the sequence of a configuration, or the given one, after checking it."""
+    images, labels, name = ordered_mnist(config.num_digits, data=config.data) if data is None else data
+    if (needed := config.num_train + config.num_validation + config.num_test) > len(images):
+        raise figures.WrongValue(
+            f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, {len(images)}, "
+            f"got {needed}."
         )
-
-
-class Results(NamedTuple):
-    """Results of the figure, see `AXES`; `images` are test images, [n, 28, 28]."""
-
-    config: Config
-    data: dict[str, Any]
-    images: np.ndarray
-    labels: np.ndarray
-    times: np.ndarray
-    logits: dict[str, np.ndarray]
-    strips: dict[str, np.ndarray]
-    eigenvalues: dict[str, np.ndarray]
-    left: dict[str, np.ndarray]
-    validation: dict[str, np.ndarray]
-    batched: dict[str, np.ndarray]
-    oracle_accuracy: np.ndarray
-    diverged_at: dict[str, np.ndarray]
-    seconds: dict[str, float]
-    member: Any = None
-
-    def accuracy(self, model: str) -> np.ndarray:
-        """Return the fraction of forecasts read as the right digit: [seeds, protocols, scales, times]."""
-        digits = (self.labels[None] + self.times[:, None]) % self.config.num_digits
-        right = self.logits[model].argmax(-1) == digits
-        return np.where(np.isfinite(self.logits[model]).all(-1), right, np.nan).mean(-1)
-
-
-def source(config: Config) -> Dataset:
-    """Load the data set of the sequence."""
-    data = load(config.data)
-    _split(config, ordered_mnist(config.num_digits, data=data))
-    return data
+    if (digits := int(labels.max()) + 1) != config.num_digits:
+        figures.fail("num_digits", f"be the number of digits in the sequence ({digits})", config.num_digits)
+    return images, labels, name  # a plain tuple, because its hash is in the identity of a run
 
 
 def compute(
-    config: Config,
-    *,
-    key: Array,
-    dataset: Dataset | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: str | figures.MeterFactory | None = None,
-) -> Results:
-    """Train, fit, forecast and read, on a sequence from `dataset`; see `figures.Figure.compute`."""
-    sequence = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
-    _split(config, sequence)
-    with figures.Parts(folder, figures.identity_of(config, key, (sequence.images, sequence.labels)), progress) as parts:
-        return _computed(config, key, sequence, parts)
+    config: Config, *, key: Array, data: Digits | None = None, cache: CacheFolder = None, progress: AnyMeter = None
+) -> "xarray.Dataset":
+    """Train, fit, forecast and read, on a sequence of `koopman.datasets.ordered_mnist`; see `figures.Figure.compute`.
+
+    Returns:
+        `test_images` [images, rows, columns] and their digits, `labels`. Forecasts from them, by model, seed, protocol,
+        scale and horizon (`times`, 1 to `num_steps`, and `far`): `logits` of the oracle [..., images, classes], the
+        digit read, `predicted` [..., images], -1 if a logit is not finite, and `accuracy`, the fraction read as the
+        right digit. By model and seed: `strips` [protocols, steps, rows, columns], forecasts from the first image at
+        the scale "raw"; `eigenvalues` [components]; `left` [images, components], left eigenfunctions, 0 for latent
+        maps; `eigenvalue_error` and `phase_error`, the largest distance and angle of a root of unity to the nearest
+        eigenvalue; `stuck`, True if over 9 in 10 forecasts one step ahead are read as one digit. By trained network and
+        seed: `validation` [epochs], the validation loss along training; `batched`, the last one of encoders as the mean
+        over batches; `diverged_at`, the step at which the network diverged, or -1. `oracle_accuracy` [seeds], on the
+        validation images. Numbers of a seed are NaN if its network or its oracle diverged, or if there are none.
+    """
+    return figures.run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, sequence: OrderedDigits, parts: figures.Parts) -> Results:
-    train, validation, test, labels = _split(config, sequence)
-    networks = train_networks(config, key, train, validation, labels["train"], parts)
-    diverged_at, oracles = networks.diverged_at, networks.models["oracle"]
-    figures.check_some_left(diverged_at["oracle"], "oracles")
-    norm = float(np.sqrt((train**2).sum((1, 2))).mean())
+def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray.Dataset":
+    import xarray
+
+    sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
+    train, validation, test = zip(*(np.split(part, sizes)[:3] for part in data[:2]), strict=True)
+    networks = train_networks(config, key, train[0], validation[0], train[1], cache)
+    oracles, diverged_at = networks.models["oracle"], networks.diverged_at
+    alive = figures.check_some_left(diverged_at["oracle"], "oracles")
+    cache.network = member(oracles, 0)
+    norm = float(np.sqrt((train[0] ** 2).sum((1, 2))).mean())
     jobs = {
-        name: partial(_evaluated, config, name, build, networks, test, norm)
-        for name, build in forecasters(config, train, networks.models).items()
+        name: partial(_evaluated, config, name, build, networks, test[0], norm)
+        for name, build in forecasters(config, train[0], networks.models).items()
     }
-    evaluations = parts.get_all(jobs, "forecasting")
+    found = cache.get_all(jobs, "forecasting")
     run = eqx.filter_jit(encode)
-    logits = [np.asarray(run(member(oracles, seed), jnp.asarray(validation))) for seed in range(config.num_seeds)]
-    right = (np.stack(logits).argmax(-1) == labels["validation"][None]).mean(1)
-    return Results(
-        config=config,
-        data={"name": sequence.name, "num_train": len(train), "num_validation": len(validation), "num_test": len(test)},
-        images=test,
-        labels=labels["test"],
-        times=np.asarray([*range(1, config.num_steps + 1), config.far]),
-        **{field: {name: part[field] for name, part in evaluations.items()} for field in _nothing(config, test)},
-        validation=networks.validation,
-        batched=networks.batched,
-        oracle_accuracy=np.where(diverged_at["oracle"] < 0, right, np.nan),
-        diverged_at=diverged_at,
-        seconds=parts.seconds,
-        member=member(oracles, 0),
-    )
+    logits = [run(member(oracles, seed), jnp.asarray(validation[0])) for seed in range(config.num_seeds)]
+    right = (predicted(np.stack(logits)) == validation[1]).mean(1)
+    nothing = np.full((config.num_seeds, config.num_epochs + 1), np.nan, jnp.result_type(float))
+
+    def of_networks(arrays: dict[str, np.ndarray], missing: Any = None) -> np.ndarray:
+        return np.stack([arrays.get(name, missing) for name in diverged_at])
+
+    forecasts = {
+        "logits": "models seeds protocols scales times images classes",
+        "strips": "models seeds protocols steps rows columns",
+        "eigenvalues": "models seeds components",
+        "left": "models seeds images components",
+    }
+    variables = {
+        **{field: (dims.split(), np.stack([one[field] for one in found.values()])) for field, dims in forecasts.items()},
+        "test_images": (("images", "rows", "columns"), test[0]),
+        "validation": (("networks", "seeds", "epochs"), of_networks(networks.validation, nothing)),
+        "batched": (("networks", "seeds"), of_networks(networks.batched, nothing[:, 0])),
+        "diverged_at": (("networks", "seeds"), of_networks(diverged_at)),
+        "oracle_accuracy": ("seeds", np.where(alive, right, np.nan)),
+    }
+    coords = {
+        "models": list(found),
+        "legend": ("models", [MODELS[name].label for name in found]),
+        "networks": list(diverged_at),
+        "protocols": list(PROTOCOLS),
+        "scales": list(SCALES),
+        "times": ("times", [*range(1, config.num_steps + 1), config.far], {"units": "steps"}),
+        "labels": ("images", test[1]),
+        "seeds": np.arange(config.num_seeds),
+        "epochs": np.arange(config.num_epochs + 1),
+    }
+    described = {"name": data[2]} | {f"num_{name}": getattr(config, f"num_{name}") for name in PARTS}
+    return measured(xarray.Dataset(variables, coords, {"data": json.dumps(described)}))
 
 
 def _evaluated(
@@ -198,129 +188,59 @@ def _evaluated(
     """Evaluate a model's forecasters of all seeds; NaN for seeds whose networks or oracle diverged."""
     needed = [networks.diverged_at[network] for network in ("oracle", *MODELS[name].networks)]
     options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits, "norm": norm}
-    found = {
-        seed: evaluate(build(seed), member(networks.models["oracle"], seed), test, **options)
-        for seed in np.flatnonzero((np.stack(needed) < 0).all(0)).tolist()
-    }
-    shapes = next(iter(found.values()), None) or _nothing(config, test)
-    nothing = {field: np.full_like(value, np.nan) for field, value in shapes.items()}
-    seeds = [found.get(seed, nothing) for seed in range(config.num_seeds)]
-    return {field: np.stack([seed[field] for seed in seeds]) for field in nothing}
+    seeds = [
+        evaluate(build(seed), member(networks.models["oracle"], seed), test, **options)
+        if known
+        else _nothing(config, test)
+        for seed, known in enumerate((np.stack(needed) < 0).all(0))
+    ]
+    return {field: np.stack([seed[field] for seed in seeds]) for field in seeds[0]}
 
 
 def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
-    """Return zeros of the shapes of a model's forecasts for one seed."""
+    """Return NaN in the shapes of a model's forecasts for one seed."""
     protocols, digits = len(PROTOCOLS), config.num_digits
     return {
-        "logits": np.zeros((protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.float32),
-        "strips": np.zeros((protocols, config.num_steps, *test.shape[1:]), np.float32),
-        "eigenvalues": np.zeros(digits, np.complex64),
-        "left": np.zeros((len(test), digits), np.complex64),
+        "logits": np.full((protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.nan, np.float32),
+        "strips": np.full((protocols, config.num_steps, *test.shape[1:]), np.nan, np.float32),
+        "eigenvalues": np.full(digits, np.nan, np.complex64),
+        "left": np.full((len(test), digits), np.nan, np.complex64),
     }
 
 
-def _split(config: Config, sequence: OrderedDigits) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
-    if sizes[-1] > len(sequence.images):
-        raise figures.WrongValue(
-            f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, "
-            f"{len(sequence.images)}, got {sizes[-1]}."
-        )
-    train, validation, test, _ = np.split(sequence.images, sizes)
-    labels = np.split(sequence.labels, sizes)
-    return train, validation, test, dict(zip(("train", "validation", "test"), labels[:3], strict=True))
-
-
-def eigenvalue_errors(results: Results) -> dict[str, np.ndarray]:
-    """Return per model the largest distance of a root of unity to its nearest eigenvalue: [seeds]."""
-    roots = cycle_spectrum(results.config.num_digits)
-    return {name: np.abs(nearest(values, roots) - roots[None]).max(1) for name, values in results.eigenvalues.items()}
-
-
-def phase_errors(results: Results) -> dict[str, np.ndarray]:
-    """Return per model the largest angle of a root of unity to the nearest eigenvalue, radians per step: [seeds]."""
-    # After t steps powers of the operator are off by t times this angle; digits are wrong from about pi / k.
-    roots = cycle_spectrum(results.config.num_digits)
-    return {
-        name: np.abs(np.angle(nearest(values, roots) * np.conj(roots)[None])).max(1)
-        for name, values in results.eigenvalues.items()
-    }
-
-
-def nearest(values: Complex[np.ndarray, "seeds r"], roots: Complex[np.ndarray, " k"]) -> Complex[np.ndarray, "seeds k"]:
-    """Return for every root the nearest eigenvalue of each seed."""
-    return np.take_along_axis(values, np.abs(values[:, :, None] - roots[None, None]).argmin(1), 1)
-
-
-def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name."""
-    fields = ("logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
-    return {
-        "protocols": np.asarray(tuple(PROTOCOLS)),
-        "scales": np.asarray(SCALES),
-        "times": results.times,
-        "labels": results.labels,
-        "oracle_accuracy": results.oracle_accuracy,
-        "accuracy": {name: results.accuracy(name) for name in results.logits},
-        "predicted": {name: predicted(part) for name, part in results.logits.items()},
-        **{field: getattr(results, field) for field in fields},
-    }
-
-
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON file."""
-    return {
-        "figure": "ordered-mnist",
-        "config": results.config,
-        "data": results.data,
-        "protocols": list(PROTOCOLS),
-        "scales": list(SCALES),
-        "largest distance of a root of unity to the nearest eigenvalue": eigenvalue_errors(results),
-        "largest phase error, radians per step": phase_errors(results),
-    }
-
-
-def families(results: Results) -> dict[str, Any]:
-    """Return the ends of array names, by the axes that they make; see `figures.Figure`."""
-    kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
-    return dict.fromkeys(kinds, {"models": tuple(results.logits)})
-
-
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    return f"{drawing.caption(results)} Data: {headline(results)}."
+    return f"{drawing.caption(dataset)} Data: {headline(dataset)}."
 
 
-def headline(results: Results) -> str:
+def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data and the size of the run."""
-    sizes = ", ".join(f"{results.data[f'num_{part}']} {part}" for part in ("train", "validation", "test"))
-    names = [f"{name} seed {i}" for name, steps in results.diverged_at.items() for i in range(len(steps))]
-    oracle = cell(results.oracle_accuracy, factor=100, unit=" %")
-    return (
-        f"{results.data['name']}: {sizes} images, {results.config.num_seeds} seeds; "
-        f"oracle {oracle} right on validation images"
-        f"{figures.named_diverged(names, np.concatenate(list(results.diverged_at.values())))}"
-    )
+    data, seeds = json.loads(dataset.attrs["data"]), dataset.seeds.values
+    sizes = ", ".join(f"{data[f'num_{part}']} {part}" for part in PARTS)
+    names = [f"{name} seed {seed}" for name in dataset.networks.values for seed in seeds]
+    oracle = cell(dataset.oracle_accuracy.values, factor=100, unit=" %")
+    gone = figures.named_diverged(names, dataset.diverged_at.values.reshape(-1))
+    return f"{data['name']}: {sizes} images, {len(seeds)} seeds; oracle {oracle} right on validation images{gone}"
 
 
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per model."""
-    last, far = results.config.num_steps, results.config.far
-    columns = {  # protocol, scale and time
-        f"images, {last}": (0, 0, last - 1),
-        f"powers, {last}": (1, 0, last - 1),
-        f"rescaled, {last}": (1, 1, last - 1),
-        f"powers, {far}": (1, 0, last),
-        f"rescaled, {far}": (1, 1, last),
-        f"circle, {last}": (2, 0, last - 1),
-        f"circle, {far}": (2, 0, last),
-        f"roots, {far}": (3, 0, last),
+    *_, last, far = dataset.times.values
+    columns = {
+        f"images, {last}": ("images", "raw", last),
+        f"powers, {last}": ("powers", "raw", last),
+        f"rescaled, {last}": ("powers", "rescaled", last),
+        f"powers, {far}": ("powers", "raw", far),
+        f"rescaled, {far}": ("powers", "rescaled", far),
+        f"circle, {last}": ("circle", "raw", last),
+        f"circle, {far}": ("circle", "raw", far),
+        f"roots, {far}": ("roots", "raw", far),
     }
-    errors, phases = eigenvalue_errors(results), phase_errors(results)
-    rows = [["model", *columns, "eigenvalue error", "phase error", "loss"]]
-    for name in results.logits:
-        accuracy = results.accuracy(name)
-        row = [cell(accuracy[:, protocol, scale, time], 3) for protocol, scale, time in columns.values()]
-        loss = cell(results.validation[name][:, -1], 3) if name in results.validation else ""
-        rows.append([MODELS[name].label, *row, cell(errors[name], 3), cell(phases[name], 5), loss])
-    return rows
+    shown = [["model", *columns, "eigenvalue error", "phase error", "loss"]]
+    for name in dataset.models.values:
+        one = dataset.sel(models=name)
+        row = [one.accuracy.sel(protocols=kind, scales=scale, times=time) for kind, scale, time in columns.values()]
+        loss = cell(dataset.validation.sel(networks=name)[:, -1].values, 3) if name in dataset.networks else ""
+        cells = [cell(values.values, 3) for values in (*row, one.eigenvalue_error)]
+        shown.append([one.legend.item(), *cells, cell(one.phase_error.values, 5), loss])
+    return shown

@@ -1,10 +1,9 @@
 """Figure `spectra`: estimated against exact eigenvalues and eigenfunctions of systems with known spectra."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dissociation import bmap, figures, plotting
+from dissociation.figures import AnyMeter, Cache, CacheFolder, padded
 from dissociation.plotting import summarise
 from koopman import (
     RBF,
@@ -30,6 +30,9 @@ from koopman import (
 )
 from koopman.datasets import ExactSpectrum
 
+if TYPE_CHECKING:
+    import xarray
+
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "spectra"
@@ -37,20 +40,6 @@ SHOWS = "Estimated against exact eigenvalues and eigenfunctions of systems whose
 
 SYSTEMS = ("logistic", "ornstein_uhlenbeck", "prinz")
 """Names of the systems."""
-
-AXES: dict[str, tuple[str, ...]] = {"lengths": ("lengths",)}
-for _name in SYSTEMS:
-    _estimates = ("estimators", "trajectories")
-    AXES |= {
-        f"exact_{_name}": (f"exact_{_name}",),  # exact eigenvalues
-        f"grids_{_name}": (f"grids_{_name}",),  # states
-        f"exact_functions_{_name}": (f"grids_{_name}",),  # the first exact eigenfunction, real part
-        f"eigenvalues_{_name}": (*_estimates, "lengths", f"exact_{_name}"),  # the estimates nearest to the exact ones
-        f"functions_{_name}": (*_estimates, f"grids_{_name}"),  # at the largest length, scaled to the exact one
-    }
-"""Arrays of the figure and their axes."""
-
-UNITS = {"lengths": "transitions"}
 
 ESTIMATORS = {
     "ridge": "ridge",
@@ -119,19 +108,6 @@ class Config:
         return dataclasses.replace(self, num_trajectories=4, lengths=(500, 2000), num_centres=20)
 
 
-class Results(NamedTuple):
-    """Results of the figure by system, see `AXES`."""
-
-    config: Config
-    data: dict[str, Any]
-    exact: dict[str, np.ndarray]
-    eigenvalues: dict[str, dict[str, np.ndarray]]
-    functions: dict[str, dict[str, np.ndarray]]
-    exact_functions: dict[str, np.ndarray]
-    grids: dict[str, np.ndarray]
-    seconds: dict[str, float]
-
-
 def systems(config: Config) -> dict[str, System]:
     """Return the systems of a configuration."""
     known = {
@@ -186,43 +162,69 @@ def _bumps(x: Array) -> Array:
     return jnp.concatenate([jnp.ones_like(x), jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)], 1)
 
 
+def source(config: Config) -> None:
+    """Load nothing: the systems are simulated."""
+
+
 def compute(
-    config: Config,
-    *,
-    key: Array,
-    dataset: Any = None,
-    folder: str | os.PathLike[str] | None = None,
-    progress: str | figures.MeterFactory | None = None,
-) -> Results:
-    """Simulate, fit and compare, for any `dataset`; see `dissociation.figures.Figure.compute`."""
-    del dataset
-    with figures.Parts(folder, figures.identity_of(config, key, np.zeros(0)), progress) as parts:
-        return _computed(config, key, parts)
+    config: Config, *, key: Array, data: None = None, cache: CacheFolder = None, progress: AnyMeter = None
+) -> "xarray.Dataset":
+    """Simulate, fit and compare; see `dissociation.figures.Figure.compute`.
+
+    Returns:
+        By system and component, of which there are `num_components`: `exact`, the compared exact eigenvalues, and
+        `exact_rate`, -log|lambda| per lag. Estimates by system and estimator: `eigenvalues` [trajectories, lengths,
+        components], the nearest to the exact ones, and their `rate`; `error` [trajectories, lengths], the largest
+        relative error of an eigenvalue; at the largest length, `mean_rate` and `standard_error` [components], over
+        trajectories, and `functions` [trajectories, points], the first eigenfunction, scaled to the exact one.
+        `exact_functions` [systems, points], its real part, at the states `grid` [systems, points].
+    """
+    return figures.run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, parts: figures.Parts) -> Results:
+def _computed(config: Config, key: Array, data: None, cache: Cache) -> "xarray.Dataset":
+    import xarray
+
     processes = systems(config)
     jobs = {}
     for place, (name, system) in enumerate(processes.items()):
         for index, length in enumerate(config.lengths):
             trial_key = jax.random.fold_in(jax.random.fold_in(key, place), index)
             jobs[f"{name}_{index}"] = partial(_trials, config, system, length, trial_key)
-    found = parts.get_all(jobs, "simulating and fitting")
-
-    def values(name: str, estimator: str) -> np.ndarray:
-        return np.stack([found[f"{name}_{i}"][f"values_{estimator}"] for i in range(len(config.lengths))], 1)
-
-    longest = {name: found[f"{name}_{len(config.lengths) - 1}"] for name in processes}
-    return Results(
-        config=config,
-        data={name: system.label for name, system in processes.items()},
-        exact={name: _compared(system) for name, system in processes.items()},
-        eigenvalues={name: {each: values(name, each) for each in ESTIMATORS} for name in processes},
-        functions={name: {each: part[f"functions_{each}"] for each in ESTIMATORS} for name, part in longest.items()},
-        exact_functions={name: np.real(_exact_function(system)) for name, system in processes.items()},
-        grids={name: system.grid for name, system in processes.items()},
-        seconds=parts.seconds,
-    )
+    found = cache.get_all(jobs, "simulating and fitting")
+    last = len(config.lengths) - 1
+    exact = [_compared(system) for system in processes.values()]
+    estimates = [
+        np.stack([[found[f"{name}_{i}"][f"values_{each}"] for i in range(last + 1)] for each in ESTIMATORS])
+        for name in processes
+    ]
+    errors = [(np.abs(one - true) / np.abs(true)).max(-1) for one, true in zip(estimates, exact, strict=True)]
+    truth, values = padded(exact), padded([one.swapaxes(1, 2) for one in estimates])
+    rate = -np.log(np.abs(values))
+    mean, deviation, count = summarise(np.moveaxis(rate[..., last, :], 2, 0))
+    functions = [[found[f"{name}_{last}"][f"functions_{each}"] for each in ESTIMATORS] for name in processes]
+    exact_functions = [np.real(_exact_function(system)) for system in processes.values()]
+    estimated, trials = ("systems", "estimators"), ("systems", "estimators", "trajectories", "lengths")
+    per_lag = {"units": "1 / lag"}
+    variables = {
+        "exact": (("systems", "components"), truth),
+        "exact_rate": (("systems", "components"), -np.log(np.abs(truth)), per_lag),
+        "eigenvalues": ((*trials, "components"), values),
+        "rate": ((*trials, "components"), rate, per_lag),
+        "error": (trials, np.stack(errors).swapaxes(2, 3)),
+        "mean_rate": ((*estimated, "components"), mean, per_lag),
+        "standard_error": ((*estimated, "components"), deviation / np.sqrt(np.maximum(count, 1)), per_lag),
+        "functions": ((*estimated, "trajectories", "points"), np.array(functions)),
+        "grid": (("systems", "points"), np.stack([system.grid for system in processes.values()])),
+        "exact_functions": (("systems", "points"), np.stack(exact_functions)),
+    }
+    coords = {
+        "systems": [system.label for system in processes.values()],
+        "num_components": ("systems", [len(values) for values in exact]),
+        "estimators": list(ESTIMATORS.values()),
+        "lengths": ("lengths", list(config.lengths), {"units": "transitions"}),
+    }
+    return xarray.Dataset(variables, coords)
 
 
 def _compared(system: System) -> np.ndarray:
@@ -264,26 +266,20 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
     return bmap(one, batch_size=figures.per_batch())(jax.random.split(key, config.num_trajectories))
 
 
-def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rates -log|lambda| per lag at the largest length: exact, mean, standard error, [compared]."""
-    mean, deviation, count = summarise(-np.log(np.abs(results.eigenvalues[system][estimator][:, -1])))
-    return -np.log(np.abs(results.exact[system])), mean, deviation / np.sqrt(np.maximum(count, 1))
-
-
-def draw(results: Results) -> Figure:
+def draw(dataset: "xarray.Dataset") -> Figure:
     """Draw rates, leading eigenfunction and errors, a row per system, 6.5 inches wide."""
     with plotting.house_style():
-        rows = len(results.data)
+        rows = dataset.sizes["systems"]
         figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
-        for row, (name, label) in zip(axes, results.data.items(), strict=True):
-            _draw_rates(row[0], results, name)
-            row[0].set_title(label)
-            for index, (estimator, title) in enumerate(ESTIMATORS.items()):
-                functions = results.functions[name][estimator]
-                plotting.band(row[1], results.grids[name], functions, label=title, **plotting.look(index))
-            row[1].plot(results.grids[name], results.exact_functions[name], "k--", linewidth=0.8, label="exact")
+        for row, name in zip(axes, dataset.systems.values, strict=True):
+            one = _kept(dataset, name)
+            _draw_rates(row[0], one)
+            row[0].set_title(name)
+            for index, (title, functions) in enumerate(zip(one.estimators.values, one.functions.values, strict=True)):
+                plotting.band(row[1], one.grid.values, functions, label=title, **plotting.look(index))
+            row[1].plot(one.grid.values, one.exact_functions.values, "k--", linewidth=0.8, label="exact")
             row[1].set(title="leading eigenfunction", xlabel="state")
-            _draw_errors(row[2], results, name)
+            _draw_errors(row[2], one.error)
         plotting.letter(*axes.flat)
         handles = axes[0, 2].get_legend_handles_labels(), axes[0, 1].get_legend_handles_labels()
         drawn = dict(zip(handles[0][1] + handles[1][1], handles[0][0] + handles[1][0], strict=True))
@@ -292,29 +288,31 @@ def draw(results: Results) -> Figure:
     return figure
 
 
-def _draw_rates(axes: Axes, results: Results, name: str) -> None:
-    """Draw estimated over exact rates, with mean and interval, one of each conjugate pair."""
-    exact = results.exact[name]
-    kept = np.flatnonzero(np.imag(exact) >= 0)
+def _kept(dataset: "xarray.Dataset", system: str) -> "xarray.Dataset":
+    """Return a system's results, with one component of each conjugate pair, which have one rate."""
+    one = dataset.sel(systems=system)
+    return one.isel(components=np.flatnonzero(one.exact.values[: int(one.num_components)].imag >= 0))
+
+
+def _draw_rates(axes: Axes, one: "xarray.Dataset") -> None:
+    """Draw estimated over exact rates, with mean and interval."""
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
-    for index, estimator in enumerate(ESTIMATORS):
-        look = plotting.look(index)
-        ratios = np.log(np.abs(results.eigenvalues[name][estimator][:, -1][:, kept])) / np.log(np.abs(exact[kept]))
-        places = np.arange(len(kept)) + 0.2 * (index - 1.5)
+    for index, rate in enumerate(one.rate.values[:, :, -1]):
+        look, ratios = plotting.look(index), rate / one.exact_rate.values
+        places = np.arange(ratios.shape[1]) + 0.2 * (index - 1.5)
         summary = plotting.summarise(ratios)
         axes.plot(np.tile(places, (len(ratios), 1)) - 0.04, ratios, ".", color=look["color"], markersize=2, alpha=0.6)
         style = {"fmt": look["marker"], "color": look["color"], "markersize": 3, "linewidth": 0.8, "capsize": 1.5}
         axes.errorbar(places + 0.04, summary.mean, summary.interval()[1] - summary.mean, **style)
-    axes.set_xticks(range(len(kept)), [f"{-np.log(np.abs(value)):.3g}" for value in exact[kept]])
-    axes.set(xlabel="exact rate per lag", ylabel="estimated over exact", xlim=(-0.5, len(kept) - 0.5))
+    ticks = [f"{rate:.3g}" for rate in one.exact_rate.values]
+    axes.set_xticks(range(len(ticks)), ticks)
+    axes.set(xlabel="exact rate per lag", ylabel="estimated over exact", xlim=(-0.5, len(ticks) - 0.5))
 
 
-def _draw_errors(axes: Axes, results: Results, name: str) -> None:
-    lengths, exact = np.asarray(results.config.lengths), results.exact[name]
-    guide = np.nan
-    for index, (estimator, title) in enumerate(ESTIMATORS.items()):
-        errors = (np.abs(results.eigenvalues[name][estimator] - exact) / np.abs(exact)).max(-1)
-        summary = plotting.summarise(errors)
+def _draw_errors(axes: Axes, errors: "xarray.DataArray") -> None:
+    lengths, guide = errors.lengths.values, np.nan
+    for index, (title, error) in enumerate(zip(errors.estimators.values, errors.values, strict=True)):
+        summary = plotting.summarise(error)
         low, high = summary.interval()
         spread = [np.minimum(summary.mean - low, 0.9 * summary.mean), high - summary.mean]
         look = {**plotting.look(index), "markevery": 1}
@@ -327,61 +325,39 @@ def _draw_errors(axes: Axes, results: Results, name: str) -> None:
     plotting.log_height(axes)
 
 
-def caption(results: Results) -> str:
+def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    config, many = results.config, f"{results.config.num_trajectories} independent trajectories"
-    functions = [curves for kinds in results.functions.values() for curves in kinds.values()]
-    drawn = plotting.drawn_as(*functions, members="trajectories")
-    rows = [
-        f"{label} ({', '.join('abcdefghi'[3 * row : 3 * row + 3])})" for row, label in enumerate(results.data.values())
+    many = f"{dataset.sizes['trajectories']} independent trajectories"
+    functions = dataset.functions.values
+    drawn = plotting.drawn_as(*functions.reshape(-1, *functions.shape[2:]), members="trajectories")
+    systems = [
+        f"{name} ({', '.join('abcdefghi'[3 * row : 3 * row + 3])})" for row, name in enumerate(dataset.systems.values)
     ]
     return (
-        f"Estimates of four estimators on simulated systems whose spectra are known: {', '.join(rows)}. "
-        f"Left, decay rates over the exact ones at {config.lengths[-1]} transitions, a dot for each of {many} and "
-        "their mean with its 95 % Student interval, one of each conjugate pair. Middle, the leading eigenfunction at "
-        f"the same length, scaled to the exact one (dashed); {drawn[0].lower()}{drawn[1:]} Right, the largest relative "
-        f"error of the eigenvalues by length, means over {many} with 95 % Student intervals; dotted, a fall as "
-        "one over the root of the length."
+        f"Estimates of four estimators on simulated systems whose spectra are known: {', '.join(systems)}. "
+        f"Left, decay rates over the exact ones at {dataset.lengths.values[-1]} transitions, a dot for each of {many} "
+        "and their mean with its 95 % Student interval, one of each conjugate pair. Middle, the leading eigenfunction "
+        f"at the same length, scaled to the exact one (dashed); {drawn[0].lower()}{drawn[1:]} Right, the largest "
+        f"relative error of the eigenvalues by length, means over {many} with 95 % Student intervals; dotted, a fall "
+        "as one over the root of the length."
     )
 
 
-def arrays(results: Results) -> dict[str, Any]:
-    """Return the arrays of the figure, by name."""
-    fields = ("exact", "grids", "exact_functions", "eigenvalues", "functions")
-    named = {f"{field}_{name}": part for field in fields for name, part in getattr(results, field).items()}
-    return {"lengths": np.asarray(results.config.lengths), **named}
-
-
-def describe(results: Results) -> dict[str, Any]:
-    """Return settings and numbers for the JSON file."""
-    return {
-        "figure": "spectra",
-        "config": results.config,
-        "systems": results.data,
-        "exact": {name: np.stack([np.real(values), np.imag(values)], -1) for name, values in results.exact.items()},
-    }
-
-
-def headline(results: Results) -> str:
+def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data and the size of the run."""
-    config = results.config
-    return (
-        f"{config.num_trajectories} trajectories of up to {config.lengths[-1]} transitions; rates -log|lambda| per lag"
-    )
+    longest = dataset.lengths.values[-1]
+    return f"{dataset.sizes['trajectories']} trajectories of up to {longest} transitions; rates -log|lambda| per lag"
 
 
-def source(config: Config) -> None:
-    """Load nothing: the systems are simulated."""
-
-
-def table(results: Results) -> list[list[str]]:
+def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per system, estimator and rate."""
-    rows = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
-    for name, label in results.data.items():
-        one_of_each_pair = np.imag(results.exact[name]) >= 0  # conjugates have one rate
-        for estimator, title in ESTIMATORS.items():
-            kept = (part[one_of_each_pair] for part in rates(results, name, estimator))
-            for exact, mean, error in zip(*kept, strict=True):
+    shown = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
+    for name in dataset.systems.values:
+        one = _kept(dataset, name)
+        for estimator in one.estimators.values:
+            estimate = one.sel(estimators=estimator)
+            numbers = (estimate[part].values for part in ("exact_rate", "mean_rate", "standard_error"))
+            for exact, mean, error in zip(*numbers, strict=True):
                 cells = [f"{exact:.5f}", f"{mean:.5f}", f"{error:.5f}", f"{(mean - exact) / error:+.1f}"]
-                rows.append([label, title, *cells])
-    return rows
+                shown.append([name, estimator, *cells])
+    return shown
