@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "exhibit_of", "Exhibit", "report_html", "Cache",
-    "CacheFolder", "AnyMeter", "padded", "DataName", "cell", "check_some_left", "named_diverged", "MeterFactory", "open_meter", "per_batch",
-    "check_choice", "check_count", "check_distinct", "check_positive", "fail", "WrongValue",
+    "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "padded", "exhibit_of", "Exhibit",
+    "report_html", "Cache", "CacheFolder", "AnyMeter", "DataName", "cell", "check_some_left", "named_diverged",
+    "MeterFactory", "open_meter", "per_batch", "check_choice", "check_count", "check_distinct", "check_positive",
+    "fail", "WrongValue",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

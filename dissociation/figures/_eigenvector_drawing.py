@@ -104,7 +104,7 @@ def _draw_truncation(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
 def _draw_details(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     halves: Any = panel.subfigures(1, 2)
     left, right = halves
-    values, shape = dataset.eigenvalues.values, (round(len(dataset.pixels) ** 0.5), -1)
+    values = dataset.eigenvalues.values
     grid = left.subplots(2, 4, width_ratios=[1.8, 1, 1, 1])
     for axis in grid[:, 0]:
         axis.remove()
@@ -114,27 +114,27 @@ def _draw_details(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     spectrum.axhline(0, color="black", linewidth=0.5)
     for row, vectors, name in zip(grid, dataset.leading.values, dataset.ends.values, strict=True):
         for place, vector in zip(row[1:], vectors, strict=True):
-            _image(place, vector.reshape(shape))
+            _image(place, vector)
         row[1].set_ylabel(name, fontsize="small")
     top = right.subplots(2, 3)
-    top[0, 0].imshow(dataset.image.values.reshape(shape), cmap="gray")
+    top[0, 0].imshow(_square(dataset.image.values), cmap="gray")
     top[0, 0].set(xticks=[], yticks=[], title="image")
-    for axis in top.flat[1:]:
-        axis.set_visible(False)
-    parts = zip(top.flat[1:], dataset.contributions.values, dataset.vectors.values, strict=False)
-    shown = None
-    for place, contribution, vector in parts:
-        place.set_visible(True)
-        shown = _image(place, vector.reshape(shape))
+    shown = [_image(*pair) for pair in zip(top.flat[1:], dataset.vectors.values, strict=False)]
+    for place, contribution in zip(top.flat[1:], dataset.contributions.values, strict=False):
         place.set_title(f"{contribution:+.2f}")
-    if shown is not None:
-        right.colorbar(shown, ax=top, ticks=[-1, 0, 1], label="entry over the largest", shrink=0.8)
+    for place in top.flat[1 + len(shown) :]:
+        place.set_visible(False)
+    right.colorbar(shown[0], ax=top, ticks=[-1, 0, 1], label="entry over the largest", shrink=0.8)
     return [spectrum, grid[0, 1], top[0, 0]]
 
 
-def _image(axis: Any, image: np.ndarray) -> Any:
+def _square(pixels: np.ndarray) -> np.ndarray:
+    return pixels.reshape(round(len(pixels) ** 0.5), -1)
+
+
+def _image(axis: Any, pixels: np.ndarray) -> Any:
     """Draw an image, brighter from negative to positive, to show signs without colour."""
-    shown = axis.imshow(image / np.abs(image).max(), cmap="cividis", vmin=-1, vmax=1)
+    shown = axis.imshow(_square(pixels / np.abs(pixels).max()), cmap="cividis", vmin=-1, vmax=1)
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     return shown

@@ -24,7 +24,7 @@ def run(
     cache: CacheFolder,
     progress: AnyMeter = None,
 ) -> "xarray.Dataset":
-    """Return `body(config, key, data, cache)`, a dataset, with configuration and wall times as attributes.
+    """Return `body(config, key, data, cache)`, a dataset, with the configuration as an attribute.
 
     Args:
         body: Function that computes the dataset; it takes cached arrays from an open `Cache`.
@@ -35,14 +35,14 @@ def run(
         progress: Meter, see `open_meter`.
     """
     if isinstance(cache, Cache):
-        return described(body(config, key, data, cache), config, cache.seconds)
+        return described(body(config, key, data, cache), config)
     with Cache(cache, identity_of(config, key, np.zeros(0) if data is None else data), progress) as opened:
-        return described(body(config, key, data, opened), config, opened.seconds)
+        return described(body(config, key, data, opened), config)
 
 
-def described(dataset: "xarray.Dataset", config: Any, seconds: dict[str, float]) -> "xarray.Dataset":
-    """Return the dataset with configuration and wall times as attributes, JSON."""
-    return dataset.assign_attrs(config=json.dumps(as_json(config)), seconds=json.dumps(seconds))
+def described(dataset: "xarray.Dataset", config: Any) -> "xarray.Dataset":
+    """Return the dataset with the configuration as an attribute, JSON."""
+    return dataset.assign_attrs(config=json.dumps(as_json(config)))
 
 
 def decoded(value: Any) -> Any:

@@ -170,7 +170,7 @@ class Trained(NamedTuple):
 
         shared = {"test_error": (("seeds", "epochs"), self.test_error), "diverged_at": ("seeds", self.diverged_at)}
         counted = {name: np.arange(size) for name, size in zip(("seeds", "epochs"), self.test_error.shape, strict=True)}
-        return xarray.Dataset({**variables, **shared}, coords | counted, {"data": json.dumps(described(data))})
+        return xarray.Dataset({**variables, **shared}, {**coords, **counted}, {"data": json.dumps(described(data))})
 
 
 def train_members(

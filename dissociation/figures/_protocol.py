@@ -52,7 +52,7 @@ class Figure(Protocol):
         cache: "CacheFolder" = None,
         progress: "AnyMeter" = None,
     ) -> "xarray.Dataset":
-        """Compute the dataset of the figure: named axes, coordinates, units; attributes `config` and `seconds`, JSON.
+        """Compute the dataset of the figure: named axes, coordinates, units; attribute `config`, JSON.
 
         Args:
             config: Options.

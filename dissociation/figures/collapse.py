@@ -249,7 +249,7 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> "xarray.Data
     series = read_part(path, check_parts_of(folder, config))
     steps = series.pop("time_step")
     data = {"name": config.data, "num_train": config.num_train, "num_test": config.num_test or "all"}
-    return described(assemble(config, data, steps, series, {}, None), config, {})
+    return described(assemble(config, data, steps, series, {}, None), config)
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:

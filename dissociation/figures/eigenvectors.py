@@ -244,13 +244,10 @@ def components_needed(dataset: "xarray.Dataset", order: str = "magnitude", drop:
 
     Infinite if no number up to `num_components` does.
     """
-    needed = {}
-    for size in dataset.hidden_sizes.values.tolist():
-        one = of_size(dataset, size)
-        added = one.error.sel(orders=order).values - one.full_error.values[:, None]
-        enough = np.flatnonzero(summarise(added).mean < drop)
-        needed[size] = float(enough[0]) if len(enough) else np.inf
-    return needed
+    added = dataset.error.sel(orders=order) - dataset.full_error
+    enough = summarise(added.transpose("seeds", "hidden_sizes", "components").values).mean < drop
+    sizes = dataset.hidden_sizes.values.tolist()
+    return {size: float(row.argmax()) if row.any() else np.inf for size, row in zip(sizes, enough, strict=True)}
 
 
 def caption(dataset: "xarray.Dataset") -> str:

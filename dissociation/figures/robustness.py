@@ -217,7 +217,7 @@ def table(dataset: "xarray.Dataset") -> list[list[str]]:
     scales = [f"{kind}s +{float(errors[f'{kind}_scales']):.2g}" for kind, errors in zip(at, noisy, strict=True)]
     shown = [["variant", "clean", *scales, "largest change of a logit", "predictions changed"]]
     for name in dataset.variants.values:
-        errors = [values.sel(variants=name) for values in (dataset.clean_error, *noisy)]
+        errors = [measured.sel(variants=name).values for measured in (dataset.clean_error, *noisy)]
         cells = ["" if np.isnan(values).all() else cell(values, factor=100, unit=" %") for values in errors]
         certificate = dataset.sel(variants=name)
         changes = [f"{certificate.max_abs_change.item():.1e}", f"{certificate.changed_predictions.item():.0f}"]

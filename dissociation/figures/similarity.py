@@ -277,6 +277,6 @@ def table(dataset: "xarray.Dataset") -> list[list[str]]:
             cells = [cell(of_seeds(matrix, layer), 3) for layer in layers]
             cells.append(cell(of_seeds(baseline, layers[0]), 3))
         if name in dataset.rewrite_measures:
-            moved = [cell(values, 3) for values in dataset.rewritten.sel(rewrite_measures=name)]
+            moved = [cell(values, 3) for values in dataset.rewritten.sel(rewrite_measures=name).values]
         shown.append([name, *cells, *moved])
     return shown

@@ -200,7 +200,7 @@ def table(dataset: "xarray.Dataset") -> list[list[str]]:
     shown = [header]
     for name in dataset.variants.values:
         one = dataset.sel(variants=name)
-        errors = [one.transfer_error.sel(tasks=task, probes=probe)[:, -1] for task, probe in names]
+        errors = [one.transfer_error.sel(tasks=task, probes=probe).values[:, -1] for task, probe in names]
         changes = [f"{one.max_abs_change.item():.1e}", f"{one.changed_predictions.item():.0f}"]
         shown.append([name, *(cell(error, factor=100, unit=" %") for error in errors), *changes])
     return shown

@@ -61,8 +61,8 @@ def caption(dataset: "xarray.Dataset") -> str:
     shown = ", ".join(f"{MODELS[name].label} {_shown_seed(dataset, name)}" for name in names)
     eigenfunctions = f"Left eigenfunctions on the test images, drawn as digits ({', '.join(functions)}). "
     return (
-        f"Digits in sequence ({first}), and the share of forecasts from {len(dataset.test_images)} test images in which an "
-        f"oracle reads a wrong digit ({', '.join(errors)}; zero is drawn as half a forecast), {ahead}. "
+        f"Digits in sequence ({first}), and the share of forecasts from {dataset.sizes['images']} test images in which "
+        f"an oracle reads a wrong digit ({', '.join(errors)}; zero is drawn as half a forecast), {ahead}. "
         f"{plotting.drawn_as(*curves)} Forecasts from the first image by the seed of median accuracy ({shown}), with "
         f"the oracle's digit, framed if wrong ({strips}). {eigenfunctions if functions else ''}Eigenvalues of all "
         f"seeds ({disc}). Nearly all forecasts one step ahead show one digit, whatever the input, of: "
@@ -89,7 +89,7 @@ def _groups(dataset: "xarray.Dataset") -> list[list[str]]:
 def _draw_errors(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     times, groups = dataset.times.values[:-1], _groups(dataset)
     axes = panel.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    least = 0.5 / len(dataset.test_images)  # a logarithmic axis has no zero
+    least = 0.5 / dataset.sizes["images"]  # a logarithmic axis has no zero
     handles: dict[str, Any] = {}
     for axis, names in zip(axes, groups, strict=True):
         for name in names:

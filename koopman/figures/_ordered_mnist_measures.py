@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import xarray
 
 PROTOCOLS = ("images", "powers", "circle", "roots")
-"""Ways to forecast: the model applied to its forecast image, or powers of its operator, with eigenvalues as fitted, moved
-to the unit circle, or moved to the roots of unity."""
+"""Ways to forecast: the model applied to its forecast image, or powers of its operator, with eigenvalues as fitted,
+moved to the unit circle, or moved to the roots of unity."""
 
 SCALES = ("raw", "rescaled")
 """Scales at which forecasts are read: unchanged, or with the training images' mean norm."""

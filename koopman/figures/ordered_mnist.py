@@ -154,13 +154,16 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray
         return np.stack([arrays.get(name, missing) for name in diverged_at])
 
     forecasts = {
-        "logits": "models seeds protocols scales times images classes",
-        "strips": "models seeds protocols steps rows columns",
-        "eigenvalues": "models seeds components",
-        "left": "models seeds images components",
+        "logits": ("protocols", "scales", "times", "images", "classes"),
+        "strips": ("protocols", "steps", "rows", "columns"),
+        "eigenvalues": ("components",),
+        "left": ("images", "components"),
     }
-    variables = {
-        **{field: (dims.split(), np.stack([one[field] for one in found.values()])) for field, dims in forecasts.items()},
+    variables: dict[str, Any] = {
+        name: (("models", "seeds", *axes), np.stack([one[name] for one in found.values()]))
+        for name, axes in forecasts.items()
+    }
+    variables |= {
         "test_images": (("images", "rows", "columns"), test[0]),
         "validation": (("networks", "seeds", "epochs"), of_networks(networks.validation, nothing)),
         "batched": (("networks", "seeds"), of_networks(networks.batched, nothing[:, 0])),

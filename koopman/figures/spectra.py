@@ -3,19 +3,15 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from dissociation import bmap, figures, plotting
 from dissociation.figures import AnyMeter, Cache, CacheFolder, padded
-from dissociation.plotting import summarise
 from koopman import (
     RBF,
     Operator,
@@ -28,7 +24,7 @@ from koopman import (
     lagged_pairs,
     right_eigenfunctions,
 )
-from koopman.datasets import ExactSpectrum
+from koopman.figures._spectra_drawing import draw, kept
 
 if TYPE_CHECKING:
     import xarray
@@ -59,7 +55,7 @@ class System(NamedTuple):
     label: str  # name in the figure
     sample: Callable[[int, Array], Array]  # from a number of transitions and a key to a trajectory [time, 1]
     features: Callable[[Array], Array]  # from states [n, 1] to features [n, d]
-    exact: ExactSpectrum  # at the lag
+    exact: datasets.ExactSpectrum  # at the lag
     lag: int  # steps from x to y
     rank: int  # of the truncated estimators
     compared: int  # eigenvalues compared with the exact ones, without the trivial one
@@ -193,34 +189,35 @@ def _computed(config: Config, key: Array, data: None, cache: Cache) -> "xarray.D
             jobs[f"{name}_{index}"] = partial(_trials, config, system, length, trial_key)
     found = cache.get_all(jobs, "simulating and fitting")
     last = len(config.lengths) - 1
-    exact = [_compared(system) for system in processes.values()]
-    estimates = [
-        np.stack([[found[f"{name}_{i}"][f"values_{each}"] for i in range(last + 1)] for each in ESTIMATORS])
-        for name in processes
-    ]
-    errors = [(np.abs(one - true) / np.abs(true)).max(-1) for one, true in zip(estimates, exact, strict=True)]
-    truth, values = padded(exact), padded([one.swapaxes(1, 2) for one in estimates])
+
+    def estimates(name: str, field: str, index: int) -> np.ndarray:
+        return np.stack([found[f"{name}_{index}"][f"{field}_{each}"] for each in ESTIMATORS])
+
+    exact = padded([_compared(system) for system in processes.values()])
+    values = padded([np.stack([estimates(name, "values", i) for i in range(last + 1)], 2) for name in processes])
+    truth = exact[:, None, None, None]
+    error = np.max(np.abs(values - truth) / np.abs(truth), -1, initial=0, where=np.isfinite(truth))
     rate = -np.log(np.abs(values))
-    mean, deviation, count = summarise(np.moveaxis(rate[..., last, :], 2, 0))
-    functions = [[found[f"{name}_{last}"][f"functions_{each}"] for each in ESTIMATORS] for name in processes]
-    exact_functions = [np.real(_exact_function(system)) for system in processes.values()]
+    mean, deviation, count = plotting.summarise(np.moveaxis(rate[..., last, :], 2, 0))
+    functions = np.stack([estimates(name, "functions", last) for name in processes])
+    exact_functions = np.stack([np.real(_exact_function(system)) for system in processes.values()])
     estimated, trials = ("systems", "estimators"), ("systems", "estimators", "trajectories", "lengths")
     per_lag = {"units": "1 / lag"}
     variables = {
-        "exact": (("systems", "components"), truth),
-        "exact_rate": (("systems", "components"), -np.log(np.abs(truth)), per_lag),
+        "exact": (("systems", "components"), exact),
+        "exact_rate": (("systems", "components"), -np.log(np.abs(exact)), per_lag),
         "eigenvalues": ((*trials, "components"), values),
         "rate": ((*trials, "components"), rate, per_lag),
-        "error": (trials, np.stack(errors).swapaxes(2, 3)),
+        "error": (trials, error),
         "mean_rate": ((*estimated, "components"), mean, per_lag),
         "standard_error": ((*estimated, "components"), deviation / np.sqrt(np.maximum(count, 1)), per_lag),
-        "functions": ((*estimated, "trajectories", "points"), np.array(functions)),
+        "functions": ((*estimated, "trajectories", "points"), functions),
         "grid": (("systems", "points"), np.stack([system.grid for system in processes.values()])),
-        "exact_functions": (("systems", "points"), np.stack(exact_functions)),
+        "exact_functions": (("systems", "points"), exact_functions),
     }
     coords = {
         "systems": [system.label for system in processes.values()],
-        "num_components": ("systems", [len(values) for values in exact]),
+        "num_components": ("systems", np.isfinite(exact).sum(1)),
         "estimators": list(ESTIMATORS.values()),
         "lengths": ("lengths", list(config.lengths), {"units": "transitions"}),
     }
@@ -266,65 +263,6 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
     return bmap(one, batch_size=figures.per_batch())(jax.random.split(key, config.num_trajectories))
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
-    """Draw rates, leading eigenfunction and errors, a row per system, 6.5 inches wide."""
-    with plotting.house_style():
-        rows = dataset.sizes["systems"]
-        figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
-        for row, name in zip(axes, dataset.systems.values, strict=True):
-            one = _kept(dataset, name)
-            _draw_rates(row[0], one)
-            row[0].set_title(name)
-            for index, (title, functions) in enumerate(zip(one.estimators.values, one.functions.values, strict=True)):
-                plotting.band(row[1], one.grid.values, functions, label=title, **plotting.look(index))
-            row[1].plot(one.grid.values, one.exact_functions.values, "k--", linewidth=0.8, label="exact")
-            row[1].set(title="leading eigenfunction", xlabel="state")
-            _draw_errors(row[2], one.error)
-        plotting.letter(*axes.flat)
-        handles = axes[0, 2].get_legend_handles_labels(), axes[0, 1].get_legend_handles_labels()
-        drawn = dict(zip(handles[0][1] + handles[1][1], handles[0][0] + handles[1][0], strict=True))
-        figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3, handlelength=3)
-    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
-    return figure
-
-
-def _kept(dataset: "xarray.Dataset", system: str) -> "xarray.Dataset":
-    """Return a system's results, with one component of each conjugate pair, which have one rate."""
-    one = dataset.sel(systems=system)
-    return one.isel(components=np.flatnonzero(one.exact.values[: int(one.num_components)].imag >= 0))
-
-
-def _draw_rates(axes: Axes, one: "xarray.Dataset") -> None:
-    """Draw estimated over exact rates, with mean and interval."""
-    axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
-    for index, rate in enumerate(one.rate.values[:, :, -1]):
-        look, ratios = plotting.look(index), rate / one.exact_rate.values
-        places = np.arange(ratios.shape[1]) + 0.2 * (index - 1.5)
-        summary = plotting.summarise(ratios)
-        axes.plot(np.tile(places, (len(ratios), 1)) - 0.04, ratios, ".", color=look["color"], markersize=2, alpha=0.6)
-        style = {"fmt": look["marker"], "color": look["color"], "markersize": 3, "linewidth": 0.8, "capsize": 1.5}
-        axes.errorbar(places + 0.04, summary.mean, summary.interval()[1] - summary.mean, **style)
-    ticks = [f"{rate:.3g}" for rate in one.exact_rate.values]
-    axes.set_xticks(range(len(ticks)), ticks)
-    axes.set(xlabel="exact rate per lag", ylabel="estimated over exact", xlim=(-0.5, len(ticks) - 0.5))
-
-
-def _draw_errors(axes: Axes, errors: "xarray.DataArray") -> None:
-    lengths, guide = errors.lengths.values, np.nan
-    for index, (title, error) in enumerate(zip(errors.estimators.values, errors.values, strict=True)):
-        summary = plotting.summarise(error)
-        low, high = summary.interval()
-        spread = [np.minimum(summary.mean - low, 0.9 * summary.mean), high - summary.mean]
-        look = {**plotting.look(index), "markevery": 1}
-        axes.errorbar(lengths * 1.04 ** (index - 1.5), summary.mean, spread, label=title, capsize=1.5, **look)
-        guide = summary.mean[0]
-    axes.plot(lengths, guide * (lengths / lengths[0]) ** -0.5, color="black", linestyle=":", label="$n^{-1/2}$")
-    axes.set(xscale="log", title="largest relative error", xlabel="transitions")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set_xticks([], minor=True)
-    plotting.log_height(axes)
-
-
 def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
     many = f"{dataset.sizes['trajectories']} independent trajectories"
@@ -353,11 +291,10 @@ def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per system, estimator and rate."""
     shown = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
     for name in dataset.systems.values:
-        one = _kept(dataset, name)
+        one = kept(dataset, name)
         for estimator in one.estimators.values:
-            estimate = one.sel(estimators=estimator)
-            numbers = (estimate[part].values for part in ("exact_rate", "mean_rate", "standard_error"))
-            for exact, mean, error in zip(*numbers, strict=True):
+            numbers = one.sel(estimators=estimator)[["exact_rate", "mean_rate", "standard_error"]]
+            for exact, mean, error in numbers.to_array().values.T:
                 cells = [f"{exact:.5f}", f"{mean:.5f}", f"{error:.5f}", f"{(mean - exact) / error:+.1f}"]
                 shown.append([name, estimator, *cells])
     return shown

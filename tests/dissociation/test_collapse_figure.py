@@ -136,7 +136,7 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
     # After training, and under way.
     for diverged_at, step in ((np.array([9, -1, -1, -1]), 9), (None, steps[2])):
         found = assemble(config, json.loads(results.data), steps, flat, margins, diverged_at)
-        found = described(found, config, {})
+        found = described(found, config)
         for name, values in along(found, "time_step").items():
             assert np.isfinite(values[0, 0, :2]).all(), name
             assert np.isnan(values[0, 0, 2:]).all(), name
@@ -177,7 +177,7 @@ def test_figures_of_nothing(small):
     nan = {name: np.full_like(values, np.nan) for name, values in whole.items()}
     first = {name: values[..., :5] for name, values in whole.items()}
     for series, times in ((nan, steps), (first, steps[:5])):
-        figure = collapse.draw(described(assemble(config, {}, times, series, {}, None), config, {}))
+        figure = collapse.draw(described(assemble(config, {}, times, series, {}, None), config))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             figure.canvas.draw()
@@ -261,7 +261,7 @@ def test_images_tables_and_resuming(small):
     for part in ("means over 2 seeds", f"measured {len(results.information_step)} times", "200 training", "(l) first"):
         assert part in collapse.caption(results)
     again = collapse.compute(config, key=KEY, cache=folder)
-    xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
+    assert results.identical(again)
 
 
 def tiny(**options):

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import xarray
 from drawn import assert_only_draws
 from saved import assert_saved
 
@@ -89,7 +88,7 @@ def test_the_files_and_the_figure(run):
     assert "the functions of a pair can show anything from" in freedom.headline(results)
     assert_only_draws(freedom, results)
     again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder)
-    xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
+    assert results.identical(again)
 
 
 def test_of_networks_of_images_the_last_layer():

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import xarray
 from drawn import assert_only_draws
 from saved import assert_saved
 
@@ -53,7 +52,7 @@ def test_matrices_and_training_are_of_the_same_networks(run):
 def test_the_files_and_the_figure(run, tmp_path):
     results, folder = run
     again = similarity.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder)
-    xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
+    assert results.identical(again)
     dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("rewrite_measures", "rewrites", "seeds")}
     assert_saved(results, tmp_path, dims)
     assert (results.layer.values[3], results.other_seed.values[4]) == ("features", 1)

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import warnings
 from functools import partial
 
@@ -11,20 +10,30 @@ import numpy as np
 import pytest
 from compiled import compilations
 from drawn import assert_only_draws
-from labels import assert_labelled
+from saved import assert_saved
 
 from dissociation import load_results
 from dissociation.data import load
 from dissociation.figures import _command as command
-from dissociation.figures._results import flat_results_of
 from dissociation.models import Encoder
-from koopman import figures
+from koopman import datasets, figures
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures._ordered_mnist_measures import Forecaster, Latent, project, spectral, stuck
+from koopman.figures._ordered_mnist_measures import (
+    Forecaster,
+    Latent,
+    eigenvalue_errors,
+    measured,
+    project,
+    spectral,
+)
 from koopman.figures._ordered_mnist_models import Networks
 from koopman.figures.ordered_mnist import PROTOCOLS
 
 pytestmark = pytest.mark.slow
+
+
+def glyphs(num_digits=5):
+    return datasets.ordered_mnist(num_digits, data=load("glyphs", num_train=1000, num_test=20))
 
 
 @pytest.fixture(scope="module")
@@ -32,37 +41,35 @@ def sequence_results():
     models = ("linear", "classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
     sizes = {"num_seeds": 1, "num_train": 230, "num_steps": 2, "oracle_epochs": 10, "models": models}
     config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes)
-    return ordered_mnist.compute(config, key=jax.random.key(0), dataset=load("glyphs", num_train=1000, num_test=20))
+    return ordered_mnist.compute(config, key=jax.random.key(0), data=glyphs())
 
 
 def test_ordered_digits(sequence_results):
     results = sequence_results
-    assert results.times.tolist() == [1, 2, 1000]
-    for name in results.config.models:
-        accuracy = results.accuracy(name)
-        assert accuracy.shape == (1, len(PROTOCOLS), 2, 3)
-        # Image by image there is no horizon of a thousand steps.
-        np.testing.assert_array_equal(np.isnan(accuracy[0]).any((0, 1)), [False, False, True])
-        assert np.isfinite(accuracy[:, 1:]).all()
-        # One step ahead the two ways to look are one.
-        np.testing.assert_array_equal(accuracy[:, 0, :, 0], accuracy[:, 1, :, 0])
+    assert results.times.values.tolist() == [1, 2, 1000]
+    by_images, by_powers = (results.accuracy.sel(protocols=kind).values for kind in ("images", "powers"))
+    # Image by image there is no horizon of a thousand steps.
+    assert (np.isnan(by_images) == [False, False, True]).all()
+    assert np.isfinite(results.accuracy.drop_sel(protocols="images")).all()
+    # One step ahead the two ways to look are one.
+    np.testing.assert_array_equal(by_images[..., 0], by_powers[..., 0])
     assert results.oracle_accuracy.mean() > 0.6
     # The oracle's own features tell digits apart, and their operator foresees the next one: chance is 0.2.
-    assert results.accuracy("classifier")[0, 1, 0, 0] > 0.5
-    errors = ordered_mnist.eigenvalue_errors(results)
-    assert errors["classifier"][0] < errors["linear"][0]
-    assert results.strips["autoencoder"].shape == (1, 4, 2, 28, 28)
+    assert results.accuracy.sel(models="classifier", protocols="powers", scales="raw", times=1).item() > 0.5
+    errors = results.eigenvalue_error[:, 0]
+    assert errors.sel(models="classifier") < errors.sel(models="linear")
     assert "glyphs" in ordered_mnist.headline(results)
     header, *rows = ordered_mnist.table(results)
-    assert len(rows) == 7
+    assert [row[0] for row in rows] == results.legend.values.tolist()
     final = {row[0]: row[header.index("loss")] for row in rows}
-    assert final.pop(ordered_mnist.MODELS["linear"].label) == ""
-    assert float(final[ordered_mnist.MODELS["vamp"].label]) == round(float(results.validation["vamp"][0, -1]), 3)
-    for name in ("vamp", "contrastive", "dpnets", "autoencoder", "orthogonal"):
-        assert np.isfinite(results.validation[name]).all()
-        assert results.validation[name][0, -1] < results.validation[name][0, 0]
+    assert final.pop("linear") == final.pop("classifier features") == ""
+    losses = results.validation.drop_sel(networks="oracle")[:, 0]
+    assert float(final["VAMP-2"]) == round(float(losses.sel(networks="vamp")[-1]), 3)
+    assert len(losses) == len(final)
+    assert np.isfinite(losses).all()
+    assert (losses[:, -1] < losses[:, 0]).all()
     # A Cayley transform is orthogonal, trained or not.
-    np.testing.assert_allclose(np.abs(results.eigenvalues["orthogonal"]), 1.0, atol=1e-5)
+    np.testing.assert_allclose(np.abs(results.eigenvalues.sel(models="orthogonal")), 1.0, atol=1e-5)
     with warnings.catch_warnings(action="error"):
         assert_only_draws(ordered_mnist, results)
     said = ordered_mnist.caption(results)
@@ -75,40 +82,43 @@ def test_ordered_digits(sequence_results):
 
 def with_seeds(results, names, number):
     """Results of several seeds that are alike, of some of the models."""
-    fields = ("logits", "strips", "eigenvalues", "left")
-    repeated = {one: {name: np.repeat(getattr(results, one)[name], number, 0) for name in names} for one in fields}
-    config = dataclasses.replace(results.config, models=names, num_seeds=number)
-    return results._replace(config=config, **repeated)
+    return results.sel(models=names).isel(seeds=[0] * number).assign_coords(seeds=range(number))
 
 
 def test_seeds_that_are_stuck_are_named_and_not_shown(sequence_results):
     # Of three seeds two see one image everywhere, the third what it saw.
-    results = with_seeds(sequence_results, ("autoencoder",), 3)
-    logits = results.logits["autoencoder"]
-    due = (results.labels[None] + results.times[:, None]) % 5
-    logits[2] = np.eye(5)[due]
+    results = with_seeds(sequence_results, ["autoencoder"], 3)
+    labels, logits = results.labels.values, results.logits.values[0]
+    logits[2] = np.eye(5)[(labels + results.times.values[:, None]) % 5]
     logits[:2] = np.eye(5)[3]
-    assert stuck(logits).tolist() == [True, True, False]
+    assert measured(results).stuck.values.tolist() == [[True, True, False]]
     logits[1] = np.nan
-    assert stuck(logits).tolist() == [True, False, False]
+    results = measured(results)
+    assert results.stuck.values.tolist() == [[True, False, False]]
     assert "whatever the input, of: autoencoder seed 0." in ordered_mnist.caption(results)
     assert "(autoencoder 2)" in ordered_mnist.caption(results)
     figure = ordered_mnist.draw(results)
     low, high = figure.subfigs[1].axes[0].get_ylim()
-    assert 0 < low < 0.5 / len(results.images) < high == 1.0
+    assert 0 < low < 0.5 / len(labels) < high == 1.0
     framed = {text.get_text(): text.get_bbox_patch() for axis in figure.subfigs[2].axes for text in axis.texts}
-    right = str((results.labels[0] + 1) % 5)
+    right = str((labels[0] + 1) % 5)
     assert framed[right] is None  # right, without a frame
     thin = [line.get_ydata() for line in figure.subfigs[1].axes[0].lines if line.get_linewidth() < 0.5]
     assert len(thin) == 3
 
 
-def test_distances_to_the_roots_of_unity(sequence_results):
+def test_distances_to_the_roots_of_unity():
     roots = np.exp(2j * np.pi * np.arange(5) / 5)
     found = np.stack([roots[::-1], roots * np.exp([0.02j, 0, 0, 0, 0]), roots * [1, 1, 0.9, 1, 1]])
-    results = sequence_results._replace(eigenvalues={"linear": found.astype(np.complex64)})
-    np.testing.assert_allclose(ordered_mnist.phase_errors(results)["linear"], [0, 0.02, 0], atol=1e-6)
-    np.testing.assert_allclose(ordered_mnist.eigenvalue_errors(results)["linear"], [0, 0.02, 0.1], atol=1e-5)
+    distances, phases = eigenvalue_errors(found.astype(np.complex64)[None])
+    np.testing.assert_allclose(phases, [[0, 0.02, 0]], atol=1e-6)
+    np.testing.assert_allclose(distances, [[0, 0.02, 0.1]], atol=1e-5)
+
+
+def test_a_sequence_of_other_digits_is_refused():
+    config = dataclasses.replace(ordered_mnist.Config().quick(), num_digits=4)
+    with pytest.raises(ValueError, match="`num_digits` must be the number of digits in the sequence"):
+        ordered_mnist.compute(config, key=jax.random.key(0), data=glyphs())
 
 
 def test_projection_moves_eigenvalues_only():
@@ -140,17 +150,16 @@ def test_spectra(caplog):
     results = spectra.compute(config, key=jax.random.key(0))
     other = dataclasses.replace(config, alpha=1e-4)
     assert compilations(caplog, lambda: spectra.compute(other, key=jax.random.key(0))) == []
-    for name, exact in results.exact.items():
-        for estimator in spectra.ESTIMATORS:
-            values = results.eigenvalues[name][estimator]
-            assert values.shape == (4, 1, len(exact))
-        error = np.abs(results.eigenvalues[name]["ridge"][:, 0] - exact[None])[:, 0].mean()
-        assert error < 0.12
+    assert results.eigenvalues.shape == (2, 4, 4, 1, 3)
+    assert results.num_components.values.tolist() == [2, 3]  # of a complex pair, and of real ones
+    assert np.isnan(results.eigenvalues[0, ..., 2]).all()
+    ridge = results.sel(estimators="ridge")
+    assert (np.abs(ridge.eigenvalues - results.exact)[..., 0].mean("trajectories") < 0.12).all()
+    logistic, diffusion = ridge.isel(systems=0), ridge.sel(systems="Ornstein-Uhlenbeck")
     # What the first eigenfunction of an Ornstein-Uhlenbeck process is, is known: the state itself.
-    grid, truth = results.grids["ornstein_uhlenbeck"], results.exact_functions["ornstein_uhlenbeck"]
-    np.testing.assert_allclose(np.abs(truth), np.abs(grid), atol=1e-6)
+    np.testing.assert_allclose(np.abs(diffusion.exact_functions), np.abs(diffusion.grid), atol=1e-6)
     # A complex eigenfunction is compared as a whole: scaled to the truth it has the truth's size, not that of a part.
-    truth, found = results.exact_functions["logistic"], results.functions["logistic"]["ridge"].mean(0)
+    truth, found = logistic.exact_functions.values, logistic.functions.values.mean(0)
     assert np.linalg.norm(found - truth) < 0.35 * np.linalg.norm(truth)
     assert_only_draws(spectra, results)
     figure = spectra.draw(results)
@@ -159,14 +168,12 @@ def test_spectra(caplog):
     for part in ("3000 transitions", "4 independent trajectories", "Ornstein-Uhlenbeck (d, e, f)", "95 % Student"):
         assert part in said
     means = [bars[0].get_ydata() for bars in figure.axes[3].containers]  # of one estimator each, over the exact rates
-    for mean, estimator in zip(means, spectra.ESTIMATORS, strict=True):
-        exact, wanted, _ = spectra.rates(results, "ornstein_uhlenbeck", estimator)
-        np.testing.assert_allclose(mean, wanted / exact, rtol=1e-5)
+    np.testing.assert_allclose(means, results.mean_rate[1] / results.exact_rate[1], rtol=1e-5)
     assert all(bars[2][0].get_segments() for bars in figure.axes[5].containers)  # errors have intervals
     assert len(spectra.table(results)) == 1 + 4 * (1 + 3)  # a conjugate pair has one rate
-    exact, mean, error = spectra.rates(results, "ornstein_uhlenbeck", "ridge")
-    np.testing.assert_allclose(exact, [0.5, 1.0, 1.5])
-    assert (np.abs(mean - exact)[:2] < 5 * error[:2] + 0.05).all()
+    np.testing.assert_allclose(diffusion.exact_rate, [0.5, 1.0, 1.5])
+    bias = np.abs(diffusion.mean_rate - diffusion.exact_rate)
+    assert (bias < 5 * diffusion.standard_error + 0.05)[:2].all()
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):
@@ -177,13 +184,10 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert "Ornstein-Uhlenbeck" in shown
     (out,) = tmp_path.glob("spectra_*")
     assert {path.suffix for path in out.glob("spectra.*")} == {".pdf", ".png", ".npz", ".json"}
-    with np.load(out / "spectra.npz") as arrays:
-        assert arrays["eigenvalues_ornstein_uhlenbeck_ridge"].shape == (2, 1, 3)
-        axes = json.loads(str(arrays["axes"]))
-    assert axes["eigenvalues_ornstein_uhlenbeck_ridge"] == ["trajectories", "lengths", "exact_ornstein_uhlenbeck"]
-    assert axes["exact_functions_ornstein_uhlenbeck"] == ["grids_ornstein_uhlenbeck"]
-    estimates = load_results(out / "spectra.npz").to_xarray().eigenvalues_ornstein_uhlenbeck
-    assert estimates.dims == ("estimators", "trajectories", "lengths", "exact_ornstein_uhlenbeck")
+    results = load_results(out / "spectra.npz")
+    assert results.eigenvalues.dims == ("systems", "estimators", "trajectories", "lengths", "components")
+    assert results.eigenvalues.sel(systems="Ornstein-Uhlenbeck", estimators="ridge").shape == (2, 1, 3)
+    assert results.exact_functions.dims == results.grid.dims == ("systems", "points")
     assert "estimated against exact" in (out / "report.html").read_text().lower()
     assert figures.main(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")]) == 2
     assert "at most the sequence's length" in " ".join(capsys.readouterr().err.split())
@@ -219,21 +223,20 @@ def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, values, m
 
 def test_networks_that_diverged_are_left_out_and_named(sequence_results):
     # Two seeds, of which one did not come through: the second oracle, and the first of the DPNets.
-    results = with_seeds(sequence_results, ("linear", "dpnets"), 2)._replace(
-        oracle_accuracy=np.array([0.75, np.nan]),
-        diverged_at={"oracle": np.array([-1, 4]), "dpnets": np.array([8, -1])},
-    )
-    for field in (results.logits, results.strips, results.eigenvalues, results.left):
-        field["linear"][1] = field["dpnets"][:] = np.nan
+    results = with_seeds(sequence_results, ["linear", "dpnets"], 2).sel(networks=["oracle", "dpnets"])
+    results["oracle_accuracy"] = ("seeds", [0.75, np.nan])
+    results["diverged_at"] = (("networks", "seeds"), [[-1, 4], [8, -1]])
+    for field in ("logits", "strips", "eigenvalues", "left"):
+        results[field].values[[0, 1, 1], [1, 0, 1]] = np.nan
+    results = measured(results)
     row, gone = ordered_mnist.table(results)[1:]
-    accuracy = sequence_results.accuracy("linear")[0, 1, 0, 1]
+    accuracy = sequence_results.accuracy.sel(models="linear", protocols="powers", scales="raw", times=2).item()
     assert row[2] == f"{accuracy:.3f} (1 of 2)"
     assert gone[2] == "none of 2"
     headline = ordered_mnist.headline(results)
     assert "oracle 75.00 % (1 of 2)" in headline
     assert headline.endswith("left out: oracle seed 1 at step 4, dpnets seed 0 at step 8 (2 of 4 networks remain)")
-    arrays = ordered_mnist.arrays(results)
-    assert (arrays["predicted"]["dpnets"] == -1).all()  # not class 0
+    assert (results.predicted.sel(models="dpnets") == -1).all()  # not class 0
     assert "VAMP" not in ordered_mnist.caption(results)
     figure = ordered_mnist.draw(results)
     figure.canvas.draw()
@@ -259,23 +262,18 @@ def test_a_seed_that_diverged_is_not_measured(monkeypatch):
     monkeypatch.setattr(ordered_mnist, "train_networks", lambda *_: trained)
     monkeypatch.setattr(ordered_mnist, "forecasters", lambda *_: {name: partial(build, name) for name in models})
     monkeypatch.setattr(ordered_mnist, "evaluate", lambda *_, **__: evaluation)
-    data = load("glyphs", num_train=1000, num_test=20)
-    results = ordered_mnist.compute(config, key=jax.random.key(0), dataset=data)
+    results = ordered_mnist.compute(config, key=jax.random.key(0), data=glyphs())
     assert seen == [("classifier", 1)]  # both contrastive seeds lack their oracle or themselves
-    np.testing.assert_array_equal(np.isnan(results.accuracy("classifier")[:, 1, 0, 0]), [True, False])
-    assert np.isnan(results.accuracy("contrastive")).all()
+    classifier, contrastive = np.isnan(results.accuracy.sel(protocols="powers", scales="raw", times=1)).values
+    np.testing.assert_array_equal(classifier, [True, False])
+    assert contrastive.all()
     np.testing.assert_array_equal(np.isnan(results.oracle_accuracy), [True, False])
-    assert results.logits["contrastive"].shape == results.logits["classifier"].shape
-    assert results.left["contrastive"].shape == results.left["classifier"].shape
+    assert np.isnan(results.logits.sel(models="contrastive")).all()
+    assert np.isnan(results.left.sel(models="contrastive")).all()
 
 
 def test_models_and_protocols_are_axes(sequence_results, tmp_path):
-    dims = {"accuracy": ("models", "seeds", "protocols", "scales", "times")}
-    found = assert_labelled(ordered_mnist, sequence_results, tmp_path, dims).to_xarray()
-    one = found.accuracy.sel(models="linear", protocols="powers", scales="rescaled")
-    np.testing.assert_array_equal(one, sequence_results.accuracy("linear")[:, 1, 1])
-    flat = flat_results_of(ordered_mnist, sequence_results)
-    lengths = {"seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100, "classes": 5}
-    for name, array in flat.arrays.items():
-        for axis, size in zip(flat.dims[name], array.shape, strict=True):
-            assert size == lengths.get(axis, size), name
+    axes = ("models", "seeds", "protocols", "scales", "times")
+    assert_saved(sequence_results, tmp_path, {"accuracy": axes, "logits": (*axes, "images", "classes")})
+    lengths = {"models": 7, "seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100}
+    assert sequence_results.sizes | lengths | {"classes": 5, "networks": 6} == dict(sequence_results.sizes)
