@@ -1,13 +1,18 @@
 """Size of the library and its tests: lines, statements, public names, and what reviewers count.
 
-    python benchmarks/size.py [folder of a checkout]
+    python benchmarks/size.py [folder of a checkout] [--ways]
 
 A public name stands in `__all__` of a folder's `__init__` or of a module without underscore; a module without `__all__`
 shows all of its top-level names without underscore. Statements are those of the syntax tree, without docstrings.
+
+With `--ways`, also how far a reader walks: modules that an entry imports, functions of ours that `fit` enters before
+the loss, and functions that are handed a figure's configuration.
 """
 
 import ast
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -107,10 +112,81 @@ def report(root):
         yield f"files with {name}", ", ".join(str(p) for p, text in texts.items() if re.search(pattern, text)) or "none"
 
 
+def imported(path, root):
+    """Modules of ours that a file imports when it is imported, as paths; `__init__` files are not among them."""
+    blocks = [ast.parse(path.read_text())]
+    while blocks:
+        for node in blocks.pop().body:
+            if isinstance(node, ast.If | ast.Try) and "TYPE_CHECKING" not in ast.dump(getattr(node, "test", node)):
+                blocks.append(node)
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                file = (root / Path(*name.split("."))).with_suffix(".py")
+                if name.split(".")[0] in PACKAGES and file.exists():
+                    yield file
+
+
+def closure(root, *entries):
+    """All modules that entries need, by syntax trees."""
+    found, left = set(), [root / entry for entry in entries if (root / entry).exists()]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += imported(path, root)
+    return found
+
+
+FIT = """
+import sys, equinox as eqx, jax, jax.numpy as jnp, optax
+from dissociation.training import Epochs, fit, make_step
+seen = set()
+def loss(model, batch, key):
+    sys.setprofile(None)
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+models = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 1, key=key))(jax.random.split(jax.random.key(0), 4))
+step, data = make_step(loss, optax.sgd(0.1)), Epochs((jnp.ones((8, 3)), jnp.ones(8)), 4)
+def enter(frame, event, _):
+    code = frame.f_code
+    if event == "call" and "/dissociation/" in code.co_filename:
+        seen.add((code.co_filename, code.co_qualname))
+sys.setprofile(enter)
+fit(models, step, data, num_steps=2, key=jax.random.key(1))
+print(len(seen))
+"""
+
+
+def ways(root):
+    """Pairs of a measure and its value."""
+    operators = closure(root, "koopman/_operators/_fit.py", "koopman/operators.py")
+    yield "modules of koopman that `fit` needs", sum(root / "koopman" in path.parents for path in operators)
+    trainings = ("dissociation/training/_fitting.py", "dissociation/training/fitting.py")
+    yield "modules that training's `fit` needs", len(closure(root, *trainings))
+    commands = ("dissociation/__main__.py", "dissociation/figures/_command.py", "dissociation/figures/robustness.py")
+    figure = closure(root, *commands, "dissociation/command.py", "dissociation/figures/command.py")
+    yield "modules of `python -m dissociation robustness`", len(figure)
+    functions = [node for path in figure for node in ast.walk(ast.parse(path.read_text()))]
+    handed = [
+        node
+        for node in functions
+        if isinstance(node, ast.FunctionDef)
+        and "config" in {arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+    ]
+    yield "functions that are handed its configuration", len(handed)
+    environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", FIT], env=environment, capture_output=True, text=True, check=True)
+    yield "functions entered from `fit` to the loss", run.stdout.strip()
+
+
 def main():
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
-    for name, value in report(root):
-        print(f"{name:42}{value}")
+    words = [word for word in sys.argv[1:] if word != "--ways"]
+    root = Path(words[0] if words else Path(__file__).parents[1]).resolve()
+    rows = [*report(root), *(ways(root) if "--ways" in sys.argv else ())]
+    for name, value in rows:
+        print(f"{name:48}{value}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def rows(array: "xarray.DataArray", axis: str) -> "dict[str, np.ndarray]":
     return {name: values for name, values in known.items() if not np.isnan(values).all()}
 
 
-def padded(arrays: Sequence[np.ndarray], fill: float = np.nan) -> np.ndarray:
+def padded(arrays: Sequence[np.ndarray], fill: float | int = np.nan) -> np.ndarray:
     """Return arrays of equal rank stacked along a new first axis, filled up to the largest sizes."""
     sizes = np.max([array.shape for array in arrays], 0)
     kinds = [array.dtype for array in arrays]

@@ -36,7 +36,7 @@ def similarity_table(dataset: "xarray.Dataset", ranks: tuple[int, ...] = (1, 5, 
 def accuracy_table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return test accuracy by size: mean, smallest and largest over seeds."""
     rows = [["size", "seeds", "accuracy", "lowest", "highest"]]
-    for size in dataset.hidden_sizes.values:
+    for size in dataset.hidden_sizes.values.tolist():
         errors = of_size(dataset, size).full_error.values
         right = 1 - errors[np.isfinite(errors)]  # without networks that diverged
         count = str(len(errors)) if len(right) == len(errors) else f"{len(right)} of {len(errors)}"
