@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "load", "fit_mnist", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take", "map_members", "bmap",
+    "load", "fit_classifiers", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take", "map_members", "bmap",
     "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "duplicate", "certify", "representations",
     "MEASURES", "compare", "linear_cka", "show", "save_results", "load_results",
 ]  # fmt: skip
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dissociation.data._datasets import load
     from dissociation.models._representations import representations
     from dissociation.plotting._display import show
-    from dissociation.recipes._mnist import fit_mnist
+    from dissociation.recipes._mnist import fit_classifiers
     from dissociation.rewrites._certificate import certify
     from dissociation.rewrites._groups import neuron_groups
     from dissociation.rewrites._growth import duplicate

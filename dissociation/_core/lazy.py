@@ -8,6 +8,14 @@ from typing import Any
 DISTRIBUTION = "dissociation"
 
 
+RENAMED = {
+    "fit_mnist": "fit_classifiers(...), with the same arguments",
+    "results_of": "the dataset that `compute` returns",
+    "Parts": "figures.run and figures.Cache",
+}
+"""Advice on public names of earlier versions."""
+
+
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package, which import a public name at its first use.
 
@@ -34,7 +42,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             except AttributeError as error:  # Python would say that the package lacks the name
                 raise ImportError(f"{homes[name]} cannot be imported: {error}") from error
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            advice = f". Use {RENAMED[name]}" if name in RENAMED else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{advice}")
         setattr(module, name, value)
         return value
 

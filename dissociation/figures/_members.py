@@ -18,7 +18,7 @@ from dissociation.figures._harness import config_of
 from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins
 from dissociation.measures._robustness import input_noise_error
 from dissociation.models._representations import representations
-from dissociation.recipes._mnist import NETWORKS, fit_mnist
+from dissociation.recipes._mnist import NETWORKS, fit_classifiers
 from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups
 from dissociation.rewrites._growth import add_nuisance, duplicate
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 else:
     _HELP = f"Data set: {', or '.join(shown for shown, _ in SOURCES.values())}."
     DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
-    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_mnist`.")]
+    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_classifiers`.")]
 
 FACTORS = (1e-15, 1e15)
 """Range of scale factors for which squares of scaled values stay within float32."""
@@ -182,7 +182,7 @@ def train_members(
     observe: Callable[..., dict[str, Array]] | None = None,
 ) -> Trained:
     """Train the networks of a configuration."""
-    trained = fit_mnist(
+    trained = fit_classifiers(
         key=key,
         dataset=data,
         network=config.model,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "fit_mnist", "train_mnist", "fresh_networks", "cross_entropy", "train_bilinear", "train_grokking", "initial_models",
+    "fit_classifiers", "train_mnist", "fresh_networks", "cross_entropy", "train_bilinear", "train_grokking", "initial_models",
     "observation_steps", "squared_error", "CheapMeasures", "train_compression",
 ]  # fmt: skip
 
@@ -19,6 +19,6 @@ if TYPE_CHECKING:
         squared_error,
         train_grokking,
     )
-    from dissociation.recipes._mnist import cross_entropy, fit_mnist, fresh_networks, train_mnist
+    from dissociation.recipes._mnist import cross_entropy, fit_classifiers, fresh_networks, train_mnist
 else:
     __getattr__, __dir__ = attach(__name__)

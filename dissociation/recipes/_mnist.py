@@ -44,18 +44,18 @@ def train_mnist(
     width: int = 1024,
     progress: str | MeterFactory | None = "auto",
 ) -> eqx.nn.MLP:
-    """Train stacked networks; see `fit_mnist` for arguments and for the history.
+    """Train stacked networks; see `fit_classifiers` for arguments and for the history.
 
     Returns:
         An `eqx.nn.MLP` without biases whose `layers[i].weight` has seeds first.
     """
-    return fit_mnist(
+    return fit_classifiers(
         num_epochs=num_epochs, num_seeds=num_seeds, key=key, dataset=dataset, width=width, progress=progress
     ).models
 
 
 @validated
-def fit_mnist(
+def fit_classifiers(
     *,
     num_epochs: int = 30,
     num_seeds: int = 10,

@@ -139,9 +139,9 @@ def test_a_part_is_kept_as_soon_as_it_is_done(tmp_path):
 @pytest.fixture
 def one_diverges(monkeypatch):
     """The second of the seeds diverges at step 7, in the second epoch."""
-    real = recipes.fit_mnist
+    real = recipes.fit_classifiers
 
-    def fit_mnist(**options):
+    def fit_classifiers(**options):
         trained = real(**options)
         models = jax.tree.map(lambda leaf: leaf.at[1].set(np.nan) if eqx.is_array(leaf) else leaf, trained.models)
         observed = {name: values.copy() for name, values in trained.history.observed.items()}
@@ -149,7 +149,7 @@ def one_diverges(monkeypatch):
         history = trained.history._replace(observed=observed)
         return trained._replace(models=models, history=history, diverged_at=np.array([-1, 7]))
 
-    monkeypatch.setattr(members, "fit_mnist", fit_mnist)
+    monkeypatch.setattr(members, "fit_classifiers", fit_classifiers)
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_
 
 @pytest.mark.slow
 def test_networks_that_all_diverged_are_an_error(monkeypatch):
-    real, gone = recipes.fit_mnist, np.array([3, 3])
-    monkeypatch.setattr(members, "fit_mnist", lambda **options: real(**options)._replace(diverged_at=gone))
+    real, gone = recipes.fit_classifiers, np.array([3, 3])
+    monkeypatch.setattr(members, "fit_classifiers", lambda **options: real(**options)._replace(diverged_at=gone))
     with pytest.raises(ValueError, match="All 2 networks diverged, at step 3"):
         robustness.compute(robustness.Config(**SMALL | {"num_epochs": 1}), key=KEY)
 

@@ -10,7 +10,7 @@ from dissociation import recipes
 from dissociation.figures import _members as members
 from dissociation.figures import freedom, rows
 from dissociation.models import member_representations
-from dissociation.recipes import fit_mnist
+from dissociation.recipes import fit_classifiers
 from dissociation.similarity import linear_cka
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def test_it_is_the_trained_networks_that_are_measured(run):
     results, _ = run
     data = freedom.source(CONFIG)
     sizes = {"num_epochs": 3, "num_seeds": 3, "width": 16, "progress": None}
-    trained = fit_mnist(**sizes, key=jax.random.split(jax.random.PRNGKey(0))[0], dataset=data)
+    trained = fit_classifiers(**sizes, key=jax.random.split(jax.random.PRNGKey(0))[0], dataset=data)
     layers = member_representations(trained.models, data.test_images[:80])
     for layer in ("hidden0", "features"):
         wanted = linear_cka(layers[layer][0], layers[layer][2])
@@ -65,12 +65,12 @@ def test_what_rewrites_leave_of_it(run):
 
 
 def test_seeds_that_diverged_are_left_out(monkeypatch):
-    real = recipes.fit_mnist
+    real = recipes.fit_classifiers
 
     def broken(**options):
         return real(**options)._replace(diverged_at=np.array([-1, 5, -1]))
 
-    monkeypatch.setattr(members, "fit_mnist", broken)
+    monkeypatch.setattr(members, "fit_classifiers", broken)
     results = freedom.compute(CONFIG, key=jax.random.PRNGKey(0))
     there = np.isfinite(results.measured.sel(layers="features"))
     assert there.values.tolist() == [[False, False, True], [False] * 3, [True, False, False]]

@@ -160,10 +160,10 @@ def test_all_pairs():
 
 @pytest.mark.slow
 def test_the_barrier_between_trained_networks_falls():
-    from dissociation.recipes import fit_mnist
+    from dissociation.recipes import fit_classifiers
 
     digits = load("glyphs", num_train=5000, num_test=500)
-    trained = fit_mnist(num_epochs=8, num_seeds=2, width=256, dataset=digits)
+    trained = fit_classifiers(num_epochs=8, num_seeds=2, width=256, dataset=digits)
     a, b = (take(trained.models, index) for index in (0, 1))
     images, labels = jnp.asarray(digits.test_images), jnp.asarray(digits.test_labels)
     loss = lambda m: -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(jax.vmap(m)(images)), 1))  # noqa: E731

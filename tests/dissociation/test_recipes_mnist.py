@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from dissociation.data import load
-from dissociation.recipes import fit_mnist, fresh_networks
+from dissociation.recipes import fit_classifiers, fresh_networks
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +12,7 @@ def small():
 
 
 def test_training_beats_chance_by_far_and_keeps_history(small):
-    result = fit_mnist(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500), width=128,
+    result = fit_classifiers(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500), width=128,
                        progress=None)  # fmt: skip
     errors = result.history.observed["test_error"]
     assert errors.shape == (2, 9)
@@ -24,6 +24,6 @@ def test_training_beats_chance_by_far_and_keeps_history(small):
 
 def test_sizes_and_keys_that_are_none_are_named(small):
     with pytest.raises(ValueError, match="`width` must be at least 1, got 0"):
-        fit_mnist(num_seeds=1, num_epochs=0, dataset=small, width=0, progress=None)
+        fit_classifiers(num_seeds=1, num_epochs=0, dataset=small, width=0, progress=None)
     with pytest.raises(ValueError, match="`num_classes` must be at least 1, got 0"):
         fresh_networks(2, key=jax.random.key(0), num_classes=0)

@@ -182,7 +182,7 @@ CALLS = {
     dissociation.member_mesh: dict,
     data.load: lambda: dict(name="glyphs", num_train=3, num_test=2, key=KEY),
     recipes.fresh_networks: lambda: dict(num_seeds=2, key=KEY, num_inputs=3, num_classes=2, width=4),
-    recipes.fit_mnist: lambda: SMALL | dict(num_seeds=2, dataset=dataset(), width=4, progress=None),
+    recipes.fit_classifiers: lambda: SMALL | dict(num_seeds=2, dataset=dataset(), width=4, progress=None),
     recipes.train_mnist: lambda: SMALL | dict(num_seeds=2, dataset=dataset(), width=4, progress=None),
     recipes.cross_entropy: lambda: dict(model=network(), batch=(TALL, np.eye(2)[np.arange(12) % 2])),
     measures.class_moments: lambda: dict(features=TALL, labels=LABELS, num_classes=3),
