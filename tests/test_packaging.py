@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from faces import FACES
 
 import dissociation
 import koopman
+from dissociation._core.lazy import RENAMED
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -51,6 +53,12 @@ def test_no_name_hides_a_module(name):
 def test_an_unknown_name_is_an_error(package):
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'nonsense'"):
         _ = package.nonsense
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_name_of_before_names_the_new_one(name):
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'. Use {re.escape(RENAMED[name])}"):
+        getattr(dissociation, name)
 
 
 def test_a_dependency_that_fails_is_named(monkeypatch):
