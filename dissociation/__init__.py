@@ -11,8 +11,8 @@ from dissociation._core.lazy import attach
 
 __all__ = [
     "load", "fit_classifiers", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take", "map_members",
-    "bmap", "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "duplicate", "certify", "representations",
-    "MEASURES", "compare", "linear_cka", "show", "save_results", "load_results",
+    "bmap", "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "duplicate", "certify",
+    "representations", "MEASURES", "compare", "linear_cka", "show", "save_results", "load_results",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
