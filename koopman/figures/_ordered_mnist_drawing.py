@@ -113,20 +113,21 @@ def _draw_strips(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     steps = min(dataset.sizes["steps"], 14)
     axes = panel.subplots(dataset.sizes["models"], steps + 1, squeeze=False)
     start = dataset.test_images.values[:1]
-    due = (int(dataset.labels[0]) + np.arange(steps + 1)) % dataset.sizes["classes"]
+    first, digits = int(dataset.labels[0]), dataset.sizes["classes"]
     for row, name in zip(axes, dataset.models.values, strict=True):
         one = _shown(dataset, name).isel(seeds=_shown_seed(dataset, name))
         images, read = np.concatenate([start, one.strips.values]), one.predicted.values[:, 0]
         for step, axis in enumerate(row):
+            due = (first + step) % digits
             axis.imshow(images[step], cmap="gray")
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
             if row is axes[0]:
-                axis.set_title(str(due[step]), fontsize="small")
+                axis.set_title(str(due), fontsize="small")
             if step:
                 text = axis.text(0.95, 0.95, str(read[step - 1]), transform=axis.transAxes, ha="right", va="top")
                 text.set_color("white")
-                if read[step - 1] != due[step]:
+                if read[step - 1] != due:
                     text.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": plotting.color(1), "linewidth": 0.5})
         row[0].set_ylabel(MODELS[name].label, rotation=0, ha="right", va="center", fontsize="small")
     return [axes[0, 0]]

@@ -125,7 +125,7 @@ def compute(
         eigenvalue; `stuck`, True if over 9 in 10 forecasts one step ahead are read as one digit. By trained network and
         seed: `validation` [epochs], the validation loss along training; `batched`, the last one of encoders as the mean
         over batches; `diverged_at`, the step at which the network diverged, or -1. `oracle_accuracy` [seeds], on the
-        validation images. Numbers of a seed are NaN if its network or its oracle diverged, or if there are none.
+        validation images. NaN stands for missing numbers, and for those of a seed whose network or oracle diverged.
     """
     return figures.run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
@@ -150,7 +150,7 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray
     right = (predicted(np.stack(logits)) == validation[1]).mean(1)
     nothing = np.full((config.num_seeds, config.num_epochs + 1), np.nan, jnp.result_type(float))
 
-    def of_networks(arrays: dict[str, np.ndarray], missing: Any = None) -> np.ndarray:
+    def of_networks(arrays: dict[str, np.ndarray], missing: np.ndarray) -> np.ndarray:
         return np.stack([arrays.get(name, missing) for name in diverged_at])
 
     forecasts = {
@@ -167,7 +167,7 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray
         "test_images": (("images", "rows", "columns"), test[0]),
         "validation": (("networks", "seeds", "epochs"), of_networks(networks.validation, nothing)),
         "batched": (("networks", "seeds"), of_networks(networks.batched, nothing[:, 0])),
-        "diverged_at": (("networks", "seeds"), of_networks(diverged_at)),
+        "diverged_at": (("networks", "seeds"), np.stack(list(diverged_at.values()))),
         "oracle_accuracy": ("seeds", np.where(alive, right, np.nan)),
     }
     coords = {
@@ -191,13 +191,13 @@ def _evaluated(
     """Evaluate a model's forecasters of all seeds; NaN for seeds whose networks or oracle diverged."""
     needed = [networks.diverged_at[network] for network in ("oracle", *MODELS[name].networks)]
     options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits, "norm": norm}
-    seeds = [
-        evaluate(build(seed), member(networks.models["oracle"], seed), test, **options)
-        if known
-        else _nothing(config, test)
-        for seed, known in enumerate((np.stack(needed) < 0).all(0))
-    ]
-    return {field: np.stack([seed[field] for seed in seeds]) for field in seeds[0]}
+    found = {
+        seed: evaluate(build(seed), member(networks.models["oracle"], seed), test, **options)
+        for seed in np.flatnonzero((np.stack(needed) < 0).all(0)).tolist()
+    }
+    nothing = _nothing(config, test)
+    seeds = [found.get(seed, nothing) for seed in range(config.num_seeds)]
+    return {field: np.stack([seed[field] for seed in seeds]) for field in nothing}
 
 
 def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:

@@ -276,4 +276,5 @@ def test_models_and_protocols_are_axes(sequence_results, tmp_path):
     axes = ("models", "seeds", "protocols", "scales", "times")
     assert_saved(sequence_results, tmp_path, {"accuracy": axes, "logits": (*axes, "images", "classes")})
     lengths = {"models": 7, "seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100}
-    assert sequence_results.sizes | lengths | {"classes": 5, "networks": 6} == dict(sequence_results.sizes)
+    sizes = dict(sequence_results.sizes)
+    assert sizes | lengths | {"classes": 5, "networks": 6} == sizes
