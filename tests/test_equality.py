@@ -41,8 +41,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
         "measures/_collapse.py:_agreement measures/_robustness.py:error_rate "
-        "similarity/_functional.py:min_max_disagreement measures/_transfer.py:_errors "
-        "koopman/figures/ordered_mnist.py:_computed koopman/figures/ordered_mnist.py:accuracy",
+        "similarity/_functional.py:min_max_disagreement measures/_transfer.py:_errors",
     "equal p-values have equal corrections":
         "similarity/_inference.py:adjust_p_values",
     "cyclic shifts of series":

@@ -7,8 +7,7 @@ from dissociation._core.lazy import attach
 __all__ = [
     "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "padded", "exhibit_of", "Exhibit",
     "report_html", "Cache", "CacheFolder", "AnyMeter", "DataName", "cell", "check_some_left", "named_diverged",
-    "MeterFactory", "open_meter", "per_batch", "check_choice", "check_count", "check_distinct", "check_positive",
-    "fail", "WrongValue",
+    "check_choice", "check_count", "check_distinct", "check_positive", "fail", "WrongValue",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -21,7 +20,5 @@ if TYPE_CHECKING:
     from dissociation.figures._protocol import Figure
     from dissociation.figures._report import Exhibit, exhibit_of, report_html
     from dissociation.figures._seeds import cell, check_some_left, named_diverged
-    from dissociation.training._members import per_batch
-    from dissociation.training._progress import MeterFactory, open_meter
 else:
     __getattr__, __dir__ = attach(__name__)

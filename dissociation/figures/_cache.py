@@ -130,7 +130,7 @@ class Cache:
     Args:
         folder: Folder of the parts; None saves nothing.
         identity: Identity of the run, see `identity_of`.
-        progress: Meter of `get_all`, see `open_meter`.
+        progress: Meter of `get_all`: "auto", "terminal", a function that opens one, or None for silence.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any], progress: AnyMeter = None):

@@ -260,7 +260,8 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
             out[f"functions_{name}"] = jnp.real(factor * function)
         return out
 
-    return bmap(one, batch_size=figures.per_batch())(jax.random.split(key, config.num_trajectories))
+    batch_size = 1 if jax.default_backend() == "cpu" else None  # one by one on a CPU
+    return bmap(one, batch_size=batch_size)(jax.random.split(key, config.num_trajectories))
 
 
 def caption(dataset: "xarray.Dataset") -> str:

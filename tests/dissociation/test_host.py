@@ -14,7 +14,7 @@ from scipy import stats
 import dissociation
 from dissociation import figures
 from dissociation._core import checks
-from dissociation.figures import open_meter
+from dissociation.training._progress import open_meter
 from dissociation.plotting import band, differences, drawn_as, heat, house_style, letter, look, summarise
 from dissociation.training import _progress as progress_module
 from dissociation.training import log_spaced_steps
