@@ -14,11 +14,10 @@ from scipy import stats
 import dissociation
 from dissociation import figures
 from dissociation._core import checks
-from dissociation.training._progress import open_meter
 from dissociation.plotting import band, differences, drawn_as, heat, house_style, letter, look, summarise
 from dissociation.training import _progress as progress_module
 from dissociation.training import log_spaced_steps
-from dissociation.training._progress import LineMeter
+from dissociation.training._progress import LineMeter, open_meter
 
 
 def test_log_spaced_steps():
