@@ -161,7 +161,8 @@ def train_encoders(
     observe = None
     if validation is not None:
         validation = as_examples("validation", validation, finite=True)
-        _check_batch("validation", "be like `data`, and enough for `loss`", call, made, validation, None)
+        number = len(jax.tree.leaves(validation)[0])
+        _check_batch("validation", "be like `data`, and enough for `loss`", call, made, validation, number)
         observe = _Validation(call, validation)
     # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of an autoencoder's
     # convolutional encoder were dead after 20 steps. Weights of variance 1/fan_in and the published rate keep them.
@@ -221,17 +222,17 @@ def _check_one(model: Any) -> None:
 
 
 def _check_batches(loss: Callable[..., Any], model: Any, data: Any, batch_size: int) -> None:
-    """Raise unless the loss takes the first and the last batch of an epoch."""
+    """Raise unless the loss takes all samples at once, and the smallest batch of an epoch."""
     check_count("batch_size", batch_size, minimum=1)
     number = len(jax.tree.leaves(data)[0])
-    _check_batch("model", "fit `data` and `loss`", loss, model, data, min(batch_size, number))
+    _check_batch("model", "fit `data` and `loss`", loss, model, data, number)
     wanted = f"leave enough samples for every batch, of {number} in all"
     _check_batch("batch_size", wanted, loss, model, data, number % batch_size or min(batch_size, number))
 
 
-def _check_batch(name: str, wanted: str, loss: Callable[..., Any], model: Any, data: Any, size: int | None) -> None:
-    """Raise unless the loss takes a batch of this size, all samples if None, by abstract evaluation."""
-    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size or len(leaf), *leaf.shape[1:]), leaf.dtype), data)
+def _check_batch(name: str, wanted: str, loss: Callable[..., Any], model: Any, data: Any, size: int) -> None:
+    """Raise unless the loss takes a batch of this size, by abstract evaluation."""
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), data)
     try:
         eqx.filter_eval_shape(loss, model, batch, jax.eval_shape(jax.random.key, 0))
     except Exception as error:  # any error of the network or of the loss is about the batch

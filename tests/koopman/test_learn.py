@@ -215,7 +215,7 @@ def test_options_that_do_not_fit_are_named(trajectories):
         (lambda: autoencoders(partial(autoencoder, width=4)), "`model` must fit `data` and `loss`"),
         (
             lambda: encoders(narrow),
-            r"`model` must fit `data` and `loss`, got for a batch of shapes \(64, 4\)",
+            r"`model` must fit `data` and `loss`, got for a batch of shapes \(299, 4\)",
         ),
         (lambda: encoders(pairs, batch_size=2), r"`batch_size` must leave enough .*\(1, 5\).*hold at least 3 samples"),
         (lambda: encoders(pairs, batch_size=len(states) - 3), r"`batch_size` must leave enough .*\(2, 5\)"),
