@@ -26,11 +26,17 @@ from kooplearn.torch.nn import _functional as peer_losses
 from timing import add_row, in_turn, one_process_per_core, shares, timed
 
 from dissociation import member, use_all_cores
-from koopman import ReducedRank, encode, fit, predict, train_classifiers, train_encoders
+from dissociation.models import Encoder
+from koopman import FeatureMap, ReducedRank, encode, fit, lagged_pairs, predict, train_encoders
 from koopman.datasets import ordered_mnist
 
 BATCH, FEATURES, SAMPLES = 64, 5, 3000
 KIND, SEEDS, AHEAD, EPOCHS, RATE = "contrastive", 5, 15, 20, 4e-3
+
+
+def feature_map(key):
+    """Our network, for states that are images."""
+    return FeatureMap(FEATURES, feature_norm=FEATURES**0.5, key=key)
 
 
 class TorchFeatureMap(torch.nn.Module):
@@ -96,7 +102,8 @@ def measure_epochs(options):
         for num_seeds in options.seeds:
 
             def epoch(name=name, num_seeds=num_seeds):
-                result = train_encoders(name, images, key=jax.random.key(0), num_seeds=num_seeds, num_epochs=1)
+                options = {"key": jax.random.key(0), "num_seeds": num_seeds, "num_epochs": 1}
+                result = train_encoders(feature_map, name, lagged_pairs([images]), **options)
                 jax.block_until_ready(result.models)
 
             first = timed(epoch)
@@ -125,8 +132,9 @@ def measure_result(rounds):
     sequence = ordered_mnist(FEATURES, data=source)
     train, _, test, _ = np.split(sequence.images, (SAMPLES, SAMPLES + 1000, SAMPLES + 2000))
     labels = np.split(sequence.labels, (SAMPLES, SAMPLES + 1000, SAMPLES + 2000))
-    options = {"num_classes": FEATURES, "num_seeds": SEEDS, "num_epochs": 20}
-    oracles = train_classifiers(train, labels[0], key=jax.random.key(1), **options).models
+    options = {"num_seeds": SEEDS, "num_epochs": 20, "optimizer": optax.adamw(8e-4, weight_decay=0.01)}
+    classifier, examples = lambda key: Encoder(FEATURES, key=key), (train, labels[0])
+    oracles = train_encoders(classifier, "classes", examples, key=jax.random.key(1), **options).models
 
     @eqx.filter_jit
     def right(oracle, now, ahead):
@@ -148,8 +156,9 @@ def measure_result(rounds):
     kept = {}
 
     def ours():
-        options = {"num_seeds": SEEDS, "num_epochs": EPOCHS, "learning_rate": schedule}
-        kept["ours"] = jax.block_until_ready(train_encoders(KIND, train, key=jax.random.key(0), **options).models)
+        options = {"num_seeds": SEEDS, "num_epochs": EPOCHS, "optimizer": optax.adamw(schedule, weight_decay=0.01)}
+        result = train_encoders(feature_map, KIND, lagged_pairs([train]), key=jax.random.key(0), **options)
+        kept["ours"] = jax.block_until_ready(result.models)
 
     def theirs(name, *recipe):
         kept[name] = torch_train(train, loss, SEEDS, *recipe)

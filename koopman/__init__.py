@@ -15,13 +15,13 @@ __all__ = [
     "left_eigenfunctions", "modes", "singular_values", "eigenpairs", "predict", "matrix_powers", "risk", "score",
     "fit_generator", "transition_matrix", "dynamical_distance", "pairwise_dynamical_distance", "align_dynamics",
     "eigenvalue_distance",
-    "train_encoders", "train_autoencoders", "train_classifiers", "encode", "validation_loss", "FeatureMap",
+    "train_encoders", "encode", "validation_loss", "FeatureMap",
     "Autoencoder", "vamp_loss", "vamp_score", "dpnets_loss", "spectral_contrastive_loss", "autoencoder_loss",
     "energy_loss", "orthonormal_fro_reg", "orthonormal_logfro_reg",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from koopman._encoders._learn import encode, train_autoencoders, train_classifiers, train_encoders, validation_loss
+    from koopman._encoders._learn import encode, train_encoders, validation_loss
     from koopman._encoders._losses import (
         autoencoder_loss,
         dpnets_loss,
@@ -60,4 +60,11 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    __getattr__, __dir__ = attach(__name__)
+    __getattr__, __dir__ = attach(
+        __name__,
+        gone={
+            "train_autoencoders": "train_encoders(lambda key: Autoencoder(5, init='lecun', key=key), 'reconstruction', "
+            "lagged_pairs(trajectories), key=key)",
+            "train_classifiers": "train_encoders(network, 'classes', (states, labels), key=key)",
+        },
+    )

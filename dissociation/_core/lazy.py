@@ -2,24 +2,17 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 DISTRIBUTION = "dissociation"
 
 
-RENAMED = {
-    "fit_mnist": "fit_classifiers(...), with the same arguments",
-    "results_of": "the dataset that `compute` returns",
-    "Parts": "figures.run and figures.Cache",
-}
-"""Advice on public names of earlier versions."""
-
-
-def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def attach(package: str, gone: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package, which import a public name at its first use.
 
-    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`.
+    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. Names in `gone` raise an error
+    with the call that replaces each.
     """
     homes: dict[str, str] = {}
 
@@ -41,9 +34,10 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
                 value = getattr(importlib.import_module(homes[name]), name)
             except AttributeError as error:  # Python would say that the package lacks the name
                 raise ImportError(f"{homes[name]} cannot be imported: {error}") from error
+        elif gone and name in gone:  # `from package import name` hides the words of an AttributeError
+            raise ImportError(f"{package}.{name} is gone: call {gone[name]}.")
         else:
-            advice = f". Use {RENAMED[name]}" if name in RENAMED else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{advice}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(module, name, value)
         return value
 

@@ -1,10 +1,175 @@
-"""The four rewrites of a hidden layer, under the name that the notebook of the paper imports them by."""
+"""Rewrites of one hidden layer `w_out @ activation(w_in @ x)`, as a pair of matrices, that keep its function.
 
-from dissociation.rewrites._neurons import (
-    add_phantom_zero_neurons,
-    add_random_zero_neurons,
-    duplicate_neurons,
-    scale_neurons,
-)
+The notebook of the paper imports them from here. For a bias, append a column to `w_in` and an input that is always 1.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Real
+
+from dissociation._core.checks import check_count, check_non_negative, check_positive, fail
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.rewrites._growth import copies_of, least_squares
 
 __all__ = ["add_phantom_zero_neurons", "add_random_zero_neurons", "duplicate_neurons", "scale_neurons"]
+
+Pair = tuple[Float[Array, "new_hidden inputs"], Float[Array, "outputs new_hidden"]]
+
+
+@validated
+def scale_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    scale_factor: Real[ArrayLike, "..."] = 0.1,
+) -> Pair:
+    """Multiply the incoming weights of every hidden neuron by a > 0 and divide its outgoing weights by a.
+
+    The function does not change if the activation is positively homogeneous, f(a x) = a f(x): ReLU, leaky ReLU,
+    identity, but not tanh, GELU or softplus.
+
+    Args:
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        scale_factor: a, positive: one for all neurons, or [hidden]. May be traced.
+
+    Returns:
+        `(w_in, w_out)`, of the given shapes; NaN for neurons whose traced factor is not positive and finite.
+
+    Raises:
+        ValueError: If the shapes do not fit or a known `scale_factor` is not positive and finite.
+
+    References:
+        Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
+        Neyshabur, Salakhutdinov and Srebro (2015), Path-SGD, section 2.
+    """
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
+    check_positive("scale_factor", scale_factor)
+    hidden = w_in.shape[0]
+    factor = jnp.asarray(scale_factor, w_in.dtype)
+    if factor.shape not in ((), (hidden,)):
+        fail("scale_factor", f"be one number or one per hidden neuron ({hidden})", f"shape {factor.shape}")
+    # A traced factor cannot be checked: NaN makes a wrong one visible.
+    factor = jnp.broadcast_to(jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan), (hidden,))
+    return w_in * factor[:, None], w_out / factor[None, :]
+
+
+@validated
+def duplicate_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    duplicate_multiplier: float | int = 1.2,
+) -> Pair:
+    """Duplicate hidden neurons and divide the outgoing weights equally among the copies of each.
+
+    With multiplier m every neuron occurs floor(m) times, and the first round((m - floor(m)) hidden) once more. Row i of
+    the result is neuron i mod hidden. The function does not change, for any activation.
+
+    Args:
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        duplicate_multiplier: m >= 1, static, as it sets shapes. Python's `round` takes halves to the even number.
+
+    Raises:
+        TypeError: If `duplicate_multiplier` is traced or not a real number.
+        ValueError: If the shapes do not fit or `duplicate_multiplier` is below 1 or not finite.
+
+    References:
+        Simsek et al. (2021), Geometry of the loss landscape in overparameterized neural networks, section 3.
+    """
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
+    hidden = w_in.shape[0]
+    original = copies_of(hidden, duplicate_multiplier)
+    copies = np.bincount(original, minlength=hidden)
+    return w_in[original], w_out[:, original] / jnp.asarray(copies[original], w_out.dtype)[None, :]
+
+
+@validated
+def add_random_zero_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    num_zero_groups: int = 3,
+    neurons_per_group: int = 4,
+    *,
+    key: PRNGKey,
+    incoming_std: Scalar = 1.0,
+    outgoing_std: Scalar | None = None,
+) -> Pair:
+    """Append groups of neurons that cancel: the neurons of a group share their incoming weights.
+
+    Incoming weights are draws of N(0, incoming_std^2). Outgoing weights of a group of one are zero. Those of g neurons
+    are draws of N(0, outgoing_std^2) less their mean, times sqrt(g / (g - 1)). New neurons come last, group by group.
+    The function does not change, for any activation, up to rounding.
+
+    Args:
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        num_zero_groups: Number of groups, 0 or more.
+        neurons_per_group: Neurons of each group, 1 or more.
+        key: A PRNG key.
+        incoming_std: Standard deviation of incoming weights; 1 as published, which is large for a trained layer.
+        outgoing_std: Standard deviation of outgoing weights of larger groups; None is the root mean square of `w_out`.
+
+    Raises:
+        TypeError: If a count is not a Python integer.
+        ValueError: If the shapes do not fit, or a count or a standard deviation is out of range.
+
+    References:
+        Simsek et al. (2021), Geometry of the loss landscape in overparameterized neural networks, section 3 (zero-type
+            neurons).
+    """
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
+    groups = check_count("num_zero_groups", num_zero_groups)
+    size = check_count("neurons_per_group", neurons_per_group, minimum=1)
+    check_non_negative("incoming_std", incoming_std)
+    key_in, key_out = jax.random.split(key)
+
+    incoming = jnp.asarray(incoming_std, w_in.dtype) * jax.random.normal(key_in, (groups, w_in.shape[1]), w_in.dtype)
+    new_in = jnp.repeat(incoming, size, axis=0)
+    if size == 1:
+        new_out = jnp.zeros((w_out.shape[0], groups), w_out.dtype)
+    else:
+        if outgoing_std is None:
+            outgoing_std = jnp.sqrt(jnp.mean(w_out**2))
+        check_non_negative("outgoing_std", outgoing_std)
+        draws = jax.random.normal(key_out, (w_out.shape[0], groups, size), w_out.dtype)
+        # Subtracting the mean lowers the variance by (size - 1) / size; the square root restores it.
+        centred = (draws - jnp.mean(draws, axis=-1, keepdims=True)) * math.sqrt(size / (size - 1))
+        new_out = (jnp.asarray(outgoing_std, w_out.dtype) * centred).reshape(w_out.shape[0], groups * size)
+    return jnp.concatenate([w_in, new_in]), jnp.concatenate([w_out, new_out], axis=1)
+
+
+@validated(finite=("inputs", "pattern"), empty=("pattern",))
+def add_phantom_zero_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    inputs: Float[Array | np.ndarray, "batch inputs"],
+    pattern: Float[Array | np.ndarray, "batch new"],
+    *,
+    rtol: Scalar | None = None,
+) -> Pair:
+    """Append neurons without effect whose preactivations on given inputs show a given pattern.
+
+    The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|. The new outgoing weights are
+    zero, so the function does not change. Linearly independent inputs attain any pattern, others its projection on
+    their span. Nearly dependent ones need large weights.
+
+    Args:
+        w_in: Incoming weights.
+        w_out: Outgoing weights.
+        inputs: Layer inputs, constants for derivatives.
+        pattern: Preactivations of the new neurons, one column each.
+        rtol: Relative cut-off of singular values of `inputs`; larger values give smaller weights and a coarser pattern.
+            None is the machine epsilon times the square root of the larger side.
+
+    Raises:
+        ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.
+    """
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
+    incoming = least_squares(jnp.asarray(inputs, w_in.dtype), jnp.asarray(pattern, w_in.dtype), rtol).T
+    outgoing = jnp.zeros((w_out.shape[0], incoming.shape[0]), w_out.dtype)
+    return jnp.concatenate([w_in, incoming]), jnp.concatenate([w_out, outgoing], axis=1)

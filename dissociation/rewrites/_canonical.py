@@ -19,7 +19,14 @@ from dissociation._core.checks import check_positive, fail
 from dissociation._core.validation import validated
 from dissociation.rewrites._axes import has_order, resized, spread
 from dissociation.rewrites._comparison import check_same_program
-from dissociation.rewrites._groups import NeuronGroup, Slot, known_parameters, neuron_groups, parameters_of
+from dissociation.rewrites._groups import (
+    NeuronGroup,
+    Slot,
+    known_parameters,
+    neuron_groups,
+    parameters_of,
+    positions_of,
+)
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
@@ -150,13 +157,9 @@ def _reduced(
         reduced = _with(leaves, model)
         check_same_program(model, reduced, smaller[0])
         again = neuron_groups(reduced, smaller[0].example, call=call, single=True)
-        if any(name not in again or _places(group) != _places(again[name]) for name, group in groups.items()):
+        if any(name not in again or group.places() != again[name].places() for name, group in groups.items()):
             fail("model", "have groups whose neurons the program does not count", f"{smaller[0].name} among them")
     return leaves, groups, sequence
-
-
-def _places(group: NeuronGroup) -> set[tuple[int, int, bytes]]:
-    return {(slot.leaf, slot.axis, slot.positions.tobytes()) for slot in group.slots}
 
 
 def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
@@ -245,17 +248,16 @@ def _shrunk(
 ) -> dict[str, NeuronGroup]:
     """Keep some neurons of a group in the arrays, in place; return all groups at their new places."""
     group, layouts = groups[name], {}
-    for (leaf, axis), own in group.by_axis().items():
-        slots = [group.slots[index] for index in own]
-        places, _ = spread(slots[0].layout, {slot.name: kept for slot in slots})
+    for leaf, axis, places, own in group.resized(kept):
         for arrays in (leaves, sizes):
             arrays[leaf] = np.take(arrays[leaf], places, axis)
+        slots = [group.slots[index] for index in own]
         layouts[leaf, axis] = resized(slots[0].layout, {slot.name: len(kept) for slot in slots})
 
     def moved(slot: Slot, size: int) -> Slot:
         layout = layouts.get((slot.leaf, slot.axis), slot.layout)
         owner = spread(layout, {slot.name: np.arange(size)})[1][slot.name]
-        positions = np.argsort(owner, kind="stable")[np.sum(owner < 0) :].reshape(size, -1)
+        positions = positions_of(owner, owner >= 0, size)
         return slot._replace(layout=layout, positions=positions, shape=leaves[slot.leaf].shape)
 
     found = {}

@@ -5,18 +5,135 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from dissociation.rewrites._axes import UNIT
-from dissociation.rewrites._elementwise import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
 from dissociation.rewrites._flow import Flow, Step, Value
 from dissociation.rewrites._indexing import WRITES, clipped, update_axes
-from dissociation.rewrites._labels import Copies, Label, Marks, thin
+from dissociation.rewrites._rules import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME, WINDOWS
 
 LONGEST = 256
 """Largest number of loop iterations whose copies are distinguished."""
 
+Label = np.ndarray
+"""Integers shaped like a value; -1 for entries of no neuron, or constant along neurons."""
+
+Marks = dict[int, Label]
+"""Labels by atom."""
+
 Labels = list[Any]
 """Labels by operand or result; None if the atom does not occur."""
+
+
+class Copies:
+    """Labels of all values in a program."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.tied: set[int] = set()
+        # By index of a parameter and name of an occurrence: the atom, its axis of the parameter, and labels.
+        self.rows: dict[tuple[int, tuple[int, ...]], tuple[int, int, Label]] = {}
+        self._marks: dict[int, Marks] = {}  # by the `id` of a value
+        # Pairs of labels to unite are only collected: `found` needs one pass over them, as connected components.
+        self._pairs: list[np.ndarray] = []
+        self._count = 0
+        self._known: dict[int, dict[int, int]] = {}
+
+    def marks(self, value: Value) -> Marks:
+        """Return the labels of a value, by atom."""
+        return {atom: label for atom, label in self._marks.get(id(value), {}).items() if atom not in self.tied}
+
+    def mark(self, value: Value, marks: Marks) -> None:
+        """Set the labels of a value."""
+        for atom in marks:
+            if self.axis(value, atom) < 0:
+                self.tied.add(atom)
+        self._marks[id(value)] = marks
+
+    def axis(self, value: Value, atom: int) -> int:
+        """Return the axis of a value that has an atom; -1 if it is not unique."""
+        if id(value) not in self._known:
+            own: dict[int, int] = {}
+            for k, axis in enumerate(value.axes):
+                times: dict[int, np.ndarray] = {}
+                for leaf, places in self.flow.atoms.occurrences(axis):
+                    times.setdefault(leaf.atom, np.zeros(value.shape[k], int))[places] += 1
+                own |= {inner: k if each.max() == 1 and inner not in own else -1 for inner, each in times.items()}
+            self._known[id(value)] = own
+        return self._known[id(value)].get(atom, -1)
+
+    def begin(self, index: int, value: Value, free: set[int]) -> None:
+        """Label a parameter: every row of neurons starts as its own copy."""
+        marks: Marks = {}
+        for k, axis in enumerate(value.axes):
+            for leaf, positions in self.flow.atoms.occurrences(axis):
+                if leaf.atom not in free:
+                    continue
+                shape = [positions.shape[1] if j == k else size for j, size in enumerate(value.shape)]
+                ids = self._count + np.arange(np.prod(shape)).reshape(shape)
+                self._count += ids.size
+                self.rows[index, leaf.name] = leaf.atom, k, ids
+                if positions.size == value.shape[k] and positions.shape[1] == 1:
+                    marks[leaf.atom] = np.broadcast_to(ids, value.shape)
+                    continue
+                label = marks.get(leaf.atom, np.full(value.shape, -1))
+                np.moveaxis(label, k, 0)[positions] = np.moveaxis(ids, k, 0)[None]
+                marks[leaf.atom] = label
+        self.mark(value, marks)
+
+    def same(self, labels: Sequence[Label], shape: Sequence[int] | None = None) -> Label:
+        """Unite labels that broadcast against each other."""
+        shape = np.broadcast_shapes(*(label.shape for label in labels)) if shape is None else tuple(shape)
+        wide = [np.broadcast_to(label, shape) for label in labels]
+        # Axes along which all labels are broadcast stay of length 1: activations may be large.
+        narrow = [all(label.strides[k] == 0 for label in wide) for k in range(len(shape))]
+        small = [label[tuple(slice(0, 1) if one else slice(None) for one in narrow)] for label in wide]
+        first = small[0]
+        for label in small[1:]:
+            first = np.maximum(first, label)
+        for label in small if len(small) > 1 else ():
+            self._unite(first, label)
+        return np.broadcast_to(first, shape)
+
+    def along(self, label: Label, axes: Sequence[int]) -> Label:
+        """Unite labels along some axes, which become of length 1."""
+        shape = tuple(1 if k in axes else size for k, size in enumerate(label.shape))
+        small = thin(label)
+        first = small.max(tuple(axes), keepdims=True) if axes else small
+        self._unite(np.broadcast_to(first, small.shape), small)
+        return np.broadcast_to(first, shape)
+
+    def _unite(self, first: Label, second: Label) -> None:
+        differ = (first != second) & (second >= 0)
+        if not differ.any():
+            return
+        one, other = first[differ], second[differ]
+        start = other.min()
+        partner = np.full(other.max() - start + 1, -1)
+        partner[other - start] = one
+        # With one partner for each label, as along an axis, no sorting of pairs is needed.
+        if (partner[other - start] == one).all():
+            there = np.flatnonzero(partner >= 0)
+            self._pairs.append(np.stack([partner[there], there + start]))
+        else:
+            both = np.unique(one * self._count + other)
+            self._pairs.append(np.stack(np.divmod(both, self._count)))
+
+    def found(self) -> np.ndarray:
+        """Return the copy of each label; -1 for labels united with no other, as of unused entries."""
+        pairs = np.concatenate([np.zeros((2, 0), int), *self._pairs], 1)
+        graph = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(self._count, self._count))
+        number = connected_components(graph, directed=False)[1]
+        several = np.bincount(number, minlength=1) > 1
+        return np.where(several, np.cumsum(several) - 1, -1)[number]
+
+
+def thin(label: Label) -> Label:
+    """Return a label with its broadcast axes of length 1."""
+    return label[tuple(slice(0, 1) if step == 0 else slice(None) for step in label.strides)]
+
+
 Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
 
 
@@ -61,15 +178,21 @@ def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through an operation along one axis."""
+    """Propagate labels through an operation along some axes."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
-    label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
-    along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
+    label, params = copies.same([label for label in labels if label is not None], step.operands[0].shape), step.params
+    if "window_dimensions" in params:
+        windows = enumerate(params["window_dimensions"])
+        over = [k for k, width in windows if width > 1 or label.shape[k] != step.results[0].shape[k]]
+    elif "fft_lengths" in params:
+        over = list(range(label.ndim - len(params["fft_lengths"]), label.ndim))
+    else:
+        over = [params.get("axis", params.get("dimension", -1)) % label.ndim]
     # An array that is sorted alone does not depend on its order before.
-    if along in axes:
+    if not set(over).isdisjoint(axes):
         return [*(None for _ in step.results)] if step.name in ("sort", "top_k") else None
-    return [np.broadcast_to(copies.along(label, (along,)), value.shape) for value in step.results]
+    return [np.broadcast_to(copies.along(label, over), value.shape) for value in step.results]
 
 
 def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -174,12 +297,6 @@ def _unstack(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
     return [*np.moveaxis(labels[0], step.params["axis"], 0)]
 
 
-def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through `fft`."""
-    over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
-    return [np.broadcast_to(copies.along(labels[0], tuple(over)), step.results[0].shape)]
-
-
 def _product(
     copies: Copies, labels: Labels, letters: tuple[list[Any], list[Any]], along: list[Any], out: list[Any]
 ) -> Label | None:
@@ -246,12 +363,6 @@ def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], at
     wide = np.broadcast_to(label, (shape[out[0]], groups, shape[out[1]] // groups))
     wide = np.expand_dims(wide.reshape(shape[out[0]], shape[out[1]]), tuple(range(2, len(out))))
     return [np.broadcast_to(wide.transpose(np.argsort(out).tolist()), shape)]
-
-
-def _window(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    (label,), shape, widths = labels, step.results[0].shape, step.params["window_dimensions"]
-    over = tuple(k for k, width in enumerate(widths) if width > 1 or label.shape[k] != shape[k])
-    return None if axes[0] in over else [np.broadcast_to(copies.along(label, over), shape)]
 
 
 def _scan(copies: Copies, step: Step) -> None:
@@ -344,12 +455,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys((*LIKE_SUMS, *SAME, *POWERS, *COMPARISONS, *MIXED), _one_by_one),
     **dict.fromkeys(("integer_pow", "pow", "mul", "div", "select_n", "bitcast_convert_type"), _one_by_one),
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduced),
-    **dict.fromkeys((*ALONG, "sort", "top_k"), _along),
+    **dict.fromkeys((*ALONG, *WINDOWS, "sort", "top_k", "fft"), _along),
     **dict.fromkeys(MOVES, _moved),
     **dict.fromkeys(("concatenate", "stack"), _joined),
     **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
-    "fft": _transformed,
     "dynamic_slice": _dynamic_slice,
     "split": _split,
     "unstack": _unstack,

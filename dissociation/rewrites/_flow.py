@@ -133,23 +133,19 @@ class Flow:
     def even(self, size: int) -> Axis:
         """Return an axis along which nothing differs."""
         axis = self.atoms.new(size)
-        self.still(axis)
+        self.equal(axis)
         return axis
 
-    def still(self, axis: Axis | None) -> None:
-        """Set the exponent of an axis to zero."""
-        if axis is not None:
-            self.equations.append(Equation(((axis, 1.0),)))
-
-    def equal(self, a: Axis, b: Axis | None) -> None:
-        """Set two exponents equal; that of None is zero."""
-        self.equations.append(Equation(((a, 1.0),) if b is None else ((a, 1.0), (b, -1.0))))
+    def equal(self, a: Axis | None, b: Axis | None = None) -> None:
+        """Set the exponent of `a` equal to that of `b`, zero for None."""
+        if a is not None:
+            self.equations.append(Equation(((a, 1.0),) if b is None else ((a, 1.0), (b, -1.0))))
 
     def bend(self, *axes: Axis | None, still: bool = False) -> None:
         """Mark axes as `uneven`; with `still`, set their exponents to zero."""
         self.uneven += [axis for axis in axes if axis is not None]
         for axis in axes if still else ():
-            self.still(axis)
+            self.equal(axis)
 
     def freeze(self, value: Value, reason: str, axes: Sequence[int] | None = None) -> None:
         """Freeze some axes of a value, or all."""
@@ -201,7 +197,7 @@ class Flow:
                     self.equal(known[0], each)
             else:
                 for each in known:
-                    self.still(each)
+                    self.equal(each)
         return found
 
     def _aligned(self, found: Value, operands: Sequence[Value]) -> Iterator[tuple[Axis, list[Axis | None]]]:
@@ -219,10 +215,8 @@ class Flow:
 
     def handed_on(self, axis: Axis | None) -> Axis | None:
         """Return a new occurrence of an operand's axis, for a result."""
-        if axis is None:
-            return None
         # A new occurrence, as other operations use the result than the operand.
-        copy = self.atoms.copied(axis)
+        copy = self.lined_up([axis])
         self.equal(copy, axis)
         return copy
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
 from dissociation.models._program import program_of
-from dissociation.rewrites._axes import Atoms, Axis, has_order
+from dissociation.rewrites._axes import Atoms, Axis, has_order, spread
 from dissociation.rewrites._copies import copies_told_apart
 from dissociation.rewrites._flow import Equation, Flow, Value
 from dissociation.rewrites._operations import follow
@@ -126,12 +126,19 @@ class NeuronGroup:
     copies: int = 1
     structure: Any = None
 
-    def by_axis(self) -> dict[tuple[int, int], list[int]]:
-        """Return slot indices by array and axis."""
+    def resized(self, original: np.ndarray) -> Iterator[tuple[int, int, np.ndarray, dict[int, np.ndarray]]]:
+        """Yield array, axis, old place of each entry, and neuron at each by slot index, for neurons `original`."""
         found: dict[tuple[int, int], list[int]] = {}
         for index, slot in enumerate(self.slots):
             found.setdefault((slot.leaf, slot.axis), []).append(index)
-        return found
+        for (leaf, axis), own in found.items():
+            names = {index: self.slots[index].name for index in own}
+            places, owners = spread(self.slots[own[0]].layout, dict.fromkeys(names.values(), original))
+            yield leaf, axis, places, {index: owners[name] for index, name in names.items()}
+
+    def places(self) -> set[tuple[int, int, bytes]]:
+        """Return arrays, axes and positions of the neurons, to compare groups of two models."""
+        return {(slot.leaf, slot.axis, np.sort(slot.positions, 1).tobytes()) for slot in self.slots}
 
     def __repr__(self) -> str:
         kinds = ["permutable"]
@@ -147,6 +154,12 @@ class NeuronGroup:
 
     def __pdoc__(self, **_: Any) -> wl.AbstractDoc:  # how Equinox prints it within a rewrite
         return wl.TextDoc(repr(self))
+
+
+def positions_of(owner: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
+    """Return the wanted places along an axis of `count` neurons, in their order, [neurons, places of each]."""
+    places = np.flatnonzero(wanted)
+    return places[np.argsort(owner[places], kind="stable")].reshape(count, -1)
 
 
 class GroupReport(NamedTuple):

@@ -8,14 +8,12 @@ import numpy as np
 
 from dissociation._core._compat import jex, parameters
 from dissociation.models._program import inner_program
-from dissociation.rewrites._arrangements import RULES as ARRANGEMENTS
 from dissociation.rewrites._axes import UNIT
-from dissociation.rewrites._contractions import RULES as CONTRACTIONS
-from dissociation.rewrites._elementwise import COMPARISONS
-from dissociation.rewrites._elementwise import RULES as ELEMENTWISE
 from dissociation.rewrites._flow import FEW, Flow, Part, Rule, Step, Value
+from dissociation.rewrites._indexing import MOVES, on_indices
 from dissociation.rewrites._indexing import RULES as INDEXING
-from dissociation.rewrites._references import MOVES, on_indices
+from dissociation.rewrites._rules import COMPARISONS
+from dissociation.rewrites._rules import RULES as OTHERS
 
 FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne", "select_n", "convert_element_type",
           "concatenate", "rem", "max", "min", "iota", "and", "or", "not", "broadcast_in_dim", "reshape",
@@ -187,7 +185,7 @@ def _close(flow: Flow, carry: list[Value], other: list[Value]) -> None:
     for value, also in zip(carry, other, strict=True):
         for axis, each in zip(value.axes, also.axes, strict=True):
             flow.atoms.unite(axis, each)
-            if axis is not None and (each is not None or not also.zero):
+            if each is not None or not also.zero:
                 flow.equal(axis, each)
 
 
@@ -205,9 +203,7 @@ def _inner(flow: Flow, step: Step) -> list[Value]:
 
 
 RULES: dict[str, Rule] = {
-    **ELEMENTWISE,
-    **ARRANGEMENTS,
-    **CONTRACTIONS,
+    **OTHERS,
     **INDEXING,
     "scan": _scan,
     "while": _while,

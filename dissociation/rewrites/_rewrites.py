@@ -5,7 +5,6 @@ over stacked members.
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,18 +29,7 @@ ONE_STRUCTURE = "A group belongs to models of one structure; map rewrites over s
 
 
 class Rewrite(eqx.Module):
-    """A pure function from one model to one model, in the precision of the model."""
-
-    @abstractmethod
-    def __call__(self, model: Any) -> Any:
-        """Return the rewritten model."""
-
-    def __or__(self, other: "Rewrite") -> "Rewrite":
-        return compose([self, other])
-
-
-class FunctionRewrite(Rewrite):
-    """The rewrite `function(model, *settings, *arrays)`."""
+    """A pure function from one model to one model, `function(model, *settings, *arrays)`, in the model's precision."""
 
     # Static fields are compiled in; `arrays` may be traced, so that a sweep over factors compiles once.
     function: Callable[..., Any] = eqx.field(static=True)
@@ -52,6 +40,9 @@ class FunctionRewrite(Rewrite):
         """Return the rewritten model."""
         return self.function(model, *self.settings, *self.arrays)
 
+    def __or__(self, other: "Rewrite") -> "Rewrite":
+        return compose([self, other])
+
 
 @validated
 def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
@@ -59,7 +50,7 @@ def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
             fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
-    return FunctionRewrite(_one_after_another, (), tuple(rewrites))
+    return Rewrite(_one_after_another, (), tuple(rewrites))
 
 
 def _one_after_another(model: Any, *rewrites: Rewrite) -> Any:
@@ -141,12 +132,12 @@ def permute(
     if (permutation is None) == (key is None):
         fail("permutation", "be given, or `key` to draw it", "neither" if key is None else "both")
     if permutation is None:
-        return FunctionRewrite(_permuted, (group,), (None, key))
+        return Rewrite(_permuted, (group,), (None, key))
     if permutation.ndim not in (1, 2):
         fail("permutation", "be of shape [neurons] or [copies, neurons]", permutation.shape)
     if not is_traced(permutation) and (np.sort(permutation) != np.arange(permutation.shape[-1])).any():
         fail("permutation", f"hold each of 0, ..., {permutation.shape[-1] - 1} once", np.asarray(permutation))
-    return FunctionRewrite(_permuted, (group,), (jnp.asarray(permutation), None))
+    return Rewrite(_permuted, (group,), (jnp.asarray(permutation), None))
 
 
 def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor: Array) -> Any:
@@ -209,7 +200,7 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     exponents = group.scaling if scaling is None else group.scalings[scaling]
     for exponent in set(map(float, exponents)):
         _check_power(factor, exponent, factor.dtype)
-    return FunctionRewrite(_scaled, (group, tuple(map(float, exponents))), (factor,))
+    return Rewrite(_scaled, (group, tuple(map(float, exponents))), (factor,))
 
 
 def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
@@ -265,7 +256,7 @@ def rotate(
     _check_rotates(group)
     if (matrix is None) == (key is None):
         fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
-    return FunctionRewrite(_rotated, (group,), (None if matrix is None else jnp.asarray(matrix), key))
+    return Rewrite(_rotated, (group,), (None if matrix is None else jnp.asarray(matrix), key))
 
 
 def _check_rotates(group: NeuronGroup) -> None:
@@ -338,7 +329,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
     """
     check_non_negative("std", std)
     rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
-    return FunctionRewrite(_null_perturbed, (space.path, space.axes, rank), (jnp.asarray(space.basis, float), std, key))
+    return Rewrite(_null_perturbed, (space.path, space.axes, rank), (jnp.asarray(space.basis, float), std, key))
 
 
 @validated

@@ -110,16 +110,13 @@ def _(module: eqx.nn.MultiheadAttention) -> Any:
 
 def refit(model: Any, *, more_groups: bool = False) -> Any:
     """Return a model with every module in it `refitted`, the innermost first."""
-
-    def inner(part: Any) -> Any:
-        if isinstance(part, eqx.nn.Shared):  # with shared parts in all their places
-            whole = eqx.tree_at(part.where, inner(part()), part.where(part.pytree))
-            return eqx.tree_at(lambda shared: shared.pytree, part, whole)
-        children, tree = jax.tree.flatten(part, is_leaf=lambda x: x is not part)
-        if len(children) == 1 and children[0] is part:
-            return part
-        new = jax.tree.unflatten(tree, [inner(child) for child in children])
-        options = {"more_groups": more_groups} if isinstance(new, (eqx.nn.Conv, eqx.nn.ConvTranspose)) else {}
-        return refitted(new, **options) if isinstance(new, eqx.Module) else new
-
-    return inner(model)
+    inner = functools.partial(refit, more_groups=more_groups)
+    if isinstance(model, eqx.nn.Shared):  # with shared parts in all their places
+        whole = eqx.tree_at(model.where, inner(model()), model.where(model.pytree))
+        return eqx.tree_at(lambda shared: shared.pytree, model, whole)
+    children, tree = jax.tree.flatten(model, is_leaf=lambda x: x is not model)
+    if len(children) == 1 and children[0] is model:
+        return model
+    new = jax.tree.unflatten(tree, map(inner, children))
+    options = {"more_groups": more_groups} if isinstance(new, (eqx.nn.Conv, eqx.nn.ConvTranspose)) else {}
+    return refitted(new, **options) if isinstance(new, eqx.Module) else new

@@ -1,9 +1,8 @@
 """Train encoders, autoencoders and classifiers for many seeds by `dissociation.training.fit`."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -12,41 +11,23 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import (
-    WrongValue,
-    check_choice,
-    check_classes,
-    check_count,
-    check_non_negative,
-    check_positive,
-    fail,
-    fail_kind,
-)
-from dissociation._core.types import Classes, InTime, PRNGKey, Scalar
+from dissociation._core.checks import WrongValue, check_choice, check_classes, check_count, fail, fail_kind
+from dissociation._core.conversion import as_examples
+from dissociation._core.types import InTime, PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._records import Save
 from dissociation.training._samplers import Epochs
 from dissociation.training._state import make_step
 from koopman._encoders._losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
-from koopman._encoders._networks import (
-    FEATURES,
-    Autoencoder,
-    FeatureMap,
-    Network,
-    build_encoder,
-    build_network,
-    first_line,
-)
-from koopman._operators._pairs import Pairs, lagged_pairs
+from koopman._encoders._networks import Autoencoder, FeatureMap, build_network, first_line
+from koopman._operators._pairs import lagged_pairs
 
 States = Float[Array | np.ndarray, "n *state"]
 Trajectories = Annotated[Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()]
-Rate = Float[Array | np.ndarray, " seeds"] | Scalar
-Schedule = Callable[[Any], Any]
 
-FIT_OPTIONS = ("callbacks", "checkpoint", "layout", "same_program")
-"""Options of `fit` that the trainers accept."""
+FIT_OPTIONS = ("hyperparams", "callbacks", "checkpoint", "layout", "same_program")
+"""Options of `fit` that `train_encoders` accepts."""
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
@@ -54,6 +35,9 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "dpnets": partial(dpnets_loss, center_covariances=False),
 }
 """Losses of features now and one lag later: VAMP-2 and DPNets without centring, spectral contrastive."""
+
+LOSSES = (*ENCODER_LOSSES, "reconstruction", "classes")
+NEW_CALL = "train_encoders(lambda key: FeatureMap(5, key=key), 'vamp', lagged_pairs(trajectories), key=key)"
 
 
 @validated
@@ -89,175 +73,104 @@ def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array
     return autoencoder_loss(x, y, states[: len(x)], later, evolved, states[len(x) :], alpha_lin=ratio)
 
 
+# Modules of equal kinds are equal, unlike closures, so that a second training does not compile.
+class _Loss(eqx.Module):
+    """Loss of a batch by name."""
+
+    kind: str = eqx.field(static=True)
+
+    def __call__(self, model: Any, batch: tuple[Array, Array], key: Array) -> Array:
+        if self.kind == "classes":
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(encode(model, batch[0]), batch[1]))
+        if self.kind == "reconstruction":
+            return reconstruction_loss(model, *batch)
+        return pair_loss(self.kind, model, *batch)
+
+
+class _Validation(eqx.Module):
+    """Observation of the validation loss."""
+
+    loss: Callable[..., Any]
+    data: Any
+
+    def __call__(self, model: Any, step: Array, key: Array) -> Array:
+        return self.loss(model, self.data, key)
+
+
 @validated
 def train_encoders(
-    kind: str,
-    trajectories: Trajectories,
+    model: Any,
+    loss: Any = None,
+    data: Any = None,
     *,
     key: PRNGKey,
-    encoder: Network | None = None,
-    features: int | None = None,
-    feature_norm: float | None = None,
-    lag: int = 1,
-    trajectory_axis: int | None = None,
+    optimizer: Any = None,
     num_seeds: int = 5,
     num_epochs: int = 50,
     batch_size: int = 64,
-    learning_rate: Rate | Schedule = 2e-3,
-    weight_decay: Rate = 0.01,
-    init: str = "pytorch",
-    validation: Trajectories | None = None,
+    validation: Any = None,
     **options: Any,
 ) -> FitResult:
-    """Train feature maps on pairs of a state and the state one lag later, with AdamW.
+    """Train networks of many seeds on pairs of a state and the state one lag later, or on states and their classes.
 
     Args:
-        kind: "vamp", "contrastive" or "dpnets".
-        trajectories: One trajectory [time, ...], a list of trajectories of any lengths, or one array with
-            `trajectory_axis`; states of any shape. Rows of numbers in lists are one trajectory.
-        key: Key of every seed's network, and of the order of batches, which all seeds share.
-        encoder: Network from one state to a vector of features: an Equinox module, whose weights every seed starts
-            from, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
-        features: Width of the default encoder, 5 if not given.
-        feature_norm: Norm of the features. Default: sqrt(features) with the default encoder, else none. See
+        model: Function from a key to a network, or a network, whose weights every seed starts from: a `FeatureMap` for
+            "vamp", "contrastive" and "dpnets", an `Autoencoder` for "reconstruction", and for "classes" any network
+            from one state to logits. With norm sqrt(features) the contrastive loss trains in a few epochs, see
             `FeatureMap`.
-        lag: Steps between the two states of a pair.
-        trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is time.
+        loss: "vamp", "contrastive", "dpnets", "reconstruction" (`autoencoder_loss`, with the latent step in units of
+            the states), "classes" (cross entropy), or a function of a network, a batch of `data`, and a key.
+        data: Pairs of states (x, y), as of `lagged_pairs`, or (states, classes): samples first, finite.
+        key: Key of every seed's network, and of the order of batches, which all seeds share.
+        optimizer: Optax transformation, or with the option `hyperparams` a function of one seed's to one. Default:
+            AdamW of rate 2e-3 and weight decay 0.01. Rates above 1e-3 may deactivate all units of the convolutional
+            encoder of an autoencoder.
         num_seeds: Number of networks.
-        num_epochs: Passes over the pairs.
-        batch_size: Pairs in a batch. The last batch of an epoch may be smaller.
-        learning_rate: Rate of AdamW, one for all seeds or one for each, [num_seeds], or a schedule of Optax.
-        weight_decay: Weight decay of AdamW, one for all seeds or one for each, [num_seeds].
-        init: "pytorch" or "lecun", of the default encoder and the lagged head.
-        validation: Other trajectories, whose loss, of all pairs at once, is observed after every epoch.
-        **options: Options of `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`, `same_program`.
+        num_epochs: Passes over the data.
+        batch_size: Samples in a batch. The last batch of an epoch may be smaller.
+        validation: Other data, whose loss, of all samples at once, is observed after every epoch.
+        **options: Options of `dissociation.training.fit`: `hyperparams`, `callbacks`, `checkpoint`, `layout`,
+            `same_program`.
 
     Returns:
         Result of `fit`; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
 
     Raises:
-        ValueError: If no trajectory has a pair at this lag, a batch has fewer pairs than the loss needs, or a network
-            does not fit the states.
-        TypeError: If a network is neither a module nor a function from a key to one.
+        ValueError: If the network or the loss does not take batches of the data.
+        TypeError: If `model` is neither a module nor a function from a key to one.
 
     References:
-        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`.
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`; Lusch, Kutz and Brunton (2018), see
+        `autoencoder_loss`.
     """
-    check_choice("kind", kind, tuple(ENCODER_LOSSES))
-    pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
-    width = _encoder_width(encoder, features, pairs.x[0], key)
-    least = _least_pairs(kind, width)
-    _check_batches(len(pairs.x), batch_size, least)
-    if feature_norm is None and encoder is None:
-        feature_norm = width**0.5
-    build = partial(FeatureMap, width, encoder=encoder, feature_norm=feature_norm, init=init)
-    adamw = _adamw(learning_rate, weight_decay, num_seeds)
-    observe = _observe(kind, validation, lag, trajectory_axis, pairs.x, least)
-    return _fit(build, kind, pairs, key, num_epochs, batch_size, adamw, observe, options)
-
-
-@validated
-def train_autoencoders(
-    trajectories: Trajectories,
-    *,
-    key: PRNGKey,
-    encoder: Network | None = None,
-    decoder: Network | None = None,
-    features: int | None = None,
-    lag: int = 1,
-    trajectory_axis: int | None = None,
-    num_seeds: int = 5,
-    num_epochs: int = 50,
-    batch_size: int = 64,
-    learning_rate: Rate | Schedule = 1e-3,
-    weight_decay: Rate = 0.01,
-    orthogonal: bool = False,
-    upsampling: str = "nearest",
-    init: str = "lecun",
-    validation: Trajectories | None = None,
-    **options: Any,
-) -> FitResult:
-    """Train dynamical autoencoders: features with linear dynamics, and a decoder to states.
-
-    Results and errors are those of `train_encoders`.
-
-    Args:
-        trajectories: As in `train_encoders`.
-        key: As in `train_encoders`.
-        encoder: As in `train_encoders`.
-        decoder: Network from a vector of features to one state, or a function from a key to one. Default: the decoder
-            of images of 28 x 28 pixels.
-        features: Width of the latent space with the default encoder, 5 if not given.
-        lag: As in `train_encoders`.
-        trajectory_axis: As in `train_encoders`.
-        num_seeds: As in `train_encoders`.
-        num_epochs: As in `train_encoders`.
-        batch_size: As in `train_encoders`.
-        learning_rate: As in `train_encoders`. Large rates may deactivate all units of the convolutional
-            encoder.
-        weight_decay: As in `train_encoders`.
-        orthogonal: If True, the latent map is kept orthogonal.
-        upsampling: "nearest" or "bilinear", of the default decoder.
-        init: "pytorch" or "lecun", of the default networks.
-        validation: As in `train_encoders`.
-        **options: As in `train_encoders`.
-
-    References:
-        Lusch, Kutz and Brunton (2018), see `autoencoder_loss`.
-    """
-    pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
-    _check_batches(len(pairs.x), batch_size)
-    width = _encoder_width(encoder, features, pairs.x[0], key)
-    _check_decoder(decoder, width, pairs.x[0], key)
-    # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of the convolutional
-    # encoder were dead after 20 steps. Weights of variance 1/fan_in and the published rate keep them active.
-    settings = {"encoder": encoder, "decoder": decoder, "orthogonal": orthogonal, "upsampling": upsampling}
-    build, adamw = partial(Autoencoder, width, **settings, init=init), _adamw(learning_rate, weight_decay, num_seeds)
-    observe = _observe("reconstruction", validation, lag, trajectory_axis, pairs.x)
-    return _fit(build, "reconstruction", pairs, key, num_epochs, batch_size, adamw, observe, options)
-
-
-@validated(finite=("states",))
-def train_classifiers(
-    states: States,
-    labels: Classes,
-    *,
-    key: PRNGKey,
-    encoder: Network | None = None,
-    num_classes: int = 5,
-    num_seeds: int = 5,
-    num_epochs: int = 20,
-    batch_size: int = 64,
-    learning_rate: Rate | Schedule = 8e-4,
-    weight_decay: Rate = 0.01,
-    init: str = "pytorch",
-    **options: Any,
-) -> FitResult:
-    """Train encoders as classifiers, by cross entropy.
-
-    Results and errors are those of `train_encoders`.
-
-    Args:
-        states: Images of 28 x 28 pixels, or states of any shape that `encoder` takes, [n, ...], finite.
-        labels: Classes, 0 to `num_classes` - 1: [n].
-        key: As in `train_encoders`.
-        encoder: Network from one state to [num_classes], or a function from a key to one. Default: that of images.
-        num_classes: Width of the output.
-        num_seeds: As in `train_encoders`.
-        num_epochs: As in `train_encoders`.
-        batch_size: As in `train_encoders`.
-        learning_rate: As in `train_encoders`.
-        weight_decay: As in `train_encoders`.
-        init: "pytorch" or "lecun", of the default encoder.
-        **options: As in `train_encoders`.
-    """
-    check_count("num_classes", num_classes, minimum=2)
-    check_classes("labels", labels, num_classes)
-    _check_batches(len(states), batch_size)
-    states, labels = jnp.asarray(states), jnp.asarray(labels)
-    width = _encoder_width(encoder, num_classes, states[0], key, name="num_classes")
-    build, adamw = partial(build_encoder, encoder, width, init), _adamw(learning_rate, weight_decay, num_seeds)
-    return _fit(build, "classes", (states, labels), key, num_epochs, batch_size, adamw, None, options)
+    if isinstance(model, str) or data is None:
+        got = repr(model) if isinstance(model, str) else "no `data`"
+        fail_kind("model", "come first, then `loss` and `data`", got, f"Call {NEW_CALL}")
+    for name in options:
+        if name not in FIT_OPTIONS:
+            advice = f"Settings of networks are arguments of `model`, as in {NEW_CALL}"
+            fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option", advice)
+    if isinstance(loss, str):
+        check_choice("loss", loss, LOSSES)
+    seeds, data = check_count("num_seeds", num_seeds, minimum=1), as_examples("data", data, finite=True)
+    build, call = partial(build_network, "model", model), _Loss(loss) if isinstance(loss, str) else loss
+    made = eqx.filter_eval_shape(lambda k: build(key=k), key)
+    _check_batches(call, made, data, batch_size)
+    if loss == "classes":
+        check_classes("data", data[1], eqx.filter_eval_shape(encode, made, data[0]).shape[1])
+    observe = None
+    if validation is not None:
+        validation = as_examples("validation", validation, finite=True)
+        number = len(jax.tree.leaves(validation)[0])
+        _check_batch("validation", "be like `data`, and enough for `loss`", call, made, validation, number)
+        observe = _Validation(call, validation)
+    # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of an autoencoder's
+    # convolutional encoder were dead after 20 steps. Weights of variance 1/fan_in and the published rate keep them.
+    optimizer = optax.adamw(2e-3, weight_decay=0.01) if optimizer is None else optimizer
+    build_key, fit_key = jax.random.split(key)
+    models = eqx.filter_vmap(lambda k: build(key=k))(jax.random.split(build_key, seeds))
+    step, sampler = make_step(call, optimizer), Epochs(data, batch_size)
+    return fit(models, step, sampler, num_epochs=num_epochs, key=fit_key, save=Save(observe), **options)
 
 
 @validated
@@ -277,9 +190,10 @@ def validation_loss(
     Args:
         kind: "vamp", "contrastive" or "dpnets".
         model: One feature map.
-        trajectories: As in `train_encoders`.
+        trajectories: One trajectory [time, ...], a list of trajectories of any lengths, or one array with
+            `trajectory_axis`; states of any shape. Rows of numbers in lists are one trajectory.
         lag: Steps between the two states of a pair.
-        trajectory_axis: As in `train_encoders`.
+        trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is time.
         batch_size: Pairs in a batch, in order. The last batch may be smaller, with the same weight. None: all at once.
 
     Raises:
@@ -288,10 +202,12 @@ def validation_loss(
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     _check_one(model)
-    x, y = _pairs("trajectories", trajectories, lag, trajectory_axis)
-    least = _least_pairs(kind, model.lagged_head.weight.shape[0])
+    # An array without `trajectory_axis` is one trajectory, also of images.
+    one = isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None
+    given: Any = [trajectories] if one else trajectories
+    x, y = pairs = lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
     size = len(x) if batch_size is None else batch_size
-    _check_batches(len(x), size, least)
+    _check_batches(_Loss(kind), model, pairs, size)
     # The contrastive loss omits i = j, a pair of one class. Of five classes in turn (12.8 - 1) / 63 = 0.187 of the
     # other pairs in a batch of 64 are equal, of 999 pairs 0.199. VAMP gains from noisier covariances.
     starts = range(0, len(x), size)
@@ -305,168 +221,21 @@ def _check_one(model: Any) -> None:
         fail("model", "be one model", f"{len(weight(model))} stacked ones", "Take one of them: `member(models, 0)`")
 
 
-def _least_pairs(kind: str, width: int) -> int:
-    """Return the smallest number of pairs of states in a batch for which the loss `kind` is defined.
-
-    The contrastive loss compares two pairs. VAMP inverts covariances of `width` features.
-    """
-    return 2 if kind == "contrastive" else width + 1
-
-
-def _check_batches(number: int, batch_size: int, least: int = 1) -> None:
+def _check_batches(loss: Callable[..., Any], model: Any, data: Any, batch_size: int) -> None:
+    """Raise unless the loss takes all samples at once, and the smallest batch of an epoch."""
     check_count("batch_size", batch_size, minimum=1)
-    if number < least:
-        fail("trajectories", f"hold at least {least} pairs, which the loss of these features needs", number)
-    smallest = number % batch_size or batch_size
-    if min(smallest, number) < least:
-        wanted = f"leave at least {least} pairs for every batch, which the loss of these features needs"
-        fail("batch_size", wanted, f"a batch of {smallest} ({number} pairs by {batch_size})")
+    number = len(jax.tree.leaves(data)[0])
+    _check_batch("model", "fit `data` and `loss`", loss, model, data, number)
+    wanted = f"leave enough samples for every batch, of {number} in all"
+    _check_batch("batch_size", wanted, loss, model, data, number % batch_size or min(batch_size, number))
 
 
-# Modules of equal kinds are equal, unlike closures, so that a second training does not compile.
-class _Loss(eqx.Module):
-    """Loss of a batch."""
-
-    kind: str = eqx.field(static=True)
-
-    def __call__(self, model: Any, batch: tuple[Array, Array], key: Array) -> Array:
-        if self.kind == "classes":
-            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(encode(model, batch[0]), batch[1]))
-        if self.kind == "reconstruction":
-            return reconstruction_loss(model, *batch)
-        return pair_loss(self.kind, model, *batch)
-
-
-class _Validation(eqx.Module):
-    """Observation of the validation loss."""
-
-    kind: str = eqx.field(static=True)
-    x: Array
-    y: Array
-
-    def __call__(self, model: Any, step: Array, key: Array) -> Array:
-        return _Loss(self.kind)(model, (self.x, self.y), key)
-
-
-def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
-    """Return `lagged_pairs`, of one trajectory if an array has no `trajectory_axis`."""
-    one = isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None
-    given: Any = [trajectories] if one else trajectories
+def _check_batch(name: str, wanted: str, loss: Callable[..., Any], model: Any, data: Any, size: int) -> None:
+    """Raise unless the loss takes a batch of this size, by abstract evaluation."""
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), data)
     try:
-        return lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
-    except WrongValue as error:  # it names the argument of `lagged_pairs`
-        raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
-
-
-def _observe(
-    kind: str, validation: Trajectories | None, lag: int, trajectory_axis: int | None, states: Array, least: int = 1
-) -> _Validation | None:
-    """Return the observation of `validation`, or None, after a check of its states."""
-    if validation is None:
-        return None
-    pairs = _pairs("validation", validation, lag, trajectory_axis)
-    if pairs.x.shape[1:] != states.shape[1:]:
-        fail("validation", f"have the states of `trajectories`, of shape {states.shape[1:]}", pairs.x.shape[1:])
-    if len(pairs.x) < least:
-        fail("validation", f"hold at least {least} pairs, which the loss of these features needs", len(pairs.x))
-    return _Validation(kind, *pairs)
-
-
-def _encoder_width(
-    encoder: Network | None, features: int | None, state: Array, key: PRNGKey, name: str = "features"
-) -> int:
-    """Return the number of features of an encoder, or raise if it does not fit the states."""
-    if encoder is None:
-        if state.shape != (28, 28):
-            advice = "Pass `encoder=`, or name the axis of trajectories"
-            fail("encoder", "be given for states other than images of 28 x 28 pixels", f"shape {state.shape}", advice)
-        return FEATURES if features is None else check_count(name, features, minimum=1)
-    shape = _output_shape("encoder", encoder, state, key)
-    if len(shape) != 1:
-        advice = "For several trajectories in one array name their axis (`trajectory_axis=0`) or pass a list"
-        wanted = f"make a vector of features of one state (shape {state.shape})"
-        fail("encoder", wanted, f"an output of shape {shape}", advice)
-    if features is not None and shape[0] != features:
-        fail(name, f"be the width of the encoder's output ({shape[0]})", features)
-    return shape[0]
-
-
-def _check_decoder(decoder: Network | None, width: int, state: Array, key: PRNGKey) -> None:
-    """Raise if a decoder does not map features to a state."""
-    if decoder is None and state.shape != (28, 28):
-        fail("decoder", "be given for states other than images of 28 x 28 pixels", f"shape {state.shape}")
-    if decoder is not None:
-        shape = _output_shape("decoder", decoder, jnp.zeros(width, state.dtype), key)
-        if shape != state.shape:
-            fail("decoder", f"make a state (shape {state.shape}) of {width} features", f"an output of shape {shape}")
-
-
-def _output_shape(name: str, network: Network, example: Array, key: PRNGKey) -> tuple[int, ...]:
-    """Return the shape of a network's output for one example, by abstract evaluation."""
-    made = eqx.filter_eval_shape(lambda k: build_network(name, network, key=k), key)
-    try:
-        out = eqx.filter_eval_shape(lambda model, x: model(x), made, example)
-    except Exception as error:  # any error of the network is about the example
-        got = repr(first_line(error))
-        raise ValueError(f"`{name}` must take one example of shape {example.shape}, got {got}.") from error
-    if not isinstance(out, jax.ShapeDtypeStruct):
-        fail(name, "make one array of one example", type(out).__name__)
-    return out.shape
-
-
-class _Rates(NamedTuple):
-    """AdamW settings, one per seed; traced. A schedule replaces the learning rates."""
-
-    learning_rate: Array
-    weight_decay: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _AdamW:
-    """Optimiser of one seed's rates, equal for equal schedules."""
-
-    schedule: Schedule | None
-
-    def __call__(self, rates: _Rates) -> optax.GradientTransformation:
-        return optax.adamw(self.schedule or rates.learning_rate, weight_decay=rates.weight_decay)
-
-
-def _adamw(learning_rate: Rate | Schedule, weight_decay: Rate, num_seeds: int) -> tuple[_AdamW, _Rates]:
-    num_seeds = check_count("num_seeds", num_seeds, minimum=1)
-    schedule, rate = (learning_rate, 1.0) if callable(learning_rate) else (None, learning_rate)
-    if schedule is not None:
-        wanted = "be a number, one per seed, or make a number of a traced step, as Optax's schedules do"
-        try:
-            made = jax.eval_shape(schedule, jnp.zeros((), int))
-        except Exception as error:  # whatever the caller's function raises
-            raise TypeError(f"`learning_rate` must {wanted}, got {str(error).strip()[:200]!r}.") from error
-        if getattr(made, "shape", None) != ():
-            fail_kind("learning_rate", wanted, f"a function to {made}")
-    check_positive("learning_rate", rate)
-    check_non_negative("weight_decay", weight_decay)
-    for name, value in (("learning_rate", rate), ("weight_decay", weight_decay)):
-        if np.ndim(value) and np.shape(value) != (num_seeds,):
-            fail(name, f"be one number, or one per seed ({num_seeds})", f"shape {np.shape(value)}")
-    return _AdamW(schedule), _Rates(*(jnp.full(num_seeds, value, float) for value in (rate, weight_decay)))
-
-
-def _fit(
-    build: Callable[..., Any],
-    kind: str,
-    data: Any,
-    key: PRNGKey,
-    num_epochs: int,
-    batch_size: int,
-    adamw: tuple[_AdamW, _Rates],
-    observe: _Validation | None,
-    options: dict[str, Any],
-) -> FitResult:
-    """Fit one model per seed, each `build(key=key)`, to `data` by the loss of a kind."""
-    for name in options:
-        if name not in FIT_OPTIONS:
-            fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option")
-    optimizer, rates = adamw
-    build_key, fit_key = jax.random.split(key)
-    models = eqx.filter_vmap(lambda key: build(key=key))(jax.random.split(build_key, len(rates.weight_decay)))
-    step, sampler, save = make_step(_Loss(kind), optimizer), Epochs(data, batch_size), Save(observe)
-    return fit(models, step, sampler, num_epochs=num_epochs, key=fit_key, hyperparams=rates, save=save, **options)
+        eqx.filter_eval_shape(loss, model, batch, jax.eval_shape(jax.random.key, 0))
+    except Exception as error:  # any error of the network or of the loss is about the batch
+        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch))
+        got = f"for a batch of shapes {shapes} the error {first_line(error)!r}"
+        raise WrongValue(f"`{name}` must {wanted}, got {got}.") from error

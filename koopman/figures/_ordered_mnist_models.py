@@ -8,21 +8,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array
 
 from dissociation import member, plotting
 from dissociation.figures import Cache
+from dissociation.models import Encoder
 from dissociation.training import Progress
-from koopman import (
-    ReducedRank,
-    encode,
-    fit,
-    lagged_pairs,
-    train_autoencoders,
-    train_classifiers,
-    train_encoders,
-    validation_loss,
-)
+from koopman import Autoencoder, FeatureMap, ReducedRank, encode, fit, lagged_pairs, train_encoders, validation_loss
 from koopman.figures._ordered_mnist_measures import Forecaster, Latent, Pixels
 
 
@@ -66,6 +59,15 @@ class Networks(NamedTuple):
     diverged_at: dict[str, np.ndarray]  # the step at which a network diverged, or -1: [seeds]
 
 
+def _network(name: str, width: int, key: Array) -> Any:
+    """Draw a network by its name."""
+    if name == "oracle":
+        return Encoder(width, key=key)
+    if name in ("autoencoder", "orthogonal"):
+        return Autoencoder(width, orthogonal=name == "orthogonal", init="lecun", key=key)
+    return FeatureMap(width, feature_norm=width**0.5, key=key)
+
+
 def train_networks(
     config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, cache: Cache
 ) -> Networks:
@@ -78,18 +80,21 @@ def train_networks(
         found.models[name], found.diverged_at[name] = result.models, result.diverged_at
         cache.seconds[f"training {words}"] = result.seconds
 
-    oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": cache.path("oracle.ckpt")}
-    oracle = train_classifiers(train, labels, key=oracle_key, num_classes=config.num_digits, **oracle_options)
+    def trained(name: str, loss: str, data: Any, rate: float, **options: Any) -> Any:
+        network, optimizer = partial(_network, name, config.num_digits), optax.adamw(rate, weight_decay=0.01)
+        checkpoint = cache.path(f"{name}.ckpt")
+        return train_encoders(network, loss, data, optimizer=optimizer, checkpoint=checkpoint, **common, **options)
+
+    oracle = trained("oracle", "classes", (train, labels), 8e-4, key=oracle_key, num_epochs=config.oracle_epochs)
     keep("oracle", oracle, "the oracle")
-    sizes = {"num_epochs": config.num_epochs, "features": config.num_digits, "validation": validation}
+    pairs, held_out = lagged_pairs([train]), lagged_pairs([validation])
     for name, name_key in zip(("vamp", "contrastive", "dpnets", "autoencoder", "orthogonal"), keys, strict=True):
         if not any(model.startswith(name) for model in config.models):
             continue
-        options = {**common, **sizes, "key": name_key, "checkpoint": cache.path(f"{name}.ckpt")}
-        if name in ("autoencoder", "orthogonal"):
-            result = train_autoencoders(train, orthogonal=name == "orthogonal", **options)
-        else:
-            result = train_encoders(name, train, **options)
+        loss, rate = ("reconstruction", 1e-3) if name in ("autoencoder", "orthogonal") else (name, 2e-3)
+        options = {"key": name_key, "num_epochs": config.num_epochs, "validation": held_out}
+        result = trained(name, loss, pairs, rate, **options)
+        if loss == name:
             networks = [member(result.models, seed) for seed in range(config.num_seeds)]
             losses = [_loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks]
             found.batched[name] = np.asarray(losses)

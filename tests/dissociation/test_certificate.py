@@ -19,34 +19,35 @@ def test_counts_by_hand(run):
         assert not bool(certificate.kept(1.0))
 
 
-def test_a_change_without_a_flip_is_judged_by_its_size():
-    certificate = certify(lambda x: x, lambda x: x + 0.25, INPUTS)
-    assert int(certificate.changed_predictions) == 0
-    assert bool(certificate.kept(0.25))
-    assert not bool(certificate.kept(0.2))
-    same = certify(jnp.sin, jnp.sin, INPUTS)
-    assert [float(value) for value in same] == [0, 0, 0, 4]
-    assert bool(same.kept(0.0))
+IDENTITY = lambda x: x  # noqa: E731
 
 
-def test_zero_outputs_and_faulty_outputs():
-    zero = certify(jnp.zeros_like, jnp.zeros_like, INPUTS)
-    assert float(zero.max_rel_change) == 0
-    assert float(certify(jnp.zeros_like, jnp.ones_like, INPUTS).max_rel_change) == np.inf
-    faulty = certify(lambda x: x, lambda x: jnp.where(x > 1.5, jnp.nan, x), INPUTS)
-    assert np.isnan(float(faulty.max_abs_change))
-    assert not bool(faulty.kept(1e9))
+def replaced(value):
+    return lambda x: jnp.where((x == -4.0) & (value != 0), value, x)
 
 
-def test_outputs_of_any_shape():
-    for original, rewritten, change in (
-        (lambda x: x[0], lambda x: x[0] - 0.75, 0.75),
-        (lambda x: x[:1], lambda x: x[:1] - 0.75, 0.75),
-        (lambda x: jnp.outer(x, x), lambda x: jnp.outer(x, x).at[0, 0].add(30.0), 30),
-    ):
-        certificate = certify(original, rewritten, INPUTS)
-        assert int(certificate.changed_predictions) == 1
-        assert float(certificate.max_abs_change) == change
+@pytest.mark.parametrize(
+    ("original", "rewritten", "size", "relative", "flips"),
+    [
+        (IDENTITY, lambda x: x + 0.25, 0.25, 0.0625, 0),
+        (jnp.sin, jnp.sin, 0, 0, 0),
+        (jnp.zeros_like, jnp.zeros_like, 0, 0, 0),
+        (jnp.zeros_like, jnp.ones_like, 1, np.inf, 0),
+        (lambda x: x[0], lambda x: x[0] - 0.75, 0.75, 0.1875, 1),
+        (lambda x: x[:1], lambda x: x[:1] - 0.75, 0.75, 0.1875, 1),
+        (lambda x: jnp.outer(x, x), lambda x: jnp.outer(x, x).at[0, 0].add(30.0), 30, 1.875, 1),
+        (IDENTITY, lambda x: jnp.where(x > 1.5, jnp.nan, x), np.nan, np.nan, 1),
+        # Outputs without a largest are changed predictions.
+        *((replaced(0.0), replaced(bad), bad, bad, 1) for bad in (np.nan, np.inf)),
+        *((replaced(bad), replaced(0.0), bad, np.nan, 1) for bad in (np.nan, np.inf)),
+        *((replaced(bad), replaced(bad), np.nan, np.nan, 1) for bad in (np.nan, np.inf)),
+    ],
+)
+def test_changes_of_outputs_of_any_shape_and_size(original, rewritten, size, relative, flips):
+    certificate = certify(original, rewritten, INPUTS)
+    np.testing.assert_array_equal(certificate, [size, relative, flips, 4])
+    for tolerance in (0.0, 0.2, 0.25, 1e30):  # without a flip a change is judged by its size
+        assert bool(certificate.kept(tolerance)) == (flips == 0 and size <= tolerance)
 
 
 def test_the_highest_precision_is_asked_for():
@@ -85,15 +86,6 @@ def test_models_that_do_not_take_an_input_are_named():
             certify(model, wrong, INPUTS)
     with pytest.raises(ValueError, match=r"`x` must be one example of shape \(3,\), got shape \(2,\)"):
         certify(MLP(3, 4, 1, 2, key=jax.random.key(0)), model, INPUTS)
-
-
-def test_outputs_without_a_largest_are_changed_predictions():
-    model = lambda value: lambda x: jnp.where((x == -4.0) & (value != 0), value, x)  # noqa: E731
-    for bad in (np.nan, np.inf):
-        for before, after in ((0.0, bad), (bad, 0.0), (bad, bad)):
-            found = certify(model(before), model(after), INPUTS)
-            assert int(found.changed_predictions) == 1
-            assert not bool(found.kept(1e30))
 
 
 def test_a_function_that_changed_is_looked_at_again():

@@ -9,11 +9,11 @@ import pytest
 from dissociation import bilinear
 from dissociation._core import linalg
 from dissociation.bilinear import _similarity as similarity
+from dissociation.fig4 import expand as neurons
 from dissociation.measures import _collapse as collapse
 from dissociation.measures import _margins as margins
 from dissociation.measures import class_moments, merge_moments, neural_collapse
 from dissociation.models import BilinearNetwork
-from dissociation.rewrites import _neurons as neurons
 from dissociation.rewrites import _null_spaces as symmetry
 from dissociation.rewrites import certify
 

@@ -66,24 +66,6 @@ def test_a_new_estimator_is_one_class():
         Estimator(None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: Ridge(-1.0), "`alpha` must be non-negative"),
-        (lambda: ReducedRank(0), "`rank` must be at least 1"),
-        (lambda: ReducedRank(2, solver="arnoldi"), "'randomized', 'spectral'"),
-        (lambda: PrincipalComponents(2, solver="spectral"), "'randomized', got 'spectral'"),
-        (lambda: fit(ReducedRank(2, solver="spectral"), X, Y), "`solver` must be one of .*'randomized', got"),
-        (lambda: fit(ReducedRank(2, solver="randomized"), X, Y, kernel=RBF(1.0)), "one of .*'spectral'"),
-        (lambda: fit(jax.vmap(Ridge)(ALPHAS), X, Y), r"`alpha` must be a single number.*jax.vmap"),
-        (lambda: fit(jax.vmap(ReducedRank)(jnp.arange(3)), X, Y), "`rank` must be a single number"),
-    ],
-)
-def test_bad_estimators_are_refused(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
-
-
 @pytest.mark.parametrize("kernel", [None, RBF(3.0)])
 @pytest.mark.parametrize("rank", [PrincipalComponents, ReducedRank])
 def test_an_iterative_solver_is_heard_where_numbers_are_known(kernel, rank, monkeypatch):

@@ -102,22 +102,6 @@ def test_risk_is_the_mean_squared_error_of_features():
 PATH = trajectory(20)[1]
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda o: predict(o, PATH, 0), "`steps` must be at least 1, got 0"),
-        (lambda o: predict(o, PATH, [[1, 2]]), r"`steps` must have 1 axis \[t\]"),
-        (lambda o: predict(o, PATH[:, :2]), "as the operator was fitted"),
-        (lambda o: score(o, PATH, lag=7, steps=3), r"longer than lag \* steps \(21\)"),
-    ],
-)
-def test_bad_input_is_refused(call, words):
-    operator = fit(Ridge(), *lagged_pairs(PATH))
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call(operator)
-    assert isinstance(caught.value, TypeError) or caught.match(words)
-
-
 def test_steps_beyond_the_integers_are_named():
     operator = fit(Ridge(), *lagged_pairs(trajectory()[1].astype(np.float32)))
     x = np.ones((2, 3), np.float32)

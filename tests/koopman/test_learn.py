@@ -19,8 +19,6 @@ from koopman import (
     eigenvalues,
     encode,
     lagged_pairs,
-    train_autoencoders,
-    train_classifiers,
     train_encoders,
     validation_loss,
 )
@@ -33,32 +31,37 @@ def digits():
     return ordered_mnist(5, data=load("glyphs", num_train=1300, num_test=20, key=jax.random.key(0)))
 
 
+def adamw(rate):
+    return optax.adamw(rate, weight_decay=0.01)
+
+
 @pytest.mark.slow
 def test_features_of_norm_one_wait_on_a_plateau_that_others_leave(digits):
     """A constant feature has the loss -1, five classes told apart -5."""
-    options = {"validation": digits.images[460:560], "key": jax.random.key(0), "num_seeds": 1, "num_epochs": 30}
-    for norm, leaves in (({}, True), ({"feature_norm": 1.0}, False)):  # 1 as published
-        result = train_encoders("contrastive", digits.images[:460], **norm, **options)
+    train, held_out = lagged_pairs([digits.images[:460]]), lagged_pairs([digits.images[460:560]])
+    options = {"validation": held_out, "key": jax.random.key(0), "num_seeds": 1, "num_epochs": 30}
+    for norm, leaves in ((5**0.5, True), (1.0, False)):  # 1 as published
+        network = partial(FeatureMap, feature_norm=norm)
+        result = train_encoders(lambda key, make=network: make(key=key), "contrastive", train, **options)
         assert (result.history.observed[0, -1] < -1.15) == leaves
 
 
 @pytest.mark.slow
 def test_members_do_not_depend_on_their_company(digits):
-    options = {"key": jax.random.key(1), "num_epochs": 1}
-    several = train_encoders("vamp", digits.images[:140], num_seeds=2, **options)
-    again = train_encoders("vamp", digits.images[:140], num_seeds=2, **options)
-    weights = [np.asarray(r.models.encoder.head.weight) for r in (several, again)]
+    options = {"key": jax.random.key(1), "num_seeds": 2, "num_epochs": 1}
+    make = lambda key: FeatureMap(feature_norm=5**0.5, key=key)  # noqa: E731
+    train = partial(train_encoders, make, "vamp", lagged_pairs([digits.images[:140]]), **options)
+    weights = [np.asarray(train().models.encoder.head.weight) for _ in range(2)]
     np.testing.assert_array_equal(*weights)
     assert np.abs(weights[0][0] - weights[0][1]).max() > 0.01
     # A rate per seed: the first as before, the second another.
-    rates = np.asarray([2e-3, 1e-3], np.float32)
-    swept = train_encoders("vamp", digits.images[:140], num_seeds=2, learning_rate=rates, **options)
+    swept = train(optimizer=adamw, hyperparams=np.asarray([2e-3, 1e-3], np.float32))
     changed = np.asarray(swept.models.encoder.head.weight)
     np.testing.assert_array_equal(changed[0], weights[0][0])
     assert np.abs(changed[1] - weights[0][1]).max() > 1e-3
     # A schedule: the same where it is constant, and step by step where it is not (139 pairs, three batches).
     for schedule, same in ((lambda step: 2e-3, True), (optax.piecewise_constant_schedule(2e-3, {2: 0.0}), False)):
-        swept = train_encoders("vamp", digits.images[:140], num_seeds=2, learning_rate=schedule, **options)
+        swept = train(optimizer=adamw(schedule))
         assert np.array_equal(swept.models.encoder.head.weight, weights[0]) == same
 
 
@@ -115,11 +118,20 @@ def linear(inputs, outputs):
     return lambda key: Affine(inputs, outputs, bias=False, key=key)
 
 
+def feature_map(key, encoder=None):
+    return FeatureMap(2, encoder=encoder or linear(5, 2), feature_norm=None, key=key)
+
+
+def autoencoder(key, width=5):
+    return Autoencoder(2, encoder=linear(5, 2), decoder=linear(2, width), init="lecun", key=key)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lag"), [("vamp", 2), ("contrastive", 1)])
 def test_encoders_find_the_slow_directions_of_a_linear_system(trajectories, kind, lag):
-    options = {"num_seeds": 1, "num_epochs": 25, "learning_rate": 1e-2, "lag": lag, "trajectory_axis": 0}
-    result = train_encoders(kind, trajectories, key=jax.random.key(1), encoder=linear(5, 2), **options)
+    options = {"num_seeds": 1, "num_epochs": 25, "optimizer": adamw(1e-2)}
+    pairs = lagged_pairs(trajectories, lag, trajectory_axis=0)
+    result = train_encoders(feature_map, kind, pairs, key=jax.random.key(1), **options)
     features = [encode(member(result.models, 0), states) for states in trajectories]
     found = eigenvalues(koopman.fit(Ridge(1e-6), *lagged_pairs(features, lag)))
     np.testing.assert_allclose(found[0], (0.8 + 0.4j) ** lag, atol=0.05)
@@ -139,9 +151,12 @@ def test_autoencoders_learn_a_linear_system_of_states_of_any_shape():
     def decoder(key):
         return eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=key), eqx.nn.Lambda(lambda x: x.reshape(2, 2))])
 
-    options = {"num_seeds": 1, "num_epochs": 60, "learning_rate": 1e-2, "trajectory_axis": 0}
-    networks = {"encoder": encoder, "decoder": decoder}
-    result = train_autoencoders(pairs, validation=pairs, key=jax.random.key(0), **networks, **options)
+    def both(key):
+        return Autoencoder(4, encoder=encoder, decoder=decoder, init="lecun", key=key)
+
+    data = lagged_pairs(pairs, trajectory_axis=0)
+    options = {"num_seeds": 1, "num_epochs": 60, "optimizer": adamw(1e-2), "key": jax.random.key(0)}
+    result = train_encoders(both, "reconstruction", data, validation=data, **options)
     model = member(result.models, 0)
     found, truth = np.linalg.eigvals(model.matrix()), np.linalg.eigvals(turn)
     assert np.abs(found[:, None] - truth[None]).min(0).max() < 0.05
@@ -162,56 +177,74 @@ def test_the_loss_is_that_of_the_pairs_of_trajectories(trajectories):
 @pytest.mark.slow
 def test_a_module_is_where_all_seeds_begin(trajectories):
     start = Affine(5, 2, key=jax.random.key(3))
-    options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 0, "trajectory_axis": 0}
-    models = train_encoders("vamp", trajectories, encoder=start, **options).models
+    options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 0}
+    pairs = lagged_pairs(trajectories, trajectory_axis=0)
+    models = train_encoders(partial(feature_map, encoder=start), "vamp", pairs, **options).models
     np.testing.assert_array_equal(models.encoder.weight, np.stack([start.weight] * 2))
-    made = train_encoders("vamp", trajectories, encoder=linear(5, 2), **options).models
+    assert np.abs(models.lagged_head.weight[0] - models.lagged_head.weight[1]).max() > 0.01
+    whole = train_encoders(feature_map(jax.random.key(4)), "vamp", pairs, **options).models
+    np.testing.assert_array_equal(whole.lagged_head.weight[0], whole.lagged_head.weight[1])
+    made = train_encoders(feature_map, "vamp", pairs, **options).models
     assert np.abs(made.encoder.weight[0] - made.encoder.weight[1]).max() > 0.01
 
 
+@pytest.mark.slow
+def test_losses_of_your_own_are_those_of_the_same_name(trajectories):
+    pairs, options = lagged_pairs([trajectories[0]]), {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 2}
+    named = train_encoders(feature_map, "contrastive", pairs, **options).models
+    mine = train_encoders(feature_map, lambda m, batch, key: pair_loss("contrastive", m, *batch), pairs, **options)
+    np.testing.assert_array_equal(mine.models.encoder.weight, named.encoder.weight)
+
+
 def test_options_that_do_not_fit_are_named(trajectories):
-    states, networks = trajectories[0], {"key": jax.random.key(0), "encoder": linear(5, 2)}
-    encoders = partial(train_encoders, "vamp", states, num_epochs=0, num_seeds=2, **networks)
-    autoencoders = partial(train_autoencoders, states, **networks)
-    classes = partial(train_classifiers, states, np.zeros(len(states), int), num_classes=2, **networks)
-    for train in (encoders, partial(autoencoders, decoder=linear(2, 5)), classes):
+    states, key = trajectories[0], jax.random.key(0)
+    pairs, labels = lagged_pairs([states]), np.arange(len(states)) % 2
+    encoders = partial(train_encoders, feature_map, "vamp", num_epochs=0, num_seeds=2, key=key)
+    autoencoders = partial(train_encoders, loss="reconstruction", data=pairs, key=key)
+    classes = partial(train_encoders, linear(5, 2), "classes", key=key)
+    for train in (partial(encoders, pairs), partial(autoencoders, autoencoder), partial(classes, (states, labels))):
         with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
             train(batch_size=0)
-        with pytest.raises(TypeError, match="`foo` must be left out, or be one of callbacks, .*, got an unknown"):
-            train(foo=1)
-    for schedule in (lambda step: np.ones(2), optax.adam, lambda step: 1.0 if step else 0.0):
-        with pytest.raises(TypeError, match="`learning_rate` must be a number, one per seed, or make a number of"):
-            encoders(learning_rate=schedule)
-    encoders(batch_size=len(states) - 4)
+        with pytest.raises(TypeError, match="`encoder` must be left out, or be one of hyperparams, .*, as in"):
+            train(encoder=1)
+    encoders(pairs, batch_size=len(states) - 4)
+    narrow = tuple(part[:, :4] for part in pairs)
     for call, words in (
-        (lambda: train_encoders("simclr", states, **networks), "'vamp', 'contrastive', 'dpnets'"),
-        (lambda: encoders(learning_rate=0.0), "`learning_rate`"),
-        (lambda: encoders(learning_rate=np.ones(3)), r"`learning_rate` must .* one per seed \(2\), got shape \(3,\)"),
-        (lambda: encoders(encoder=None), r"`encoder` must be given for states other than images .*, got shape \(5,\)"),
-        (lambda: autoencoders(), r"`decoder` must be given .*, got shape \(5,\)"),
-        (lambda: autoencoders(decoder=linear(2, 4)), r"`decoder` must make a state \(shape \(5,\)\) of 2"),
-        (lambda: encoders(encoder=linear(4, 2)), r"`encoder` must take one example of shape \(5,\), got"),
+        (lambda: train_encoders(feature_map, "simclr", pairs, key=key), "'vamp', 'contrastive', 'dpnets'"),
+        (lambda: encoders(pairs, num_seeds=0), "`num_seeds` must be at least 1"),
+        (lambda: autoencoders(partial(autoencoder, width=4)), "`model` must fit `data` and `loss`"),
         (
-            lambda: train_encoders("vamp", trajectories, **networks | {"encoder": eqx.nn.Lambda(jnp.tanh)}),
-            r"got an output of .*trajectory_axis=0",
+            lambda: encoders(narrow),
+            r"`model` must fit `data` and `loss`, got for a batch of shapes \(299, 4\)",
         ),
-        (lambda: encoders(features=3), r"the width of the encoder's output \(2\), got 3"),
-        (lambda: encoders(batch_size=2), r"`batch_size` must leave at least 3 pairs .*got a batch of 1 \("),
-        (lambda: encoders(batch_size=len(states) - 3), r"`batch_size` must leave at least 3 pairs .*a batch of 2 \("),
-        (lambda: train_encoders("vamp", states[:3], **networks), "`trajectories` must hold at least 3 pairs"),
-        (lambda: encoders(validation=states[:, :4]), "`validation` must have the states"),
-        (lambda: encoders(validation=states[:3]), "`validation` must hold at least 3 pairs"),
-        (lambda: encoders(validation=np.where(states > 0, states, np.nan)), r"`validation\[0\]` must be finite"),
+        (lambda: encoders(pairs, batch_size=2), r"`batch_size` must leave enough .*\(1, 5\).*hold at least 3 samples"),
+        (lambda: encoders(pairs, batch_size=len(states) - 3), r"`batch_size` must leave enough .*\(2, 5\)"),
+        (lambda: encoders((states[:2], states[1:3])), "`model` must fit .*hold at least 3 samples"),
+        (lambda: encoders(pairs, validation=narrow), "`validation` must be like `data`"),
+        (
+            lambda: encoders(pairs, validation=(states[:2], states[1:3])),
+            "`validation` must .*at least 3 samples",
+        ),
+        (lambda: encoders((states, np.where(states > 0, states, np.nan))), "`data` must be finite"),
+        (lambda: classes((states, labels + 1)), "`data` must lie between 0 and 1, got 1 to 2"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
 
 
+def test_old_calls_raise_errors_with_the_new_ones(trajectories):
+    with pytest.raises(TypeError, match=r"`model` must come first.*Call train_encoders\(lambda key: FeatureMap\(5"):
+        train_encoders("vamp", trajectories[0], key=jax.random.key(0))
+    for name, loss in (("train_autoencoders", "reconstruction"), ("train_classifiers", "classes")):
+        with pytest.raises(ImportError, match=rf"koopman.{name} is gone: call train_encoders\(.*'{loss}'"):
+            getattr(koopman, name)
+
+
 def test_stacked_models_are_told_from_one(trajectories):
     states = trajectories[0]
     options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 0}
-    result = train_encoders("vamp", states, encoder=linear(5, 2), **options)
-    coders = train_autoencoders(states, encoder=linear(5, 2), decoder=linear(2, 5), **options).models
+    result = train_encoders(feature_map, "vamp", lagged_pairs([states]), **options)
+    coders = train_encoders(autoencoder, "reconstruction", lagged_pairs([states]), **options).models
     for call in (
         lambda: encode(result.models, states),
         lambda: validation_loss("vamp", result.models, states),

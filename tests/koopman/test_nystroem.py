@@ -20,7 +20,6 @@ from koopman import (
     fit,
     lagged_pairs,
     left_eigenfunctions,
-    moments,
     predict,
     right_eigenfunctions,
     risk,
@@ -306,29 +305,6 @@ def test_what_is_no_kernel_is_refused(kernel, error, words):
     if "shape" in words or "complex" in words:  # known also of what is traced
         with pytest.raises(error, match=words):
             jax.jit(lambda x: fit(Ridge(), x, x, kernel=kernel))(x)
-
-
-X = np.ones((6, 2)) * np.arange(6)[:, None]
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: fit(PrincipalComponents(7), X, X, kernel=Linear()), "at most the number of samples"),
-        (lambda: fit(Ridge(), X, X, centres=X), "`kernel` must be given with `centres`"),
-        (lambda: fit(Ridge(), moments(X, X), kernel=Linear()), "`x` must be states.*got moments"),
-        (lambda: fit(Ridge(), X, kernel=Linear()), "`x` must be states.*got no `y`"),
-        (lambda: fit(Ridge(), X, X, kernel=Linear(), center=True), "`center` must be False with a kernel"),
-        (lambda: fit(Ridge(), X, X, kernel=Linear(), route="covariance"), "`route` must be 'qr' for a kernel without"),
-        (lambda: fit(Ridge(), X, X, kernel=Linear(), rtol=1e-3), "`rtol` must be None for a kernel without"),
-        (lambda: choose_centres(X, 7, key=jax.random.key(0)), "`num_centres`"),
-        (lambda: choose_centres(X, 2, key=jax.random.key(0), method="leverage"), "`kernel` must be given"),
-    ],
-)
-def test_bad_input_is_refused(call, words):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call()
-    assert isinstance(caught.value, TypeError) or caught.match(words)
 
 
 def test_an_alpha_below_the_rounding_of_a_factor_is_said():

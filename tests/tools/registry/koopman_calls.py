@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import koopman
 from dissociation.data import Dataset
@@ -42,11 +43,6 @@ def encoder():
     return eqx.nn.Linear(3, 2, key=jax.random.key(0))
 
 
-def decoder():
-    """From 2 features to states of 3 coordinates."""
-    return eqx.nn.Linear(2, 3, key=jax.random.key(1))
-
-
 @functools.cache
 def operator():
     """A fitted operator on 3 features."""
@@ -71,18 +67,11 @@ def digits():
     return Dataset("noise", images, labels, images, labels)
 
 
-def training():
-    """A training as short as can be."""
-    schedule = {"num_seeds": 1, "num_epochs": 1, "batch_size": 6, "learning_rate": 1e-3, "weight_decay": 0.01}
-    return schedule | {"key": KEY, "encoder": encoder(), "init": "lecun"}
-
-
 PAIRS = {"x": X, "y": Y}
 FIT = PAIRS | {"observable": OBSERVABLE}
 OPTIONS = {"center": False, "route": "qr", "rtol": 1e-6}
 RUN = {"num_steps": 3, "key": KEY, "num_trajectories": 2}
 STEPS = RUN | {"time_step": 0.01, "substeps": 2}
-TRAJECTORIES = {"trajectories": PATH, "validation": PATH, "features": 2, "lag": 1}
 REGIMES = {"matrices": np.stack([STABLE, -STABLE]), "transition": TRANSITION}
 NOISY = {"friction": 1.0, "sigma": 1.0}
 CELLS = {"time_step": 0.1, "num_components": 2, "num_cells": 40}
@@ -140,11 +129,10 @@ CALLS = {
     koopman.fit_generator: lambda: dict(x=X, jac=JACOBIAN, rank=2, diffusion=1.0, alpha=0.1, shift=1.0),
     koopman.median_distance: lambda: dict(x=X, max_samples=10),
     koopman.encode: lambda: dict(model=encoder(), states=X),
-    koopman.train_encoders: lambda: training() | TRAJECTORIES | dict(kind="vamp", feature_norm=1.0),
-    koopman.train_autoencoders: lambda: (
-        training() | TRAJECTORIES | dict(decoder=decoder(), orthogonal=True, upsampling="nearest")
+    koopman.train_encoders: lambda: (
+        dict(model=feature_map(), loss="vamp", data=(X, Y), validation=(X, Y), optimizer=optax.adam(1e-3))
+        | dict(num_seeds=1, num_epochs=1, batch_size=6, key=KEY)
     ),
-    koopman.train_classifiers: lambda: training() | dict(states=X, labels=np.arange(12) % 2, num_classes=2),
     koopman.validation_loss: lambda: (
         dict(kind="vamp", model=feature_map(), trajectories=np.stack([PATH, PATH[::-1]]))
         | dict(lag=1, trajectory_axis=0, batch_size=12)
