@@ -150,7 +150,7 @@ def bad_arrays(rule, x):
     }
     if any("complex" in kind.numbers for kind in rule.arrays):
         del bad["complex numbers"]
-    if rule.arrays and all(kind.variadic is None for kind in rule.arrays):
+    if rule.arrays and not any("..." in kind.axes for kind in rule.arrays):
         bad |= {"an axis more": x[None]}
     return bad
 
@@ -261,8 +261,8 @@ def test_lengths_that_disagree_are_refused(function, make_call):
     axes = {}
     for name in arrays_of(function, call):
         rule = rule_of(function, name)
-        if rule.arrays and rule.arrays[0].variadic is None:
-            for i, axis in enumerate(rule.arrays[0].names):
+        if rule.arrays and "..." not in rule.arrays[0].axes:
+            for i, axis in enumerate(rule.arrays[0].axes):
                 axes.setdefault(axis, []).append((name, i))
     for shared in axes.values():
         for name, i in shared if len(shared) > 1 else []:
@@ -353,7 +353,7 @@ def moved(array, order):
 def test_the_order_of_samples_does_not_matter(function, make_call):
     call = make_call()
     rules = {name: rule_of(function, name) for name in arrays_of(function, call)}
-    names = [name for name, rule in rules.items() if rule.arrays and rule.arrays[0].names[:1] == ("n",)]
+    names = [name for name, rule in rules.items() if rule.arrays and rule.arrays[0].axes[:1] == ("n",)]
     if not names or "key" in call or NAMES[function] in MAY_DEPEND_ON_ORDER:
         return
     order = np.random.default_rng(0).permutation(len(call[names[0]]))
