@@ -125,10 +125,10 @@ class _Bound(NamedTuple):
 
     def check(self) -> None:
         """Raise unless every shape fits, and axes of one name have one length."""
-        with jaxtyped("context"):
-            for name, array, kind in self.arrays:
-                if not isinstance(array, kind.shaped):
-                    self._refuse(name, array.shape, kind)
+        wrong = _misfit(*((kind.shaped, array.shape) for _, array, kind in self.arrays))
+        if wrong is not None:
+            name, array, kind = self.arrays[wrong]
+            self._refuse(name, array.shape, kind)
 
     def _refuse(self, name: str, shape: tuple[int, ...], kind: _Kind) -> NoReturn:
         if not kind.fits(len(shape)):
@@ -146,6 +146,17 @@ class _Bound(NamedTuple):
         """Return the first argument that has an axis of this name, and its length."""
         sizes = ((name, kind.sizes(array.shape).get(axis)) for name, array, kind in self.arrays)
         return next(((name, size) for name, size in sizes if size is not None), (None, None))
+
+
+@functools.lru_cache(4096)
+def _misfit(*shapes: tuple[Any, tuple[int, ...]]) -> int | None:
+    """Return the position of the first shape that does not fit its class of jaxtyping and the axes before it."""
+    # One frame asks for all: jaxtyping's import hook gives every function axes of its own.
+    with jaxtyped("context"):
+        for position, (shaped, shape) in enumerate(shapes):
+            if not isinstance(jax.ShapeDtypeStruct(shape, np.float32), shaped):
+                return position
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
