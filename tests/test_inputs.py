@@ -150,7 +150,7 @@ def bad_arrays(rule, x):
     }
     if any("complex" in kind.numbers for kind in rule.arrays):
         del bad["complex numbers"]
-    if rule.arrays and not any("..." in kind.axes for kind in rule.arrays):
+    if rule.arrays and all(kind.variadic is None for kind in rule.arrays):
         bad |= {"an axis more": x[None]}
     return bad
 
@@ -261,7 +261,7 @@ def test_lengths_that_disagree_are_refused(function, make_call):
     axes = {}
     for name in arrays_of(function, call):
         rule = rule_of(function, name)
-        if rule.arrays and "..." not in rule.arrays[0].axes:
+        if rule.arrays and rule.arrays[0].variadic is None:
             for i, axis in enumerate(rule.arrays[0].axes):
                 axes.setdefault(axis, []).append((name, i))
     for shared in axes.values():

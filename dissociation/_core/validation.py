@@ -92,14 +92,19 @@ class _Kind(NamedTuple):
     """Kinds of numbers and shape of one jaxtyping annotation."""
 
     numbers: frozenset[str]  # kinds among "bool", "int", "float", "complex"
-    axes: tuple[str, ...]  # names, fixed lengths, and "..." for any number of axes
+    axes: tuple[str, ...]  # names, fixed lengths, and "..." or "*name" for any number of axes
     shaped: Any  # jaxtyping's class of such shapes, whatever the numbers
     place: Any  # NumPy alone, JAX alone, or None
 
     @property
     def shape(self) -> str:
         """Return the axes in brackets."""
-        return f"[{', '.join(self.axes)}]"
+        return f"[{', '.join('...' if axis.startswith('*') else axis for axis in self.axes)}]"
+
+    @property
+    def variadic(self) -> int | None:
+        """Return the position of any number of axes, if there are such."""
+        return next((i for i, axis in enumerate(self.axes) if axis.startswith(("...", "*"))), None)
 
     @property
     def words(self) -> str:
@@ -108,13 +113,15 @@ class _Kind(NamedTuple):
 
     def fits(self, ndim: int) -> bool:
         """Return True if an array may have this number of axes."""
-        return ndim >= len(self.axes) - 1 if "..." in self.axes else ndim == len(self.axes)
+        return ndim == len(self.axes) if self.variadic is None else ndim >= len(self.axes) - 1
 
-    def sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Return the lengths of the axes of a shape that fits, by name."""
-        before = self.axes.index("...") if "..." in self.axes else len(self.axes)
-        after = self.axes[before + 1 :]
-        return dict(zip(self.axes, shape[:before])) | dict(zip(after, shape[len(shape) - len(after) :]))  # noqa: B905
+    def sizes(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return the lengths of the named axes of a shape that fits, a tuple for "*name"."""
+        lengths: tuple[Any, ...] = shape
+        if (at := self.variadic) is not None:
+            end = len(shape) - len(self.axes) + at + 1
+            lengths = (*shape[:at], shape[at:end], *shape[end:])
+        return {axis: size for axis, size in zip(self.axes, lengths, strict=False) if axis.lstrip("*").isidentifier()}
 
 
 class _Bound(NamedTuple):
@@ -132,17 +139,17 @@ class _Bound(NamedTuple):
 
     def _refuse(self, name: str, shape: tuple[int, ...], kind: _Kind) -> NoReturn:
         if not kind.fits(len(shape)):
-            count = len(kind.axes) - ("..." in kind.axes)
-            axes = f"have {'at least ' * ('...' in kind.axes)}{count} {'axis' if count == 1 else 'axes'} {kind.shape}"
+            least, count = ("", len(kind.axes)) if kind.variadic is None else ("at least ", len(kind.axes) - 1)
+            axes = f"have {least}{count} {'axis' if count == 1 else 'axes'} {kind.shape}"
             fail(name, axes if count else "be a single number", f"shape {shape}")
         where = ""
         for axis, size in kind.sizes(shape).items():
             first, known = self.first(axis)
-            if first != name and known != size and not where and not axis.isdigit():
-                where = f" with {axis} = {known} as in `{first}`"
+            if first != name and known != size and not where:
+                where = f" with {axis.lstrip('*')} = {known} as in `{first}`"
         fail(name, f"be of shape {kind.shape}{where}", f"shape {shape}")
 
-    def first(self, axis: str) -> tuple[str | None, int | None]:
+    def first(self, axis: str) -> tuple[str | None, Any]:
         """Return the first argument that has an axis of this name, and its length."""
         sizes = ((name, kind.sizes(array.shape).get(axis)) for name, array, kind in self.arrays)
         return next(((name, size) for name, size in sizes if size is not None), (None, None))
@@ -375,5 +382,4 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 def _kind(annotation: Any) -> _Kind:
     known, words = annotation.dtype.dtypes, annotation.dim_str
     numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
-    axes = tuple("..." if word.startswith(("...", "*")) else word for word in words.split())
-    return _Kind(numbers, axes, Shaped[Any, words], annotation.array_type)
+    return _Kind(numbers, tuple(words.split()), Shaped[Any, words], annotation.array_type)
