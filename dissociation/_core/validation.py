@@ -60,7 +60,8 @@ def validated(
     @functools.cache  # at the first call: an import stays quick
     def rules() -> dict[str, _Rule]:
         hints = getattr(function, "__annotations__", {})
-        rules = {name: rule for name in positions if (rule := _rule(hints.get(name, Any))) is not None}
+        found = {name: _rule(hints.get(name, Any), may_be_empty=name in empty) for name in positions}
+        rules = {name: rule for name, rule in found.items() if rule is not None}
         # Labels last: the other arguments may tell how many classes there are.
         return dict(sorted(rules.items(), key=lambda item: item[1].labels is not None))
 
@@ -77,7 +78,7 @@ def validated(
             check_pixels(name, given[name])
         for name, rule in rules().items():
             if name in given:
-                given[name] = rule.admit(name, given[name], bound, may_be_empty=name in empty)
+                given[name] = rule.admit(name, given[name], bound)
         bound.check()
         for name in finite:
             if given.get(name) is not None:
@@ -180,8 +181,9 @@ class _Rule:
     instances: tuple[type, ...] = ()
     function: tuple[Any, ...] = ()
     in_time: tuple[InTime, ...] = ()
+    may_be_empty: bool = False
 
-    def admit(self, name: str, value: Any, bound: _Bound, *, may_be_empty: bool = False) -> Any:
+    def admit(self, name: str, value: Any, bound: _Bound) -> Any:
         """Return the converted argument, or raise an error that names the argument."""
         text = isinstance(value, (str, bytes)) and collections.abc.Sequence in self.instances  # a sequence too
         instance = isinstance(value, self.instances) and not text
@@ -189,17 +191,17 @@ class _Rule:
             return value
         value = as_trajectories(name, value, one=not self.listed) if self.in_time else value
         if self.listed and holds_arrays(value):
-            return [self._admit_item(f"{name}[{i}]", item, may_be_empty) for i, item in enumerate(value)]
+            return [self._admit_item(f"{name}[{i}]", item) for i, item in enumerate(value)]
         if self.keys:
             return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
         if self.labels is not None:
-            return self._admit_labels(name, value, bound, may_be_empty)
+            return self._admit_labels(name, value, self.labels, bound)
         if self.numbers and self._is_number(value):
             return self._admit_number(name, value)
         if self.arrays and (self._has_axes or not self.numbers):
-            return self._admit_array(name, value, bound, may_be_empty)
+            return self._admit_array(name, value, self.arrays, bound, 2 if self.listed else None)
         if self.sequence:
-            return self._admit_sequence(name, value, may_be_empty)
+            return self._admit_sequence(name, value)
         if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
             wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
             fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
@@ -227,18 +229,31 @@ class _Rule:
         kinds = set(self.numbers)
         return "a number" if {float, complex} & kinds else "True or False" if kinds == {bool} else "a whole number"
 
-    def _admit_array(self, name: str, value: Any, bound: _Bound, may_be_empty: bool) -> Any:
-        kind = self.arrays[0]
-        words = kind.words if self._has_axes else "a number"
-        words += ", or a list of arrays" if self.listed else ""
-        if kind.axes[:1] in (("n",), ("m",)) and is_table(value):
-            check_columns(name, value, bound.columns, kind.axes[-1])
-        most = 2 if self.listed else None
-        return _admitted(name, value, self.arrays, words, bound, may_be_empty, most, bare=not self._has_axes)
+    def _admit_array(
+        self, name: str, value: Any, kinds: tuple[_Kind, ...], bound: _Bound, deepest: int | None = None
+    ) -> Any:
+        """Return an array of the first kind that fits. Nested lists may have `deepest` axes, or any number."""
+        bare = not any(kind.axes for kind in kinds)
+        words = ("a number" if bare else kinds[0].words) + (", or a list of arrays" if deepest else "")
+        if deepest != 0 and kinds[0].axes[:1] in (("n",), ("m",)) and is_table(value):
+            check_columns(name, value, bound.columns, kinds[0].axes[-1])
+        array = as_array(name, value, words, bare=bare, may_be_empty=self.may_be_empty)
+        if deepest is not None:
+            refuse_nested(name, value, array, deepest)
+        kind = next((kind for kind in kinds if kind.fits(array.ndim)), kinds[0])
+        counts = number_kind(array.dtype) == "int"
+        if "float" in kind.numbers and not (counts and "int" in kind.numbers):
+            if kind.place is not np.ndarray:
+                warn_narrowed(name, array)
+            elif counts and not is_traced(array):  # all digits, as it stays on the host
+                array = np.asarray(array, np.float64)
+        array = as_numbers(name, array, kind.numbers)
+        bound.arrays.append((name, array, kind))
+        return _placed(name, array, kind)
 
-    def _admit_item(self, name: str, value: Any, may_be_empty: bool) -> Any:
+    def _admit_item(self, name: str, value: Any) -> Any:
         own = _Bound([], {})  # axes of one name may differ in length from item to item
-        value = _admitted(name, value, self.listed, self.listed[0].words, own, may_be_empty, 0)
+        value = self._admit_array(name, value, self.listed, own, deepest=0)
         own.check()
         return value
 
@@ -258,8 +273,8 @@ class _Rule:
         wanted = next(kind for kind in (complex, float, int, bool) if kind in kinds)
         return wanted(as_numbers(name, array, frozenset({wanted.__name__})).item())
 
-    def _admit_sequence(self, name: str, value: Any, may_be_empty: bool) -> Any:
-        if may_be_empty and isinstance(value, (tuple, list)) and not value:
+    def _admit_sequence(self, name: str, value: Any) -> Any:
+        if self.may_be_empty and isinstance(value, (tuple, list)) and not value:
             return ()
         words = "real numbers" if float in self.sequence else "whole numbers"
         array = as_array(name, value, f"{words}, one after the other")
@@ -267,14 +282,13 @@ class _Rule:
             fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
         return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
 
-    def _admit_labels(self, name: str, value: Any, bound: _Bound, may_be_empty: bool) -> Any:
-        kind = self.labels or Labels(one_hot=True)
+    def _admit_labels(self, name: str, value: Any, kind: Labels, bound: _Bound) -> Any:
         width = self.arrays[0].axes[-1]  # one name for classes, or their number
         num_classes = int(width) if width.isdigit() else bound.first("classes")[1]
         if kind.one_hot:
             labels = as_one_hot(name, value, num_classes, soft=kind.soft)
         else:
-            labels = as_classes(name, value, may_be_empty=may_be_empty)
+            labels = as_classes(name, value, may_be_empty=self.may_be_empty)
         bound.arrays.append((name, labels, self.arrays[0]))
         return labels
 
@@ -282,33 +296,6 @@ class _Rule:
 def _full_name(kind: type) -> str:
     """Return the public path of a class, without private modules."""
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
-
-
-def _admitted(
-    name: str,
-    value: Any,
-    kinds: tuple[_Kind, ...],
-    words: str,
-    bound: _Bound,
-    may_be_empty: bool,
-    most: int | None,
-    *,
-    bare: bool = False,
-) -> Any:
-    """Return an array of the first kind that fits, with at most `most` axes for nested lists."""
-    array = as_array(name, value, words, bare=bare, may_be_empty=may_be_empty)
-    if most is not None:
-        refuse_nested(name, value, array, most)
-    kind = next((kind for kind in kinds if kind.fits(array.ndim)), kinds[0])
-    counts = number_kind(array.dtype) == "int"
-    if "float" in kind.numbers and not (counts and "int" in kind.numbers):
-        if kind.place is not np.ndarray:
-            warn_narrowed(name, array)
-        elif counts and not is_traced(array):  # all digits, as it stays on the host
-            array = np.asarray(array, np.float64)
-    array = as_numbers(name, array, kind.numbers)
-    bound.arrays.append((name, array, kind))
-    return _placed(name, array, kind)
 
 
 def _placed(name: str, array: Any, kind: _Kind) -> Any:
@@ -320,7 +307,7 @@ def _placed(name: str, array: Any, kind: _Kind) -> Any:
     return jnp.asarray(array) if kind.place is jax.Array else array
 
 
-def _rule(hint: Any) -> _Rule | None:
+def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule | None:
     """Return the rule of an annotation, or None if any value is accepted."""
     slots: dict[str, list[Any]] = collections.defaultdict(list)
     for member in _members(hint):
@@ -332,7 +319,8 @@ def _rule(hint: Any) -> _Rule | None:
     if len({kind.place for kind in arrays}) > 1:
         arrays = list(dict.fromkeys(kind._replace(place=None) for kind in arrays))
     labels = next(iter(slots.pop("labels", [])), None)
-    return _Rule(**{slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}, labels=labels)
+    accepted = {slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}
+    return _Rule(**accepted, labels=labels, may_be_empty=may_be_empty)
 
 
 def _members(hint: Any) -> Iterator[Any]:
