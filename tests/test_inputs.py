@@ -262,7 +262,7 @@ def test_lengths_that_disagree_are_refused(function, make_call):
     for name in arrays_of(function, call):
         rule = rule_of(function, name)
         if rule.arrays and rule.arrays[0].variadic is None:
-            for i, axis in enumerate(rule.arrays[0].names):
+            for i, axis in enumerate(rule.arrays[0].axes):
                 axes.setdefault(axis, []).append((name, i))
     for shared in axes.values():
         for name, i in shared if len(shared) > 1 else []:
@@ -353,7 +353,7 @@ def moved(array, order):
 def test_the_order_of_samples_does_not_matter(function, make_call):
     call = make_call()
     rules = {name: rule_of(function, name) for name in arrays_of(function, call)}
-    names = [name for name, rule in rules.items() if rule.arrays and rule.arrays[0].names[:1] == ("n",)]
+    names = [name for name, rule in rules.items() if rule.arrays and rule.arrays[0].axes[:1] == ("n",)]
     if not names or "key" in call or NAMES[function] in MAY_DEPEND_ON_ORDER:
         return
     order = np.random.default_rng(0).permutation(len(call[names[0]]))

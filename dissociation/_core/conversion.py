@@ -119,12 +119,9 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
         return array.astype(np.float64) if dtype.itemsize > 8 else array
     if kind in numbers:
         return array
-    if kind in ("bool", "int") and "float" in numbers:
-        return array.astype(jax.dtypes.canonicalize_dtype(float))
-    if kind in ("bool", "int", "float") and "complex" in numbers:
-        return array.astype(jax.dtypes.canonicalize_dtype(complex))
-    if kind == "bool" and "int" in numbers:
-        return array.astype(jax.dtypes.canonicalize_dtype(int))
+    for wider, narrower in ((float, ("bool", "int")), (complex, ("bool", "int", "float")), (int, ("bool",))):
+        if wider.__name__ in numbers and kind in narrower:
+            return array.astype(jax.dtypes.canonicalize_dtype(wider))
     advice = "Take its real and imaginary parts as two features" if kind == "complex" else ""
     return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {dtype}", advice)
 

@@ -8,12 +8,12 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, overload
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Key
+from jaxtyping import Key, Shaped, jaxtyped
 
 from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import (
@@ -35,7 +35,6 @@ from dissociation._core.frames import as_trajectories, check_columns, check_same
 from dissociation._core.types import InTime, Labels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Bound = dict[str, tuple[Any, str]]  # name of an axis -> its length, and the argument that had it first
 
 
 @overload
@@ -61,7 +60,8 @@ def validated(
     @functools.cache  # at the first call: an import stays quick
     def rules() -> dict[str, _Rule]:
         hints = getattr(function, "__annotations__", {})
-        rules = {name: rule for name in positions if (rule := _rule(hints.get(name, Any))) is not None}
+        found = {name: _rule(hints.get(name, Any), may_be_empty=name in empty) for name in positions}
+        rules = {name: rule for name, rule in found.items() if rule is not None}
         # Labels last: the other arguments may tell how many classes there are.
         return dict(sorted(rules.items(), key=lambda item: item[1].labels is not None))
 
@@ -72,13 +72,14 @@ def validated(
         given = dict(zip(positions, args, strict=False)) | kwargs
         # An axis of one name has one length in all arguments. Shapes are always checked, values only if they are
         # known.
-        bound: Bound = {}
+        bound = _Bound([], {})
         check_same_rows(given)
         for name in filter(given.__contains__, pixels):
             check_pixels(name, given[name])
         for name, rule in rules().items():
             if name in given:
-                given[name] = rule.admit(name, given[name], bound, may_be_empty=name in empty)
+                given[name] = rule.admit(name, given[name], bound)
+        bound.check()
         for name in finite:
             if given.get(name) is not None:
                 check_finite(name, given[name])
@@ -92,18 +93,19 @@ class _Kind(NamedTuple):
     """Kinds of numbers and shape of one jaxtyping annotation."""
 
     numbers: frozenset[str]  # kinds among "bool", "int", "float", "complex"
-    names: tuple[str | int, ...]  # of axes, each a name or a fixed length
-    variadic: int | None  # position of any number of axes
-    on_host: bool  # NumPy alone
-    on_device: bool  # JAX alone
+    axes: tuple[str, ...]  # names, fixed lengths, and "..." or "*name" for any number of axes
+    shaped: Any  # jaxtyping's class of such shapes, whatever the numbers
+    place: Any  # NumPy alone, JAX alone, or None
 
     @property
     def shape(self) -> str:
         """Return the axes in brackets."""
-        words = list(map(str, self.names))
-        if self.variadic is not None:
-            words.insert(self.variadic, "...")
-        return f"[{', '.join(words)}]"
+        return f"[{', '.join('...' if axis.startswith('*') else axis for axis in self.axes)}]"
+
+    @property
+    def variadic(self) -> int | None:
+        """Return the position of any number of axes, if there are such."""
+        return next((i for i, axis in enumerate(self.axes) if axis.startswith(("...", "*"))), None)
 
     @property
     def words(self) -> str:
@@ -112,25 +114,57 @@ class _Kind(NamedTuple):
 
     def fits(self, ndim: int) -> bool:
         """Return True if an array may have this number of axes."""
-        return ndim == len(self.names) if self.variadic is None else ndim >= len(self.names)
+        return ndim == len(self.axes) if self.variadic is None else ndim >= len(self.axes) - 1
 
-    def check(self, name: str, shape: tuple[int, ...], bound: Bound) -> None:
-        """Raise unless a shape fits the annotation and the lengths of axes in `bound`."""
-        count = len(self.names)
-        if not self.fits(len(shape)):
-            least = "at least " if self.variadic is not None else ""
-            axes = f"have {least}{count} {'axis' if count == 1 else 'axes'} {self.shape}"
+    def sizes(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return the lengths of the named axes of a shape that fits, a tuple for "*name"."""
+        lengths: tuple[Any, ...] = shape
+        if (at := self.variadic) is not None:
+            end = len(shape) - len(self.axes) + at + 1
+            lengths = (*shape[:at], shape[at:end], *shape[end:])
+        return {axis: size for axis, size in zip(self.axes, lengths, strict=False) if axis.lstrip("*").isidentifier()}
+
+
+class _Bound(NamedTuple):
+    """Arguments of one call that were admitted so far."""
+
+    arrays: list[tuple[str, Any, _Kind]]
+    columns: dict[str, Any]  # labels of frames' columns
+
+    def check(self) -> None:
+        """Raise unless every shape fits, and axes of one name have one length."""
+        wrong = _misfit(*((kind.shaped, array.shape) for _, array, kind in self.arrays))
+        if wrong is not None:
+            name, array, kind = self.arrays[wrong]
+            self._refuse(name, array.shape, kind)
+
+    def _refuse(self, name: str, shape: tuple[int, ...], kind: _Kind) -> NoReturn:
+        if not kind.fits(len(shape)):
+            least, count = ("", len(kind.axes)) if kind.variadic is None else ("at least ", len(kind.axes) - 1)
+            axes = f"have {least}{count} {'axis' if count == 1 else 'axes'} {kind.shape}"
             fail(name, axes if count else "be a single number", f"shape {shape}")
-        before = count if self.variadic is None else self.variadic
-        sizes = (*shape[:before], *shape[len(shape) - count + before :])
-        for wanted, size in zip(self.names, sizes, strict=True):
-            if isinstance(wanted, int) and size != wanted:
-                fail(name, f"be of shape {self.shape}", f"shape {shape}")
-            if isinstance(wanted, str):
-                known, first = bound.setdefault(wanted, (size, name))
-                if size != known:
-                    where = "" if first == name else f" with {wanted} = {known} as in `{first}`"
-                    fail(name, f"be of shape {self.shape}{where}", f"shape {shape}")
+        where = ""
+        for axis, size in kind.sizes(shape).items():
+            first, known = self.first(axis)
+            if first != name and known != size and not where:
+                where = f" with {axis.lstrip('*')} = {known} as in `{first}`"
+        fail(name, f"be of shape {kind.shape}{where}", f"shape {shape}")
+
+    def first(self, axis: str) -> tuple[str | None, Any]:
+        """Return the first argument that has an axis of this name, and its length."""
+        sizes = ((name, kind.sizes(array.shape).get(axis)) for name, array, kind in self.arrays)
+        return next(((name, size) for name, size in sizes if size is not None), (None, None))
+
+
+@functools.lru_cache(4096)
+def _misfit(*shapes: tuple[Any, tuple[int, ...]]) -> int | None:
+    """Return the position of the first shape that does not fit its class of jaxtyping and the axes before it."""
+    # One frame asks for all: jaxtyping's import hook gives every function axes of its own.
+    with jaxtyped("context"):
+        for position, (shaped, shape) in enumerate(shapes):
+            if not isinstance(jax.ShapeDtypeStruct(shape, np.float32), shaped):
+                return position
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +181,9 @@ class _Rule:
     instances: tuple[type, ...] = ()
     function: tuple[Any, ...] = ()
     in_time: tuple[InTime, ...] = ()
+    may_be_empty: bool = False
 
-    def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
+    def admit(self, name: str, value: Any, bound: _Bound) -> Any:
         """Return the converted argument, or raise an error that names the argument."""
         text = isinstance(value, (str, bytes)) and collections.abc.Sequence in self.instances  # a sequence too
         instance = isinstance(value, self.instances) and not text
@@ -156,18 +191,17 @@ class _Rule:
             return value
         value = as_trajectories(name, value, one=not self.listed) if self.in_time else value
         if self.listed and holds_arrays(value):
-            items = ((f"{name}[{i}]", item) for i, item in enumerate(value))
-            return [_admitted(*item, self.listed, self.listed[0].words, {}, may_be_empty, 0) for item in items]
+            return [self._admit_item(f"{name}[{i}]", item) for i, item in enumerate(value)]
         if self.keys:
             return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
         if self.labels is not None:
-            return self._admit_labels(name, value, bound, may_be_empty)
+            return self._admit_labels(name, value, self.labels, bound)
         if self.numbers and self._is_number(value):
             return self._admit_number(name, value)
         if self.arrays and (self._has_axes or not self.numbers):
-            return self._admit_array(name, value, bound, may_be_empty)
+            return self._admit_array(name, value, self.arrays, bound, 2 if self.listed else None)
         if self.sequence:
-            return self._admit_sequence(name, value, may_be_empty)
+            return self._admit_sequence(name, value)
         if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
             wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
             fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
@@ -182,7 +216,7 @@ class _Rule:
 
     @functools.cached_property
     def _has_axes(self) -> bool:
-        return any(kind.names or kind.variadic is not None for kind in self.arrays)
+        return any(kind.axes for kind in self.arrays)
 
     def _is_number(self, value: Any) -> bool:
         """Return True for scalars, and for arrays if the annotation has no axes."""
@@ -195,14 +229,33 @@ class _Rule:
         kinds = set(self.numbers)
         return "a number" if {float, complex} & kinds else "True or False" if kinds == {bool} else "a whole number"
 
-    def _admit_array(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
-        kind = self.arrays[0]
-        words = kind.words if self._has_axes else "a number"
-        words += ", or a list of arrays" if self.listed else ""
-        if kind.names[:1] in (("n",), ("m",)) and is_table(value):
-            check_columns(name, value, bound, str(kind.names[-1]))
-        most = 2 if self.listed else None
-        return _admitted(name, value, self.arrays, words, bound, may_be_empty, most, bare=not self._has_axes)
+    def _admit_array(
+        self, name: str, value: Any, kinds: tuple[_Kind, ...], bound: _Bound, deepest: int | None = None
+    ) -> Any:
+        """Return an array of the first kind that fits. Nested lists may have `deepest` axes, or any number."""
+        bare = not any(kind.axes for kind in kinds)
+        words = ("a number" if bare else kinds[0].words) + (", or a list of arrays" if deepest else "")
+        if deepest != 0 and kinds[0].axes[:1] in (("n",), ("m",)) and is_table(value):
+            check_columns(name, value, bound.columns, kinds[0].axes[-1])
+        array = as_array(name, value, words, bare=bare, may_be_empty=self.may_be_empty)
+        if deepest is not None:
+            refuse_nested(name, value, array, deepest)
+        kind = next((kind for kind in kinds if kind.fits(array.ndim)), kinds[0])
+        counts = number_kind(array.dtype) == "int"
+        if "float" in kind.numbers and not (counts and "int" in kind.numbers):
+            if kind.place is not np.ndarray:
+                warn_narrowed(name, array)
+            elif counts and not is_traced(array):  # all digits, as it stays on the host
+                array = np.asarray(array, np.float64)
+        array = as_numbers(name, array, kind.numbers)
+        bound.arrays.append((name, array, kind))
+        return _placed(name, array, kind)
+
+    def _admit_item(self, name: str, value: Any) -> Any:
+        own = _Bound([], {})  # axes of one name may differ in length from item to item
+        value = self._admit_array(name, value, self.listed, own, deepest=0)
+        own.check()
+        return value
 
     def _admit_number(self, name: str, value: Any) -> Any:
         kinds, words = set(self.numbers), self._number_words
@@ -220,8 +273,8 @@ class _Rule:
         wanted = next(kind for kind in (complex, float, int, bool) if kind in kinds)
         return wanted(as_numbers(name, array, frozenset({wanted.__name__})).item())
 
-    def _admit_sequence(self, name: str, value: Any, may_be_empty: bool) -> Any:
-        if may_be_empty and isinstance(value, (tuple, list)) and not value:
+    def _admit_sequence(self, name: str, value: Any) -> Any:
+        if self.may_be_empty and isinstance(value, (tuple, list)) and not value:
             return ()
         words = "real numbers" if float in self.sequence else "whole numbers"
         array = as_array(name, value, f"{words}, one after the other")
@@ -229,15 +282,14 @@ class _Rule:
             fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
         return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
 
-    def _admit_labels(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
-        kind = self.labels or Labels(one_hot=True)
-        width = self.arrays[0].names[-1]  # one name for classes, or their number
-        num_classes = width if isinstance(width, int) else bound.get("classes", (None,))[0]
+    def _admit_labels(self, name: str, value: Any, kind: Labels, bound: _Bound) -> Any:
+        width = self.arrays[0].axes[-1]  # one name for classes, or their number
+        num_classes = int(width) if width.isdigit() else bound.first("classes")[1]
         if kind.one_hot:
             labels = as_one_hot(name, value, num_classes, soft=kind.soft)
         else:
-            labels = as_classes(name, value, may_be_empty=may_be_empty)
-        self.arrays[0].check(name, labels.shape, bound)
+            labels = as_classes(name, value, may_be_empty=self.may_be_empty)
+        bound.arrays.append((name, labels, self.arrays[0]))
         return labels
 
 
@@ -246,43 +298,16 @@ def _full_name(kind: type) -> str:
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
 
 
-def _admitted(
-    name: str,
-    value: Any,
-    kinds: tuple[_Kind, ...],
-    words: str,
-    bound: Bound,
-    may_be_empty: bool,
-    most: int | None,
-    *,
-    bare: bool = False,
-) -> Any:
-    """Return an array of the first kind that fits, with at most `most` axes for nested lists."""
-    array = as_array(name, value, words, bare=bare, may_be_empty=may_be_empty)
-    if most is not None:
-        refuse_nested(name, value, array, most)
-    kind = next((kind for kind in kinds if kind.fits(array.ndim)), kinds[0])
-    counts = number_kind(array.dtype) == "int"
-    if "float" in kind.numbers and not (counts and "int" in kind.numbers):
-        if not kind.on_host:
-            warn_narrowed(name, array)
-        elif counts and not is_traced(array):  # all digits, as it stays on the host
-            array = np.asarray(array, np.float64)
-    array = as_numbers(name, array, kind.numbers)
-    kind.check(name, array.shape, bound)
-    return _placed(name, array, kind)
-
-
 def _placed(name: str, array: Any, kind: _Kind) -> Any:
-    if kind.on_host:
+    if kind.place is np.ndarray:
         if is_traced(array):
             fail_kind(name, "be known: it is worked on by the host", "a traced value")
         return np.asarray(array)
     check_fits(name, array)
-    return jnp.asarray(array) if kind.on_device else array
+    return jnp.asarray(array) if kind.place is jax.Array else array
 
 
-def _rule(hint: Any) -> _Rule | None:
+def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule | None:
     """Return the rule of an annotation, or None if any value is accepted."""
     slots: dict[str, list[Any]] = collections.defaultdict(list)
     for member in _members(hint):
@@ -291,11 +316,11 @@ def _rule(hint: Any) -> _Rule | None:
     if "free" in slots:
         return None
     arrays = [] if "keys" in slots else slots["arrays"]  # the raw form of a key
-    for place in ("on_host", "on_device"):
-        if not all(getattr(kind, place) for kind in arrays):
-            arrays = [kind._replace(**{place: False}) for kind in arrays]
+    if len({kind.place for kind in arrays}) > 1:
+        arrays = list(dict.fromkeys(kind._replace(place=None) for kind in arrays))
     labels = next(iter(slots.pop("labels", [])), None)
-    return _Rule(**{slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}, labels=labels)
+    accepted = {slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}
+    return _Rule(**accepted, labels=labels, may_be_empty=may_be_empty)
 
 
 def _members(hint: Any) -> Iterator[Any]:
@@ -329,7 +354,9 @@ def _sorted_in(member: Any) -> tuple[str, Any]:
             return "sequence", first
         slot, item = _sorted_in(next(_members(first)))
         if slot == "arrays" and (rest == [...] or not rest):
-            return "listed", item._replace(on_device=False)  # each function converts them together
+            return "listed", item._replace(
+                place=item.place if item.place is np.ndarray else None
+            )  # functions convert them
     kind = origin or member
     if isinstance(kind, type) and kind not in (Any, object, jax.Array, np.ndarray):
         return "instances", kind
@@ -341,10 +368,6 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 
 
 def _kind(annotation: Any) -> _Kind:
-    known, array_type = annotation.dtype.dtypes, annotation.array_type
+    known, words = annotation.dtype.dtypes, annotation.dim_str
     numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
-    words = annotation.dim_str.split()
-    places = [place for place, word in enumerate(words) if word == "..." or word.startswith("*")]
-    names = (int(word) if word.isdigit() else word for place, word in enumerate(words) if place not in places)
-    variadic = places[0] if places else None
-    return _Kind(numbers, tuple(names), variadic, array_type is np.ndarray, array_type is jax.Array)
+    return _Kind(numbers, tuple(words.split()), Shaped[Any, words], annotation.array_type)

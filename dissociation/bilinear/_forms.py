@@ -230,7 +230,7 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
     """Return v_i . x of every component."""
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
-    if np.ndim(x) != 2 or x.shape[1] != width:
+    if x.shape[1] != width:
         fail("x", f"have shape [n, {width}]", np.shape(x))
     outputs, components, _ = spectrum.vectors.shape
     flat = spectrum.vectors[:, :, :width].reshape(-1, width)

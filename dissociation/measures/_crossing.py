@@ -14,7 +14,6 @@ from dissociation._core.checks import (
     check_finite,
     check_level,
     check_positive,
-    check_same_length,
     fail,
     is_traced,
 )
@@ -64,7 +63,7 @@ class Slope(NamedTuple):
 @validated
 def first_cross(
     x: Float[Array | np.ndarray, " times"],
-    y: Float[Array | np.ndarray, "*b steps"],
+    y: Float[Array | np.ndarray, "*b times"],
     threshold: float | Float[Array, ""],
     direction: str = "above",
 ) -> Float[Array, "*b"]:
@@ -87,7 +86,6 @@ def first_cross(
         Array([ 1., nan], dtype=float32)
     """
     check_choice("direction", direction, DIRECTIONS)
-    check_same_length("x", x.shape[0], "y", y.shape[-1], "times")
     if not is_traced(x) and not np.all(np.diff(np.asarray(x)) > 0):
         fail("x", "rise", np.asarray(x))
     x, y = jnp.asarray(x), jnp.asarray(y)

@@ -16,7 +16,7 @@ from dissociation._core.validation import validated
 from dissociation.models._program import called, function_of, parameters_in, with_draws
 from dissociation.training._bmap import bmap
 
-Images = Float[Array | np.ndarray, "n ..."]
+Images = Float[Array | np.ndarray, "n *image"]
 Scales = Float[Array | np.ndarray, " scales"]
 
 
@@ -38,8 +38,6 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
         >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
         Array(0.5, dtype=float32)
     """
-    if logits.shape != labels.shape:
-        checks.fail("labels", f"have the shape of `logits` {logits.shape}", labels.shape)
     logits = jnp.asarray(logits)
     wrong = (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
     # `argmax` of NaN is class 0, but a network that has diverged predicts no class.
@@ -53,7 +51,7 @@ def input_noise_error(
     labels: OneHot,
     scales: Scales,
     *,
-    noise: Float[Array | np.ndarray, "..."],
+    noise: Images,
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
     """Return the error rate on `images + scale * noise`, for every scale.
@@ -77,8 +75,6 @@ def input_noise_error(
         ValueError: If a scale is negative or the shapes do not fit.
     """
     checks.check_non_negative("scales", scales)
-    if noise.shape != images.shape:
-        checks.fail("noise", f"have the shape of `images` {images.shape}", noise.shape)
     _check_outputs(model, images, labels)
     images, moving = jnp.asarray(images), jnp.asarray(noise)
     with jax.default_matmul_precision("highest"):
@@ -146,6 +142,10 @@ def _over_scales(at: Callable[..., Array], scales: Any, *fixed: Any, scales_per_
 
 def _check_outputs(model: Any, images: Any, labels: Any) -> None:
     output = checks.check_model("model", function_of("model", model), images[0])
+    if output.ndim == 1 and output.shape[0] > labels.shape[1]:
+        classes = output.shape[0]
+        advice = f"If they are integers without the last class, pass jax.nn.one_hot(labels, {classes})"
+        checks.fail("labels", f"have {classes} classes, as `model` gives outputs", labels.shape[1], advice)
     if output.shape != labels.shape[1:]:
         checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {output.shape}")
 

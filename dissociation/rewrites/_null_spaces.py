@@ -39,7 +39,7 @@ class NullSpectrum(NamedTuple):
 
 
 @validated(finite=("dataset",))
-def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> NullSpectrum:
+def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rtol: float | None = None) -> NullSpectrum:
     """Return singular values and null directions of a dataset, on the host in float64.
 
     Memory holds at most a chunk of the samples times the features.
@@ -47,8 +47,6 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     if is_traced(dataset):
         fail_kind("dataset", "be a known array (its rank sets shapes)", "a traced one", "Call it outside of jit")
     samples = np.asarray(dataset)
-    if samples.ndim < 2:
-        fail("dataset", "have samples first and then at least one axis of features", f"shape {samples.shape}")
     rtol = RELATIVE_CUTOFF if rtol is None else rtol
     check_non_negative("rtol", rtol)
 

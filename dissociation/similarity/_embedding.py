@@ -106,8 +106,6 @@ def _in_unit(found: Embedding, unit: Array) -> Embedding:
 
 def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array, int]:
     """Return distances over a power of two, that power, and the checked number of dimensions."""
-    if distances.shape[0] != distances.shape[1]:
-        fail("distances", "be square", distances.shape)
     count = check_count("num_dims", num_dims, minimum=1)
     if count >= distances.shape[0]:
         fail("num_dims", f"be below the number of points ({distances.shape[0]})", num_dims)

@@ -178,8 +178,6 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
 
     An entry that is constant in `target` scores 1 if its forecast is exact, else 0, as in scikit-learn.
     """
-    if np.shape(target) != np.shape(forecast):
-        fail("forecast", f"have the shape of `target` {np.shape(target)}", np.shape(forecast))
     if target.shape[0] < 2:
         fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
     warn_narrowed(target, forecast)

@@ -239,8 +239,8 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
     @validated
     def right_functions(states: Float[Array | np.ndarray, "n d"], at: Int[Array | np.ndarray, " n"]) -> np.ndarray:
         x, at = rows(states, d), np.asarray(at)
-        if at.shape != x.shape[:1] or at.dtype.kind not in "iu" or not np.all((at >= 0) & (at < regimes)):
-            fail("at", f"hold the regime of every state, 0 to {regimes - 1}", f"{at.dtype} of shape {at.shape}")
+        if not np.all((at >= 0) & (at < regimes)):
+            fail("at", f"hold the regime of every state, 0 to {regimes - 1}", f"{at.min()} to {at.max()}")
         return np.concatenate([offsets[at], np.einsum("nd,ndk->nk", x, slopes[at])], axis=1)[:, order]
 
     return ExactSpectrum(values[order], right_functions)

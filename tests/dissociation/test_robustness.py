@@ -97,6 +97,7 @@ def test_wrong_arguments_are_named(key):
     for wrong, error, words in (
         (stacked, TypeError, r"`model` must take one example of shape \(6,\) \(a single model, no stacked ones\)"),
         (eqx.nn.MLP(6, 2, 16, 2, key=key), ValueError, r"`model` must give an output for each of the 3 classes, got"),
+        (eqx.nn.MLP(6, 4, 16, 2, key=key), ValueError, r"`labels` must have 4 classes, .* got 3\..*one_hot"),
     ):
         draws = parameter_noise(wrong, key=key)
         for run, own in ((input_noise_error, noise), (parameter_noise_error, draws)):

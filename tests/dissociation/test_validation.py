@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pandas as pd
 import pytest
@@ -48,6 +49,7 @@ def take(
     x: Float[Array | np.ndarray, "n d"],
     y: Float[Array | np.ndarray, "n *rest"] | None = None,
     *,
+    more: Float[Array | np.ndarray, "n *rest"] | None = None,
     scale: Scalar = 1.0,
     count: int = 1,
     steps: Count = 1,
@@ -104,6 +106,7 @@ def test_whatever_stands_for_an_array_is_taken(rows):
         ({"x": np.ones((0, 2))}, ValueError, r"`x` must not be empty, got shape \(0, 2\)"),
         ({"x": [[1.0, np.nan]]}, ValueError, r"`x` must be finite, got nan at index \(0, 1\)"),
         ({"y": np.ones((2, 2))}, ValueError, r"`y` must be of shape \[n, \.\.\.\] with n = 3 as in `x`, got shape"),
+        ({"y": np.ones((3, 2)), "more": np.ones((3, 1))}, ValueError, r"`more` .*rest = \(2,\) as in `y`, got shape"),
         ({"y": 2.0}, ValueError, r"`y` must have at least 1 axis \[n, \.\.\.\]"),
         ({"scale": True}, TypeError, "`scale` must be a number, got True"),
         ({"scale": Fraction(1, 2)}, TypeError, r"`scale` must be a number, got .* Fraction. Pass float\(...\)\."),
@@ -148,6 +151,19 @@ def test_kinds_of_one_thing():
     assert isinstance(took["key"], jax.Array)
     assert took["keys"].shape == (3, 2)
     assert take(ROWS, key=jax.random.key(0))["key"].dtype == jax.random.key(0).dtype
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_the_gate_does_not_depend_on_its_caller(monkeypatch, disabled):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", disabled)  # as JAXTYPING_DISABLE=1 sets it
+    with jaxtyping.jaxtyped("context"):
+        assert isinstance(np.ones((7, 8), np.float32), Float[np.ndarray, "n d"])  # other n and d than the call's
+        for rows in (ROWS, ROWS[:2]):
+            assert len(take(rows, rows)["x"]) == len(rows)
+        with pytest.raises(ValueError, match="`y` must be of shape .* with n = 3 as in `x`"):
+            take(ROWS, ROWS[:2])
+        assert isinstance(np.ones((7, 8), np.float32), Float[np.ndarray, "n d"])
+        assert not isinstance(np.ones((3, 2), np.float32), Float[np.ndarray, "n d"])
 
 
 def test_traced_values_pass_and_traced_shapes_do_not():

@@ -334,7 +334,10 @@ def test_wrong_arguments_are_named(monkeypatch):
         (lambda: vamp_score(x, y, x, y, rank=4), r"`rank` must be at most the number of features \(3\), got 4"),
         (lambda: dpnets_loss(x, y, metric_deformation=-1.0), "`metric_deformation` must be non-negative"),
         (lambda: spectral_contrastive_loss(x[:1], y[:1]), "`x` must hold at least two pairs"),
-        (lambda: autoencoder_loss(x, y, x[:, :1], x, x, y), "`x_rec` must have the shape of `x`"),
+        (
+            lambda: autoencoder_loss(x, y, x[:, :1], x, x, y),
+            "`x_rec` must be of shape .* with state = .* as in `x`",
+        ),
         (lambda: autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0), "`alpha_lin` must be non-negative"),
         (lambda: energy_loss(x, x[:, :, None], form="other"), "`form` must be one of 'energy', 'pooled'"),
         (lambda: orthonormal_fro_reg(x[:3]), "`x` must hold at least four samples"),
