@@ -13,17 +13,14 @@ from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity._base import (
     Features,
+    Form,
     OtherFeatures,
-    Prepared,
-    Route,
-    Routes,
     Score,
     aligned,
     centred,
     column_sizes,
     evaluate,
     narrowed,
-    product_route,
     refuse_wide,
     warn_dropped,
 )
@@ -55,11 +52,6 @@ def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:
 
 def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.minimum(nuclear_norm(product(a[0].T, b[0])) / jnp.minimum(a[1], b[1]), 1.0)
-
-
-def _projector(x: Array) -> Prepared:
-    q, rank = basis(x)
-    return Prepared(product(q, q.T), rank / (x.shape[0] - 1) ** 0.5, rank)
 
 
 def _seen(x: Array) -> tuple[Array, Array, Array]:
@@ -94,47 +86,36 @@ def _gulp_distance(a: Array, b: Array) -> Array:
     return root(0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T)))
 
 
-_SVD = 20.0
-"""Cost of a singular value decomposition in units of a product."""
+CCA = Form(basis, _mean_correlation)
 
-CCA = (Route(basis, _mean_correlation, effort=_SVD),)
-
-CCA_SQUARED = (
-    Route(
-        basis,
-        lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),
-        expected=lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
-        effort=_SVD,
-    ),
-    product_route(_projector, lambda product, a, b: jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0))._replace(
-        effort=1.5 * _SVD
-    ),
+CCA_SQUARED = Form(
+    basis,
+    lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),
+    lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
 )
-"""Over features, or over samples if there are many pairs."""
 
-PWCCA = (Route(_seen, _weighted, effort=_SVD),)
+PWCCA = Form(_seen, _weighted)
 
 
-def svcca_routes(*, variance: Scalar = 0.99) -> Routes:
-    """Return one route."""
+def svcca_form(*, variance: Scalar = 0.99) -> Form:
+    """Return SVCCA of a fraction of the variance."""
     check_single("variance", variance)
     if not is_traced(variance) and not 0 < float(variance) <= 1:
         fail("variance", "be above 0 and at most 1", variance)
-    leading = eqx.Partial(_leading_basis, variance=jnp.asarray(variance, float))
-    return (Route(leading, _mean_correlation, effort=_SVD),)
+    return Form(eqx.Partial(_leading_basis, variance=jnp.asarray(variance, float)), _mean_correlation)
 
 
-def gulp_routes(*, lam: Scalar = 1e-2) -> Routes:
-    """Return one route."""
+def gulp_form(*, lam: Scalar = 1e-2) -> Form:
+    """Return the GULP distance of a penalty."""
     check_single("lam", lam)
     check_non_negative("lam", lam)
-    return (Route(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, effort=_SVD),)
+    return Form(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance)
 
 
-def _between_subspaces(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
+def _between_subspaces(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     refuse_wide(x, y)
     warn_dropped(x=x, y=y)
-    return evaluate(routes, x, y)
+    return evaluate(form, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -200,7 +181,7 @@ def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
     """
     if not is_traced(variance) and float(variance) == 1:
         warn_dropped(level=False, x=x, y=y)
-    return evaluate(svcca_routes(variance=variance), x, y)
+    return evaluate(svcca_form(variance=variance), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -253,4 +234,4 @@ def gulp_distance(x: Features, y: OtherFeatures, *, lam: Scalar = 1e-2) -> Score
     if not is_traced(lam) and float(lam) == 0:
         refuse_wide(x, y)
         warn_dropped(x=x, y=y)
-    return evaluate(gulp_routes(lam=lam), x, y)
+    return evaluate(gulp_form(lam=lam), x, y)

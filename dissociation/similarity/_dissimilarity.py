@@ -17,18 +17,18 @@ from dissociation._core.ties import ranks, snapped
 from dissociation._core.validation import validated
 from dissociation.similarity._base import (
     Features,
+    Form,
     OtherFeatures,
     Prepared,
-    Route,
-    Routes,
     Score,
     apart_from_rounding,
     centred,
     check_samples,
+    compared,
     evaluate,
     in_common_dtype,
-    prepared_and_compared,
-    product_route,
+    inner,
+    inner_mean,
     scaled,
     unit,
 )
@@ -119,21 +119,15 @@ def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
     return _read(pairs, comparison, size)
 
 
-def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> Routes:
-    """Return one route, over pairs of samples."""
+def rsa_form(*, rdm: str = "euclidean", comparison: str = "pearson") -> Form:
+    """Return the agreement of RDMs of one kind."""
     check_choice("rdm", rdm, RDMS)
-    return (_compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison),)
+    return _compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison)
 
 
-def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
+def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Form:
     check_choice("comparison", comparison, COMPARISONS)
-    if comparison == "kendall":
-        return Route(prepare, _kendall, over_samples=True, effort=2e3, held=_held)
-    return product_route(prepare)
-
-
-def _held(n: int, p: int) -> int:
-    return 8 * n * n
+    return Form(prepare, _kendall) if comparison == "kendall" else Form(prepare, inner, inner_mean)
 
 
 def _kendall(a: Prepared, b: Prepared) -> Array:
@@ -191,8 +185,7 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     References:
         Nili et al. (2014), A toolbox for representational similarity analysis.
     """
-    route = _compared(eqx.Partial(_read_alone, comparison=comparison), comparison)
-    return prepared_and_compared(route, *in_common_dtype(a, b))
+    return compared(_compared(eqx.Partial(_read_alone, comparison=comparison), comparison), *in_common_dtype(a, b))
 
 
 def _read_alone(pairs: Array, comparison: str) -> Prepared:
@@ -224,7 +217,7 @@ def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: st
     References:
         Kriegeskorte et al. (2008); Nili et al. (2014).
     """
-    return evaluate(rsa_routes(rdm=rdm, comparison=comparison), x, y, minimum=3)
+    return evaluate(rsa_form(rdm=rdm, comparison=comparison), x, y, minimum=3)
 
 
 @validated(finite=("a", "b", "noise_covariance"))
@@ -274,9 +267,9 @@ def _crossed_halves(x: Array, comparison: str) -> Prepared:
     return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size))
 
 
-def crossnobis_rsa_routes(*, comparison: str = "cosine") -> Routes:
-    """Return one route."""
-    return (_compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison),)
+def crossnobis_rsa_form(*, comparison: str = "cosine") -> Form:
+    """Return the agreement of cross-validated RDMs."""
+    return _compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison)
 
 
 @validated(finite=("x", "y"))
@@ -301,4 +294,4 @@ def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine")
     """
     if x.shape[0] % 2:
         fail("x", "have an even number of rows, two measurements of all conditions", x.shape[0])
-    return evaluate(crossnobis_rsa_routes(comparison=comparison), x, y, minimum=6)
+    return evaluate(crossnobis_rsa_form(comparison=comparison), x, y, minimum=6)

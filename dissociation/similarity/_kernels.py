@@ -15,27 +15,21 @@ from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity._base import (
     Features,
+    Form,
     OtherFeatures,
     Prepared,
-    Route,
-    Routes,
     Score,
     apart_from_rounding,
     centred,
     evaluate,
-    product_route,
+    inner,
+    inner_mean,
     scaled,
     unit,
 )
 
-BLOCKS = 4
-"""Blocks of rows from the diagonal on, 5 / 8 of a matrix over samples."""
-
 LONG = 8
 """Number of longest samples that debiased products over features separate."""
-
-SMALLEST_IN_BLOCKS = 64
-"""Number of samples from which blocks are used."""
 
 
 def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -132,90 +126,33 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
 
 
-def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:
-    """Return the rows of a symmetric matrix from the diagonal on, in blocks, times sqrt(2) beyond these."""
-    number = x.shape[0]
-    width = -(-number // (BLOCKS if number >= SMALLEST_IN_BLOCKS else 1))
-    parts = []
-    for start in range(0, number, width):
-        own = slice(start, min(start + width, number))
-        height = own.stop - own.start
-        rest = x[own.start :]
-        twice = jnp.where(jnp.arange(rest.shape[0]) < height, 1.0, 2**0.5).astype(x.dtype)
-        part = product(x[own], (rest * twice[:, None]).T)
-        if shift is not None:
-            shifted = part - (shift[own][:, None] + shift[own.start :][None]) * twice[None]
-            part = jnp.where(jnp.eye(height, rest.shape[0], dtype=bool), 0.0, shifted)
-        parts.append(part)
-    return tuple(parts)
-
-
-def _norm(parts: tuple[Array, ...]) -> Array:
-    return jnp.sqrt(sum((jnp.sum(part**2) for part in parts), jnp.zeros((), parts[0].dtype)))
-
-
-def _plain_halves(x: Array) -> Prepared:
-    x, _ = centred(x)
-    parts = _halves(x, None)
-    own = _norm(parts)
-    return Prepared(tuple(part / own for part in parts), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
-
-
-def _debiased_halves(x: Array) -> Prepared:
-    x, _ = centred(x)
-    number = x.shape[0]
-    sums = -jnp.sum(x**2, 1) / (number - 2)  # of rows without the diagonal, over n - 2
-    parts = _halves(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(part)) for part in parts]))
-    own = _norm(parts) + 0 * apart_from_rounding(largest, jnp.sum(x**2, 1))
-    return Prepared(tuple(part / own for part in parts), jnp.zeros((), x.dtype))
-
-
-def _held(n: int, p: int) -> int:
-    return p * p
-
-
-# Features are cheaper if they are few, samples if pairs or features are many. Moments need the whole matrix.
-LINEAR_CKA = (
-    Route(
-        _plain_features,
-        lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
-        expected=lambda a, b: a.mean * b.mean,
-        held=_held,
-    ),
-    product_route(_plain_halves),
-    product_route(eqx.Partial(_unit_gram, linear_gram, double_centred), matrix=True),
+# Features are cheaper if they are few, samples if pairs or features are many. Moments need the matrix over samples.
+LINEAR_CKA = Form(
+    _plain_features,
+    lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
+    inner_mean,
+    eqx.Partial(_unit_gram, linear_gram, double_centred),
 )
-"""Routes over features, over samples, and for moments."""
 
-DEBIASED_CKA = (
-    Route(
-        _debiased_features,
-        lambda a, b: jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0),
-        expected=lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
-        held=_held,
-    ),
-    product_route(_debiased_halves),
-    product_route(eqx.Partial(_unit_gram, linear_gram, u_centred), matrix=True),
+DEBIASED_CKA = Form(
+    _debiased_features,
+    lambda a, b: jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0),
+    lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
+    eqx.Partial(_unit_gram, linear_gram, u_centred),
 )
-"""Routes as in `LINEAR_CKA`."""
+
+DISTANCE_CORRELATION = Form(
+    eqx.Partial(_unit_gram, lambda x: root(squared_distances(scaled(x)[0])), double_centred),
+    lambda a, b: root(inner(a, b)),  # not negative but for rounding
+)
 
 
-def rbf_routes(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Routes:
-    """Return one route."""
+def rbf_form(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Form:
+    """Return CKA with a Gaussian kernel."""
     check_single("scale", scale)
     check_positive("scale", scale)
-    gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
-    return (product_route(eqx.Partial(_unit_gram, gram, centring), matrix=True),)
-
-
-DISTANCE_CORRELATION = (
-    product_route(
-        eqx.Partial(_unit_gram, lambda x: root(squared_distances(scaled(x)[0])), double_centred),
-        lambda product, a, b: root(product),  # not negative but for rounding
-        linear=False,
-    ),
-)
+    gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=jnp.asarray(scale)), centring)
+    return Form(gram, inner, inner_mean, gram)
 
 
 @validated(finite=("x", "y"))
@@ -292,7 +229,7 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     References:
         Kornblith et al. (2019), section 3.
     """
-    return evaluate(rbf_routes(double_centred, scale=scale), x, y)
+    return evaluate(rbf_form(double_centred, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -313,7 +250,7 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
     References:
         Song et al. (2012), theorem 2.
     """
-    return evaluate(rbf_routes(u_centred, scale=scale), x, y, minimum=4)
+    return evaluate(rbf_form(u_centred, scale=scale), x, y, minimum=4)
 
 
 @validated(finite=("x", "y"))

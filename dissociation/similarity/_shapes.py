@@ -11,9 +11,8 @@ from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity._base import (
     Features,
+    Form,
     OtherFeatures,
-    Route,
-    Routes,
     Score,
     aligned,
     centred,
@@ -67,19 +66,19 @@ def _partly(values: Array, parameter: Array) -> Array:
     return parameter[0] * values + parameter[1]
 
 
-PROCRUSTES = (Route(_centred, _distance, by_rows=True),)
+PROCRUSTES = Form(_centred, _distance)
 
-ANGULAR_SIMILARITY = (Route(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0), by_rows=True),)
+ANGULAR_SIMILARITY = Form(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0))
 
-ANGULAR_DISTANCE = (Route(_unit_centred, _angle, by_rows=True),)
+ANGULAR_DISTANCE = Form(_unit_centred, _angle)
 
 
-def partial_whitening_routes(*, a: Scalar = 0.5) -> Routes:
-    """Return one route."""
+def partial_whitening_form(*, a: Scalar = 0.5) -> Form:
+    """Return the distance of partly whitened shapes."""
     check_single("a", a)
     if not is_traced(a) and not 0 <= float(a) <= 1:
         fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
-    return (Route(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle, by_rows=True),)
+    return Form(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle)
 
 
 @validated(finite=("x", "y"))
@@ -171,4 +170,4 @@ def partial_whitening_distance(x: Features, y: OtherFeatures, *, a: Scalar = 0.5
         refuse_wide(x, y)
     if not is_traced(a) and float(a) < 1:
         warn_dropped(level=float(a) == 0, x=x, y=y)
-    return evaluate(partial_whitening_routes(a=a), x, y)
+    return evaluate(partial_whitening_form(a=a), x, y)

@@ -54,18 +54,25 @@ def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
     return jax.ops.segment_sum(values, np.repeat(np.arange(len(widths)), widths), len(widths))
 
 
-def joint_moments(*representations: Any) -> JointMoments:
-    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples."""
+def joint_moments(*representations: Any, about: list[np.ndarray] | None = None) -> JointMoments:
+    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples, minus the points `about`."""
     if not representations:
         fail("representations", "be one array or more", "none")
     arrays = []
     for index, given in enumerate(representations):
         name = f"representations[{index}]"
-        array = real_numbers(name, given, "real numbers [n, p]")
+        array = as_array(name, given, "real numbers [n, p]")
         if array.ndim != 2:
             fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
         if array.shape[0] != np.shape(representations[0])[0]:
             fail(name, f"have as many samples as the first ({np.shape(representations[0])[0]})", array.shape[0])
+        if about is not None:
+            point = about[index]
+            if array.shape[1:] != point.shape:
+                fail(name, f"have shape [n, {len(point)}] throughout", f"shape {array.shape}")
+            # In the precision of the features.
+            array = array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
+        array = real_numbers(name, array, "real numbers [n, p]")
         check_finite(name, array)
         arrays.append(array)
     return _moments(tuple(in_common_dtype(*arrays)))
@@ -132,30 +139,22 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
     Raises:
         ValueError: If there is no batch, or batches differ in their representations.
     """
-    total = pilot = None
+    total: Any = None
+    points: list[np.ndarray] = []
     for batch in batches:
         if not isinstance(batch, (list, tuple)):
             fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
-        if pilot is None:
+        if total is None:
             joint_moments(*batch)  # checks what came
             # Moments about a point near the means lose no digits to a large offset.
-            pilot = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
-        if len(batch) != len(pilot):
-            fail("batches", f"hold {len(pilot)} arrays each", len(batch))
-        own = joint_moments(*(_about(part, point) for part, point in zip(batch, pilot, strict=True)))
+            points = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
+        if len(batch) != len(points):
+            fail("batches", f"hold {len(points)} arrays each", len(batch))
+        own = joint_moments(*batch, about=points)
         total = own if total is None else merge_joint_moments(total, own)
     if total is None:
         fail("batches", "give at least one batch", "none")
-    points: Any = pilot
     return eqx.tree_at(lambda m: m.mean, total, total.mean + jnp.asarray(np.concatenate(points), total.mean.dtype))
-
-
-def _about(part: Any, point: np.ndarray) -> Any:
-    """Return features about a point, in their precision."""
-    array = as_array("batches", part, "real numbers [n, p]")
-    if np.shape(array)[1:] != point.shape:
-        fail("batches", f"hold arrays [n, {len(point)}] throughout", f"shape {np.shape(array)}")
-    return array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
 
 
 def _block_squares(products: Array, widths: tuple[int, ...]) -> Array:
@@ -208,11 +207,11 @@ def _evened(m: JointMoments) -> JointMoments:
 
 
 def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
-    # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
-    rtol = [8 * width * float(jnp.finfo(m.products.dtype).eps) for width in m.widths]
+    """Return the inverse square root of each covariance, and its rank."""
     own = [m.block(i, i) for i in range(len(m.widths))]
-    roots = [psd_power(block, -0.5, rtol=cut) for block, cut in zip(own, rtol, strict=True)]
-    return roots, [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
+    # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
+    roots = [psd_power(each, -0.5, rtol=8 * len(each) * float(jnp.finfo(each.dtype).eps)) for each in own]
+    return roots, [jnp.round(jnp.sum(product(root, each) * root)) for root, each in zip(roots, own, strict=True)]
 
 
 def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
