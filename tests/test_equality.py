@@ -20,7 +20,7 @@ WHOLE = {  # modules in which all of them are of integers or of rows, in dissoci
 }  # fmt: skip
 ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
-        "similarity/_dissimilarity.py:kendall koopman/_operators/_spectrum.py:eigenpairs "
+        "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
         "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
@@ -28,7 +28,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "_core/frames.py:_check_steps",
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
-        "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
+        "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_by_moments "
         "measures/_transfer.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:check_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_canonical.py:_shrunk rewrites/_matching.py:_moves training/_grids.py:_run "

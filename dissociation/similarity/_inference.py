@@ -223,7 +223,7 @@ def permutation_test(
     orders = np.concatenate([np.arange(number)[None], orders])
     with closing(open_meter(progress, len(orders), known.name)) as meter:
         values = np.asarray(Job(known, form, *sets).run(orders, "orders", meter.advance))[:, 0, 0]
-    return placed(known, values[0], values[1:], level)
+    return placed(known, np.asarray(values[0]), values[1:], level)
 
 
 def random_orders(

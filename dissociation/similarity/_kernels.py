@@ -13,20 +13,8 @@ from dissociation._core.distances import root, squared_distances, typical
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    Form,
-    OtherFeatures,
-    Prepared,
-    Score,
-    apart_from_rounding,
-    centred,
-    evaluate,
-    inner,
-    inner_mean,
-    scaled,
-    unit,
-)
+from dissociation.similarity import _base as base
+from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
 
 LONG = 8
 """Number of longest samples that debiased products over features separate."""
@@ -54,20 +42,20 @@ def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
 
 def linear_gram(x: Array) -> Array:
     """Return Xc Xc^T, up to a power of four."""
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     return product(x, x.T)
 
 
 def rbf_gram(x: Array, scale: Scalar) -> Array:
     """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance."""
-    square = squared_distances(scaled(x)[0])
+    square = squared_distances(base.scaled(x)[0])
     sigma = jnp.asarray(scale, x.dtype) * typical(root(square))
     return jnp.exp(-square / (2 * sigma**2))
 
 
 def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array) -> Prepared:
     matrix = gram(x)
-    entries = unit(apart_from_rounding(centring(matrix), matrix))
+    entries = base.unit(base.apart_from_rounding(centring(matrix), matrix))
     return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
 
 
@@ -78,7 +66,7 @@ def _mean_part(trace: Array, number: int) -> Array:
 
 
 def _plain_features(x: Array) -> Prepared:
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     own = jnp.sqrt(jnp.sum(product(x.T, x) ** 2))
     return Prepared(x / jnp.sqrt(own), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
 
@@ -100,7 +88,7 @@ def _longest(lengths: Array) -> tuple[Array, Array]:
 
 
 def _debiased_features(x: Array) -> _Debiased:
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     long, rest = _longest(jnp.sum(x**2, 1))
     x = x - (jnp.sum(jnp.where(rest, x, 0.0), 0) / (x.shape[0] - len(long)))[None]
     lengths = jnp.sum(x**2, 1)
@@ -108,7 +96,7 @@ def _debiased_features(x: Array) -> _Debiased:
     among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x[long], x[long].T))
     sums = product(x, (total + jnp.sum(x[long], 0))[:, None])[:, 0] - lengths
     sums = sums.at[long].set(product(x[long], total[:, None])[:, 0] + jnp.sum(among, 1))
-    own = jnp.sqrt(apart_from_rounding(*_debiased_product(*[_Debiased(x, lengths, sums)] * 2)))
+    own = jnp.sqrt(base.apart_from_rounding(*_debiased_product(*[_Debiased(x, lengths, sums)] * 2)))
     return _Debiased(x / jnp.sqrt(own), lengths / own, sums / own)
 
 
@@ -118,10 +106,10 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     squares = a.lengths * b.lengths
     long, rest = _longest(squares)
     (x_long, x), (y_long, y) = ((one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b))
-    inner = product(x.T, y)
+    crossed = product(x.T, y)
     among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T))
-    terms = [jnp.sum(inner**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
-    terms += [2 * jnp.sum(product(x_long, inner) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
+    terms = [jnp.sum(crossed**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
+    terms += [2 * jnp.sum(product(x_long, crossed) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
     terms += [jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))]
     return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
 
@@ -130,7 +118,7 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
 LINEAR_CKA = Form(
     _plain_features,
     lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
-    inner_mean,
+    base.inner_mean,
     eqx.Partial(_unit_gram, linear_gram, double_centred),
 )
 
@@ -142,8 +130,8 @@ DEBIASED_CKA = Form(
 )
 
 DISTANCE_CORRELATION = Form(
-    eqx.Partial(_unit_gram, lambda x: root(squared_distances(scaled(x)[0])), double_centred),
-    lambda a, b: root(inner(a, b)),  # not negative but for rounding
+    eqx.Partial(_unit_gram, lambda x: root(squared_distances(base.scaled(x)[0])), double_centred),
+    lambda a, b: root(base.inner(a, b)),  # not negative but for rounding
 )
 
 
@@ -152,7 +140,7 @@ def rbf_form(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Form
     check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=jnp.asarray(scale)), centring)
-    return Form(gram, inner, inner_mean, gram)
+    return Form(gram, base.inner, base.inner_mean, gram)
 
 
 @validated(finite=("x", "y"))
@@ -179,7 +167,7 @@ def linear_cka(x: Features, y: OtherFeatures) -> Score:
         >>> round(float(linear_cka(x, 2 * x + 1)), 3)
         1.0
     """
-    return evaluate(LINEAR_CKA, x, y)
+    return base.evaluate(LINEAR_CKA, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -205,7 +193,7 @@ def debiased_cka(x: Features, y: OtherFeatures) -> Score:
         Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
         Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn the same things?, eq. 3.
     """
-    return evaluate(DEBIASED_CKA, x, y, minimum=4)
+    return base.evaluate(DEBIASED_CKA, x, y, minimum=4)
 
 
 @validated(finite=("x", "y"))
@@ -229,7 +217,7 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     References:
         Kornblith et al. (2019), section 3.
     """
-    return evaluate(rbf_form(double_centred, scale=scale), x, y)
+    return base.evaluate(rbf_form(double_centred, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -250,7 +238,7 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
     References:
         Song et al. (2012), theorem 2.
     """
-    return evaluate(rbf_form(u_centred, scale=scale), x, y, minimum=4)
+    return base.evaluate(rbf_form(u_centred, scale=scale), x, y, minimum=4)
 
 
 @validated(finite=("x", "y"))
@@ -273,4 +261,4 @@ def distance_correlation(x: Features, y: OtherFeatures) -> Score:
     References:
         Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.
     """
-    return evaluate(DISTANCE_CORRELATION, x, y)
+    return base.evaluate(DISTANCE_CORRELATION, x, y)

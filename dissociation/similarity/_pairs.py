@@ -16,16 +16,9 @@ from dissociation._core.conversion import describe
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
+from dissociation.similarity import _inference as inference
 from dissociation.similarity import _moments as moments
 from dissociation.similarity._base import Measure, warn_dropped
-from dissociation.similarity._inference import (
-    Interval,
-    adjust_p_values,
-    jackknife_interval,
-    kept_rows,
-    placed,
-    random_orders,
-)
 from dissociation.similarity._items import Items, Representations, as_items, check_fit, check_sets
 from dissociation.similarity._measures import MEASURES, as_measure, form_of
 from dissociation.similarity._tables import Job
@@ -134,10 +127,10 @@ class Similarities(Result):
             return None
         values = np.array(self.p_values, float)
         if not self.counts_once:
-            return adjust_p_values(values, method)
+            return inference.adjust_p_values(values, method)
         # Each pair of a symmetric measure is one test, and items with themselves are none.
         upper = np.triu_indices(len(values), 1)
-        values[upper] = adjust_p_values(values[upper], method)
+        values[upper] = inference.adjust_p_values(values[upper], method)
         values.T[upper] = values[upper]
         return values
 
@@ -218,7 +211,7 @@ def pairwise(
         least = max(known.minimum, form.minimum)
         enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= least
         num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
-    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, each)
+    kept = [] if num_blocks is None else inference.kept_rows(number, num_blocks, blocks, known.repeats, each)
     check_fit(sets, known, form, min((rows.shape[1] for rows in kept), default=number))
     _count_dropped(sets, known)
     job = Job(known, form, first, second, memory_budget)
@@ -232,7 +225,7 @@ def pairwise(
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         key = jax.random.key(0) if key is None else key
-        orders = random_orders(key, count, number, known.repeats, blocks=blocks, each=each)
+        orders = inference.random_orders(key, count, number, known.repeats, blocks=blocks, each=each)
     (values, *expected), shuffled, leave_outs = _computed(job, orders, kept, progress, known.name)
     chance = p_value = None
     if baseline:
@@ -243,7 +236,7 @@ def pairwise(
         p_value = (
             _by_moments(form.gram, values, first, second or first)
             if by_moments
-            else placed(known, np.asarray(values), np.asarray(shuffled), 0.95).p_value
+            else inference.placed(known, np.asarray(values), np.asarray(shuffled), 0.95).p_value
         )
         if second is None:
             np.fill_diagonal(p_value, np.nan)
@@ -322,8 +315,8 @@ def _computed(
 @eqx.filter_jit
 def _intervals(
     values: Array, leave_outs: list[Array], level: float, bounds: tuple[float, float], unbias: bool
-) -> Interval:
-    return jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=bounds, unbias=unbias)
+) -> inference.Interval:
+    return inference.jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=bounds, unbias=unbias)
 
 
 def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:

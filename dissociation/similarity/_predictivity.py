@@ -11,19 +11,8 @@ from dissociation._core.checks import check_choice, check_count, check_non_negat
 from dissociation._core.linalg import centre, finite_part, product, rank_cut, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    Form,
-    OtherFeatures,
-    Score,
-    centred,
-    check_samples,
-    column_sizes,
-    evaluate,
-    in_common_dtype,
-    refuse_constant,
-    warn_dropped,
-)
+from dissociation.similarity import _base as base
+from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 
 FOLDS = ("shuffled", "contiguous")
 """Folds by a fixed permutation, or blocks of rows for time series."""
@@ -56,11 +45,11 @@ def _shrunk(values: Array, alpha: Array) -> Array:
 
 def _maps(x: Array, alpha: Array, num_folds: int | None, folds: str) -> Maps:
     """Return the maps of one alpha, which have a derivative for every spectrum."""
-    x, unit = centred(x)
+    x, unit = base.centred(x)
     alpha, maps = _per_square(alpha, unit), []
     for own, held_out in _in_folds(x, num_folds, folds):
         # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
-        sizes = jnp.where(alpha > 0, 1.0, column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
+        sizes = jnp.where(alpha > 0, 1.0, base.column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
         maps.append((singular_map(_shrunk, own / sizes, alpha), held_out / sizes))
     return x, maps
 
@@ -127,8 +116,8 @@ def linear_predictivity(
     form = predictivity_form(alpha=alpha, num_folds=num_folds, folds=folds)
     _check_sizes(x, num_folds)
     if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
-        warn_dropped(x=x)
-    return evaluate(form, x, y)
+        base.warn_dropped(x=x)
+    return base.evaluate(form, x, y)
 
 
 @validated(finite=("x", "y", "alphas"))
@@ -159,17 +148,17 @@ def predictivity_path(
     """
     check_non_negative("alphas", alphas)
     count = _checked_folds(num_folds, folds)
-    check_samples("x", x.shape[0], 2)
+    base.check_samples("x", x.shape[0], 2)
     _check_sizes(x, count)
-    refuse_constant("y", y)
-    x, y = in_common_dtype(x, y)
+    base.refuse_constant("y", y)
+    x, y = base.in_common_dtype(x, y)
     return _path(x, y, jnp.asarray(alphas), count, folds)
 
 
 @eqx.filter_jit
 def _path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
     """Return R^2 at every alpha, from one decomposition per fold."""
-    (x, unit), (y, _) = centred(x), centred(y)
+    (x, unit), (y, _) = base.centred(x), base.centred(y)
     penalties, wrong = _per_square(alphas, unit)[:, None], jnp.zeros(alphas.shape, x.dtype)
     parts = (_in_folds(each, num_folds, folds) for each in (x, y))
     for (own, held_out), (known, truth) in zip(*parts, strict=True):

@@ -60,22 +60,19 @@ def _tables(form: Form, sets: Sets, choices: Array | None, task: str, symmetric:
     "orders".
     """
     first, second = sets
-    others = first if second is None else second
-    ready = [] if task == "rows" else _prepared(form, first, None)
-    if choices is None:
-        other = ready if second is None else _prepared(form, second, None)
-        found = [_table(form, ready, other, symmetric)]
-        if form.expected is not None:
-            found.append(_joined([[_outer(form.expected, a, b) for b in other] for a in ready]))
-        return jnp.stack(found)
-    if task == "orders":
-        return lax.map(lambda order: _table(form, ready, _prepared(form, others, order), symmetric), choices)
+    ready = _prepared(form, first, None) if task == "orders" else None
 
-    def without(rows: Array) -> Array:
-        left = _prepared(form, first, rows)
-        return _table(form, left, left if second is None else _prepared(form, second, rows), symmetric)
+    def prepared(rows: Array | None) -> tuple[list[Any], list[Any]]:
+        b = _prepared(form, first if second is None else second, rows)
+        return ready or (b if second is None else _prepared(form, first, rows)), b
 
-    return lax.map(without, choices)
+    if choices is not None:
+        return lax.map(lambda rows: _table(form, *prepared(rows), symmetric), choices)
+    a, b = prepared(None)
+    found = [_table(form, a, b, symmetric)]
+    if form.expected is not None:
+        found.append(_joined([[_outer(form.expected, one, other) for other in b] for one in a]))
+    return jnp.stack(found)
 
 
 def _prepared(form: Form, stacks: Stacks, rows: Array | None) -> list[Any]:

@@ -397,7 +397,9 @@ def test_tables_have_the_p_values_of_each_pair():
         if draws is None:
             wanted, slack = similarity.compare(pair["a"][0], pair["b"][1], name).p_values, 1e-5
         else:
-            drawn = similarity.permutation_test(name, pair["a"][0], pair["b"][1], num_draws=draws, key=jax.random.key(5))
+            drawn = similarity.permutation_test(
+                name, pair["a"][0], pair["b"][1], num_draws=draws, key=jax.random.key(5)
+            )
             wanted, slack = drawn.p_value, 0.15
         assert abs(table.p_values[0, 2] - wanted) <= slack
     assert np.nanmin(table.p_values) == 0.01  # of 99 orders none reaches as much
