@@ -28,7 +28,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "_core/frames.py:_check_steps",
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
-        "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_by_moments "
+        "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
         "measures/_transfer.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:check_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_canonical.py:_shrunk rewrites/_matching.py:_moves training/_grids.py:_run "

@@ -125,7 +125,7 @@ def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray, *, minimu
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
-    value = compared(of_sizes(form, *x.shape, y.shape[1]), *in_common_dtype(x, y))
+    value = compared(of_sizes(form, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):

@@ -215,14 +215,14 @@ def permutation_test(
     if key is None:
         fail("key", "be given", "None", "For instance jax.random.key(0)")
     arrays = zip(("x", "y"), in_common_dtype(x, y), strict=True)
-    sets = [Items([("", 0)], [array[None]], [[0]], name=name) for name, array in arrays]
-    number = check_sets(sets, known)
-    check_fit(sets, known, form, number)
+    first, second = (Items([("", 0)], [array[None]], [[0]], name=name) for name, array in arrays)
+    number = check_sets([first, second], known)
+    check_fit([first, second], known, form, number)
     orders = random_orders(key, num_draws, number, known.repeats, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(number)[None], orders])
     with closing(open_meter(progress, len(orders), known.name)) as meter:
-        values = np.asarray(Job(known, form, *sets).run(orders, "orders", meter.advance))[:, 0, 0]
+        values = np.asarray(Job(known, form, first, second).run(orders, "orders", meter.advance))[:, 0, 0]
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 

@@ -97,11 +97,12 @@ def invariants_of(gram: Callable[[Array], Prepared], stack: Array) -> Invariants
 
 
 def moment_p_values(values: Any, a: Invariants, b: Invariants, number: int) -> np.ndarray:
-    """Return p-values of inner products of unit matrices over samples, from Pearson's type III distribution.
+    """Return p-values of inner products of unit matrices over samples, [items, others], from Pearson's type III law.
 
     It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated.
     """
     values = np.asarray(values, float)
+    a, b = Invariants(*(part[:, None] for part in a)), Invariants(*(part[None] for part in b))
     mean, variance, third = null_moments(a, b, number)
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt(variance)

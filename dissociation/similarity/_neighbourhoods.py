@@ -34,9 +34,9 @@ def _scaled(x: Array, num_neighbours: int) -> Prepared:
     return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
 
 
-def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
+def _jaccard(a: Array, b: Array) -> Array:
     common = jnp.sum(a * b, 1)
-    return jnp.mean(common / (2 * num_neighbours - common))
+    return jnp.mean(common / (jnp.sum(a, 1) + jnp.sum(b, 1) - common))
 
 
 def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
@@ -48,8 +48,7 @@ def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
 def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
     """Return the measure for k neighbours."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    prepare, compare = (eqx.Partial(f, num_neighbours=count) for f in (memberships, _jaccard))
-    return Form(prepare, compare, minimum=count + 1)
+    return Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1)
 
 
 @validated(finite=("x", "y"))

@@ -233,11 +233,12 @@ def pairwise(
         # Random orders change one representation of a pair, which makes the table asymmetric.
         chance = 0.5 * (chance + chance.T) if job.symmetric else chance
     if p_values:
-        p_value = (
-            _by_moments(form.gram, values, first, second or first)
-            if by_moments
-            else inference.placed(known, np.asarray(values), np.asarray(shuffled), 0.95).p_value
-        )
+        if by_moments:
+            rows = _invariants(form.gram, first)
+            columns = rows if second is None else _invariants(form.gram, second)
+            p_value = moments.moment_p_values(values, rows, columns, number)
+        else:
+            p_value = inference.placed(known, np.asarray(values), np.asarray(shuffled), 0.95).p_value
         if second is None:
             np.fill_diagonal(p_value, np.nan)
     error = low = high = estimate = None
@@ -296,7 +297,7 @@ def compare(
 
 def _computed(
     job: Job, orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None, name: str
-) -> tuple[Array, Array | None, list[Array]]:
+) -> tuple[Array, Any, list[Array]]:
     """Return the values with their expected ones, values in other orders, and values without blocks."""
     steps = [] if orders is None else [("orders", "other orders", orders)]
     steps += [("rows", "without blocks", rows) for rows in kept]
@@ -353,13 +354,10 @@ def _of_outputs(
     return [*(table[members] for table in tables), of_measure]
 
 
-def _by_moments(gram: Any, values: Array, first: Items, second: Items) -> np.ndarray:
-    """Return the p-values of all pairs, [items, others]."""
-    sides = []
-    for one, shape in ((first, (-1, 1)), (second, (1, -1))):
-        order, found = np.argsort(np.concatenate(one.places)), [moments.invariants_of(gram, x) for x in one.arrays]
-        sides.append(jax.tree.map(lambda *s, order=order, shape=shape: np.concatenate(s)[order].reshape(shape), *found))
-    return moments.moment_p_values(values, *sides, first.arrays[0].shape[1])
+def _invariants(gram: Any, one: Items) -> moments.Invariants:
+    """Return the invariants of all items, [items] each."""
+    order, found = np.argsort(np.concatenate(one.places)), [moments.invariants_of(gram, array) for array in one.arrays]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *found)
 
 
 def _count_dropped(sets: Sequence[Items], known: Measure) -> None:

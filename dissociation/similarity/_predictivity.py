@@ -174,5 +174,7 @@ def _path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) 
         wrong = wrong + jax.lax.map(missed, shrunk) + undefined
     penalised = 1 - wrong / jnp.sum(centre(y) ** 2)
     # Without a penalty, columns are scaled to one size.
-    plain = lambda: _score(*(_maps(each, jnp.zeros(()), num_folds, folds) for each in (x, y)), num_folds, folds)  # noqa: E731
-    return jnp.where(alphas == 0, jax.lax.cond(jnp.any(alphas == 0), plain, lambda: jnp.zeros((), x.dtype)), penalised)
+    zero = jnp.zeros((), x.dtype)
+    maps = lambda each: _maps(each, zero, num_folds, folds)  # noqa: E731
+    plain = lambda: _score(maps(x), maps(y), num_folds, folds)  # noqa: E731
+    return jnp.where(alphas == 0, jax.lax.cond(jnp.any(alphas == 0), plain, lambda: zero), penalised)

@@ -24,20 +24,30 @@ class JointMoments(Result):
     """Sums over samples of several representations with joined features, about their mean.
 
     Attributes:
-        count: Number of samples n.
         mean: Mean of all features, [P].
-        products: sum x x^T, [P, P].
-        cubes: sum x |x_r|^2 for every representation r, [P, R].
-        quartics: sum |x_r|^2 |x_s|^2, [R, R].
+        sums: sum z z^T of z = (1, x, |x_1|^2, ..., |x_R|^2), for all features x and each representation's x_r,
+            [1 + P + R, 1 + P + R].
         widths: Number of features of each representation.
     """
 
-    count: Float[Array, ""]
     mean: Float[Array, " p"]
-    products: Float[Array, "p p"]
-    cubes: Float[Array, "p r"]
-    quartics: Float[Array, "r r"]
+    sums: Float[Array, "z z"]
     widths: tuple[int, ...] = eqx.field(static=True)
+
+    @property
+    def count(self) -> Array:
+        """Return the number of samples n."""
+        return self.sums[0, 0]
+
+    @property
+    def products(self) -> Array:
+        """Return sum x x^T, [P, P]."""
+        return self.sums[1 : 1 + sum(self.widths), 1 : 1 + sum(self.widths)]
+
+    @property
+    def quartics(self) -> Array:
+        """Return sum |x_r|^2 |x_s|^2, [R, R]."""
+        return self.sums[1 + sum(self.widths) :, 1 + sum(self.widths) :]
 
     def squares(self) -> Array:
         """Return sums |x_r|^2, [R]."""
@@ -84,15 +94,8 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
     joined = jnp.concatenate(arrays, 1)
     x = centre(joined)
     # Squared lengths are squared again, so float32 holds lengths up to 1e8.
-    lengths = _per_representation((x**2).T, widths).T
-    return JointMoments(
-        count=jnp.asarray(x.shape[0], x.dtype),
-        mean=joined[0] - x[0],
-        products=product(x.T, x),
-        cubes=product(x.T, lengths),
-        quartics=product(lengths.T, lengths),
-        widths=widths,
-    )
+    z = jnp.concatenate([jnp.ones_like(x[:, :1]), x, _per_representation((x**2).T, widths).T], 1)
+    return JointMoments(joined[0] - x[0], product(z.T, z), widths)
 
 
 @validated
@@ -101,30 +104,19 @@ def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
     """Return the exact moments of two batches together, moved to the common mean."""
     if a.widths != b.widths:
         fail("b", f"have the widths of `a`, {a.widths}", b.widths)
-    count = a.count + b.count
-    apart = b.mean - a.mean
-    one, other = _moved(a, -apart * (b.count / count)), _moved(b, apart * (a.count / count))
-    sums = jax.tree.map(lambda first, second: first + second, one, other)
-    return eqx.tree_at(lambda m: m.mean, sums, a.mean + apart * (b.count / count))
+    count, apart = a.count + b.count, b.mean - a.mean
+    by = apart * (b.count / count)
+    sums = _moved(a.sums, -by, a.widths) + _moved(b.sums, apart * (a.count / count), a.widths)
+    return JointMoments(a.mean + by, sums, a.widths)
 
 
-def _moved(m: JointMoments, by: Array) -> JointMoments:
-    """Return moments of x + `by`, where x sums to zero."""
-    size = _per_representation(by**2, m.widths)
-    squares = m.squares()
-    along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
-    across = _per_representation(by[:, None] * m.products, m.widths)  # sum (by_r . x_r) x
-    both = _per_representation((across * by[None]).T, m.widths).T  # sum (by_r . x_r)(by_s . x_s)
-    quartics = m.quartics + 2 * (along + along.T) + 4 * both
-    quartics = quartics + size[:, None] * squares[None] + squares[:, None] * size[None]
-    return JointMoments(
-        count=m.count,
-        mean=m.mean,
-        products=m.products + m.count * by[:, None] * by[None],
-        cubes=m.cubes + 2 * across.T + by[:, None] * (squares + m.count * size)[None],
-        quartics=quartics + m.count * size[:, None] * size[None],
-        widths=m.widths,
-    )
+def _moved(sums: Array, by: Array, widths: tuple[int, ...]) -> Array:
+    """Return the sums of x + `by`, in which z is linear."""
+    for _ in range(2):  # rows, then columns
+        one, x, lengths = jnp.split(sums, [1, 1 + len(by)])
+        along = 2 * by[:, None] * x + (by**2)[:, None] * one
+        sums = jnp.concatenate([one, x + by[:, None] * one, lengths + _per_representation(along, widths)]).T
+    return sums
 
 
 def stream_moments(batches: Iterable[Any]) -> JointMoments:
@@ -203,7 +195,8 @@ def _procrustes(m: JointMoments) -> Array:
 def _evened(m: JointMoments) -> JointMoments:
     """Return moments of features scaled by powers of two to one size."""
     sizes = scale_of(jnp.sqrt(jnp.diagonal(m.products)))
-    return eqx.tree_at(lambda m: m.products, m, m.products / sizes[:, None] / sizes[None])
+    sizes = jnp.concatenate([jnp.ones(1, sizes.dtype), sizes, jnp.ones(len(m.widths), sizes.dtype)])
+    return eqx.tree_at(lambda m: m.sums, m, m.sums / sizes[:, None] / sizes[None])
 
 
 def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:

@@ -267,19 +267,10 @@ def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
         assert table.p_values is table.low is table.estimate is None
     full = similarity.compare([one, other], [one], p_values=True, num_blocks=20)
     np.testing.assert_allclose([full.values[1, 0], full.low[1, 0]], [pair.values, pair.low], rtol=1e-4)
-
-
-def test_a_nested_list_is_one_array():
-    found = similarity.compare(ITEMS[0].tolist(), ITEMS[1].tolist())
-    assert found.values.shape == ()
-    np.testing.assert_allclose(found.values, similarity.debiased_cka(ITEMS[0], ITEMS[1]), atol=1e-6)
-
-
-def test_few_samples_have_fewer_blocks():
-    few = similarity.compare(ITEMS[0][:8], ITEMS[1][:8], "linear_cka")
-    own = similarity.compare(ITEMS[0][:8], ITEMS[1][:8], "linear_cka", num_blocks=8)
-    np.testing.assert_allclose(few.standard_error, own.standard_error)
-    assert similarity.compare(ITEMS[0][:4], ITEMS[1][:4]).low is None
+    few = similarity.compare(one[:8].tolist(), other[:8].tolist(), "linear_cka")  # nested lists are one array
+    own = similarity.compare(one[:8], other[:8], "linear_cka", num_blocks=8)
+    np.testing.assert_allclose([few.values, few.standard_error], [own.values, own.standard_error])
+    assert similarity.compare(one[:4], other[:4]).low is None
 
 
 def test_pairs_are_corrected_once_each():
@@ -377,33 +368,20 @@ def test_moments_are_those_of_all_orders():
     np.testing.assert_allclose(found, reference.permutation_moments(one, other), rtol=1e-9)
 
 
-def test_moments_agree_with_draws():
-    name, rng = "debiased_rbf_cka", np.random.default_rng(8)
-    x = rng.standard_normal((25, 3))
-    y = 0.35 * x + rng.standard_normal((25, 3))
-    drawn = similarity.permutation_test(name, x, y, num_draws=4999, key=jax.random.key(0))
-    exact = similarity.compare(x, y, name)
-    error = np.sqrt(drawn.p_value * (1 - drawn.p_value) / 5000)
-    assert abs(exact.p_values - drawn.p_value) < 4 * error + 0.01
-    np.testing.assert_allclose(exact.baseline, drawn.null_mean, atol=4 * drawn.null_sd / 70)
+def test_p_values_of_tables_agree_with_random_orders():
+    """CKA has them from moments, other measures from orders of their own."""
+    x = RNG.standard_normal((25, 3))
+    sets = {"a": x, "b": np.stack([x + RNG.standard_normal(x.shape), 0.35 * x + RNG.standard_normal(x.shape)])}
+    options = {"members": True, "p_values": True, "num_orders": 999}
+    for name in ("debiased_rbf_cka", "mutual_knn"):
+        table = similarity.pairwise(sets | {"a": x[None]}, name, **options)
+        drawn = similarity.permutation_test(name, x, sets["b"][1], num_draws=4999, key=jax.random.key(0))
+        error = np.sqrt(drawn.p_value * (1 - drawn.p_value) / 1000)
+        assert abs(table.p_values[0, 2] - drawn.p_value) < 4 * error + 0.01
+        np.testing.assert_allclose(table.baseline[0, 2], drawn.null_mean, atol=4 * drawn.null_sd / 70)
+        assert np.isnan(np.diagonal(table.p_values)).all()
     with pytest.raises(ValueError, match=r"`num_draws` must be .* None\. For .* `compare\(x, y, measure\).p_values`"):
-        similarity.permutation_test(name, x, y, num_draws=None)
-
-
-def test_tables_have_the_p_values_of_each_pair():
-    pair = {"a": LAYERS["hidden0"][:1], "b": LAYERS["features"]}
-    for name, draws in (("debiased_cka", None), ("mutual_knn", 99)):
-        table = similarity.pairwise(pair, name, members=True, p_values=True, num_orders=draws)
-        if draws is None:
-            wanted, slack = similarity.compare(pair["a"][0], pair["b"][1], name).p_values, 1e-5
-        else:
-            drawn = similarity.permutation_test(
-                name, pair["a"][0], pair["b"][1], num_draws=draws, key=jax.random.key(5)
-            )
-            wanted, slack = drawn.p_value, 0.15
-        assert abs(table.p_values[0, 2] - wanted) <= slack
-    assert np.nanmin(table.p_values) == 0.01  # of 99 orders none reaches as much
-    assert np.isnan(np.diagonal(table.p_values)).all()
+        similarity.permutation_test(name, *ITEMS[:2], num_draws=None)
 
 
 def test_corrections():
