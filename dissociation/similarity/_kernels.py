@@ -119,7 +119,7 @@ LINEAR_CKA = Form(
     _plain_features,
     lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
     base.inner_mean,
-    eqx.Partial(_unit_gram, linear_gram, double_centred),
+    eqx.Partial(_unit_gram, linear_gram, lambda gram: gram),  # of centred features
 )
 
 DEBIASED_CKA = Form(
