@@ -19,7 +19,7 @@ WHOLE = {  # modules in which all of them are of integers or of rows, in dissoci
 }  # fmt: skip
 ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
-        "similarity/_dissimilarity.py:kendall koopman/_operators/_spectrum.py:eigenpairs "
+        "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
         "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "

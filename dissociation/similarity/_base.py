@@ -26,78 +26,42 @@ Score = Float[Array, ""]
 
 
 class Prepared(NamedTuple):
-    """Representation that is compared by a product."""
+    """Representation that is compared by an inner product."""
 
-    entries: Any  # multiplied entry by entry and summed, one array or several
+    entries: Array
     # The product's mean over all orders of one representation's samples is the product of both means.
     mean: Array
-    rank: Array | float = 1.0  # of the features, for measures that divide by it
 
 
-def _held(n: int, p: int) -> int:
-    return 4 * p * p
+def inner(a: Prepared, b: Prepared) -> Array:
+    """Return the inner product, of which tables are one product of matrices."""
+    return jnp.vdot(a.entries, b.entries, precision=lax.Precision.HIGHEST)
 
 
-class Route(NamedTuple):
-    """Algorithm of a measure, which prepares each representation once."""
+def inner_mean(a: Prepared, b: Prepared) -> Array:
+    """Return the mean of `inner` over all orders of one representation's samples."""
+    return a.mean * b.mean
+
+
+class Form(NamedTuple):
+    """Measure as a preparation of each representation and a comparison of two prepared ones."""
 
     # Functions compare by value, and traced options are leaves of `equinox.Partial`, so programs are compiled once.
     prepare: Callable[[Array], Any]  # from [n, p] to a PyTree of arrays
     compare: Callable[[Any, Any], Array]  # from two of these to a number
-    # The measure as a function of one product of `Prepared` representations.
-    finish: Callable[[Array, Any, Any], Array] | None = None
-    # Its mean over all orders of one representation's samples.
-    expected: Callable[[Any, Any], Array] | None = None
-    # Preparation commutes with an order of samples, which lie on the first axes.
-    by_rows: bool = False
-    over_samples: bool = False  # matrices over samples are compared, and not features
-    # Symmetric, of norm 1, with rows of sum 0, so that the null's moments are known.
-    matrix: bool = False
-    effort: float = 1.0  # multiplications relative to one product of features
-    held: Callable[[int, int], int] = _held  # from n and the largest p to the numbers held while two are compared
-    tile: int = 1  # representations on a side of a tile of pairs, at most; `Job` sets it
-
-    def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
-        """Return the number of multiplications for representations of p and q features."""
-        p, q = max(p, q), min(p, q)
-        if self.over_samples:
-            return self.effort * n * n * (items * (p + 5) + pairs)  # matrices are centred and scaled
-        return self.effort * n * p * (items * p + pairs * q)
+    expected: Callable[[Any, Any], Array] | None = None  # mean over all orders of one representation's samples
+    # The measure as `inner` of symmetric matrices over samples, of norm 1 and with rows of sum 0, so that the moments
+    # of the null are known.
+    gram: Callable[[Array], Prepared] | None = None
+    minimum: int = 1  # samples
 
 
-Routes = tuple[Route, ...]
-"""Algorithms of one measure. Sizes decide between them."""
-
-
-def _as_it_is(product: Array, a: Prepared, b: Prepared) -> Array:
-    return product
-
-
-def product_route(
-    prepare: Callable[[Array], Prepared],
-    finish: Callable[[Array, Any, Any], Array] = _as_it_is,
-    *,
-    linear: bool = True,
-    matrix: bool = False,
-) -> Route:
-    """Return the route of a measure that is a function, by default the identity, of one product."""
-    return Route(
-        prepare,
-        eqx.Partial(_finished, finish),
-        finish,
-        eqx.Partial(_finished_mean, finish) if linear else None,
-        over_samples=True,
-        matrix=matrix,
-    )
-
-
-def _finished(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Array:
-    products = jax.tree.map(partial(jnp.vdot, precision=jax.lax.Precision.HIGHEST), a.entries, b.entries)
-    return finish(sum(jax.tree.leaves(products)), a, b)
-
-
-def _finished_mean(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Array:
-    return finish(a.mean * b.mean, a, b)
+def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
+    """Return the form over features, or the form over samples if it exists and takes fewer multiplications."""
+    p, q = max(p, q), min(p, q)
+    if form.gram is None or n * (items * p + pairs) >= p * (items * p + pairs * q):
+        return form
+    return Form(form.gram, inner, inner_mean, form.gram)
 
 
 @dataclass(frozen=True)
@@ -107,7 +71,7 @@ class Measure:
     Attributes:
         name: Key in `MEASURES`.
         function: Function f(x, y, **options) of two representations.
-        routes: Algorithms, or a function of options that returns them.
+        form: Preparation and comparison, or a function of options that returns them.
         equation: Formula of the centred features Xc and K = X X^T.
         invariances: Letters of maps that do not change it: O rotations and reflections, S scale, T translation, P
             permutations of neurons, L invertible linear maps, D positive scales of neurons.
@@ -128,7 +92,7 @@ class Measure:
 
     name: str
     function: Callable[..., Array]
-    routes: Routes | Callable[..., Routes]
+    form: Form | Callable[..., Form]
     equation: str
     invariances: str
     range: tuple[float, float]
@@ -156,17 +120,12 @@ class Measure:
         return self.function(x, y, **options)
 
 
-def cheapest(routes: Routes, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Route:
-    """Return the route of the least work."""
-    return min(routes, key=lambda route: route.work(n, p, q, items=items, pairs=pairs))
-
-
-def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
+def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
     """Return a measure of two representations after checks."""
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)
-    value = prepared_and_compared(cheapest(routes, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
+    value = compared(of_sizes(form, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
         for name, array in (("x", x), ("y", y)):
@@ -175,9 +134,9 @@ def evaluate(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray, *, mi
 
 
 @eqx.filter_jit
-def prepared_and_compared(route: Route, x: Array, y: Array) -> Array:
-    """Return a route's measure of two arrays of one dtype."""
-    return route.compare(route.prepare(x), route.prepare(y))
+def compared(form: Form, x: Array, y: Array) -> Array:
+    """Return a measure of two arrays of one dtype."""
+    return form.compare(form.prepare(x), form.prepare(y))
 
 
 def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:
@@ -194,15 +153,6 @@ def in_common_dtype(*arrays: Any) -> list[Array]:
     arrays = tuple(jnp.asarray(array) for array in arrays)
     kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
     return [array.astype(kind) for array in arrays]
-
-
-def check_pair(x: Array | np.ndarray, y: Array | np.ndarray, measure: Measure) -> None:
-    """Raise unless the shapes of two representations suit a measure."""
-    check_samples("x", x.shape[0], measure.minimum)
-    if measure.narrow:
-        refuse_wide(x, y)
-    if measure.same_width and x.shape[1] != y.shape[1]:
-        fail("y", f"have the classes of `x` ({x.shape[1]})", y.shape[1])
 
 
 def check_samples(name: str, number: int, minimum: int) -> None:

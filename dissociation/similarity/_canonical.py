@@ -11,22 +11,8 @@ from dissociation._core.distances import root
 from dissociation._core.linalg import finite_part, nuclear_norm, product, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    OtherFeatures,
-    Prepared,
-    Route,
-    Routes,
-    Score,
-    aligned,
-    centred,
-    column_sizes,
-    evaluate,
-    narrowed,
-    product_route,
-    refuse_wide,
-    warn_dropped,
-)
+from dissociation.similarity import _base as base
+from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 
 
 def _ones(values: Array, parameter: Array) -> Array:
@@ -35,9 +21,12 @@ def _ones(values: Array, parameter: Array) -> Array:
 
 def basis(x: Array) -> tuple[Array, Array]:
     """Return the polar factor of centred features and its rank, NaN for rank 0."""
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     # A covariance would square the condition number. A scale per neuron has no effect, so columns get one size first.
-    q = singular_map(_ones, x / column_sizes(x), jnp.zeros((), x.dtype))
+    return _ranked(singular_map(_ones, x / base.column_sizes(x), jnp.zeros((), x.dtype)))
+
+
+def _ranked(q: Array) -> tuple[Array, Array]:
     rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
     return q, jnp.where(rank > 0, rank, jnp.nan)
 
@@ -48,23 +37,16 @@ def _leading(values: Array, variance: Array) -> Array:
 
 
 def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:
-    q = singular_map(_leading, centred(x)[0], variance.astype(x.dtype))
-    rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
-    return q, jnp.where(rank > 0, rank, jnp.nan)
+    return _ranked(singular_map(_leading, base.centred(x)[0], variance.astype(x.dtype)))
 
 
 def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.minimum(nuclear_norm(product(a[0].T, b[0])) / jnp.minimum(a[1], b[1]), 1.0)
 
 
-def _projector(x: Array) -> Prepared:
-    q, rank = basis(x)
-    return Prepared(product(q, q.T), rank / (x.shape[0] - 1) ** 0.5, rank)
-
-
 def _seen(x: Array) -> tuple[Array, Array, Array]:
     q, rank = basis(x)
-    return q, product(q.T, centred(x)[0]), rank
+    return q, product(q.T, base.centred(x)[0]), rank
 
 
 def _weighted(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> Array:
@@ -81,60 +63,49 @@ def _shrunk(values: Array, parameter: Array) -> Array:
 
 
 def _regularised(x: Array, lam: Array) -> Array:
-    x, _ = centred(x)
-    evened = x / jnp.where(lam > 0, 1.0, column_sizes(x))
-    return narrowed(singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2)))
+    x, _ = base.centred(x)
+    evened = x / jnp.where(lam > 0, 1.0, base.column_sizes(x))
+    return base.narrowed(singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2)))
 
 
 def _gulp_distance(a: Array, b: Array) -> Array:
     # |A A^T - B B^T|^2 for B in any rotation; with D = A - B and S = A + B nothing cancels where they are close.
-    wide, turned = aligned(a, b)
+    wide, turned = base.aligned(a, b)
     apart, sums = wide - turned, wide + turned
     crossed = product(sums.T, apart)
     return root(0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T)))
 
 
-_SVD = 20.0
-"""Cost of a singular value decomposition in units of a product."""
+CCA = Form(basis, _mean_correlation)
 
-CCA = (Route(basis, _mean_correlation, effort=_SVD),)
-
-CCA_SQUARED = (
-    Route(
-        basis,
-        lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),
-        expected=lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
-        effort=_SVD,
-    ),
-    product_route(_projector, lambda product, a, b: jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0))._replace(
-        effort=1.5 * _SVD
-    ),
+CCA_SQUARED = Form(
+    basis,
+    lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),
+    lambda a, b: a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1])),
 )
-"""Over features, or over samples if there are many pairs."""
 
-PWCCA = (Route(_seen, _weighted, effort=_SVD),)
+PWCCA = Form(_seen, _weighted)
 
 
-def svcca_routes(*, variance: Scalar = 0.99) -> Routes:
-    """Return one route."""
+def svcca_form(*, variance: Scalar = 0.99) -> Form:
+    """Return SVCCA of a fraction of the variance."""
     check_single("variance", variance)
     if not is_traced(variance) and not 0 < float(variance) <= 1:
         fail("variance", "be above 0 and at most 1", variance)
-    leading = eqx.Partial(_leading_basis, variance=jnp.asarray(variance, float))
-    return (Route(leading, _mean_correlation, effort=_SVD),)
+    return Form(eqx.Partial(_leading_basis, variance=jnp.asarray(variance, float)), _mean_correlation)
 
 
-def gulp_routes(*, lam: Scalar = 1e-2) -> Routes:
-    """Return one route."""
+def gulp_form(*, lam: Scalar = 1e-2) -> Form:
+    """Return the GULP distance of a penalty."""
     check_single("lam", lam)
     check_non_negative("lam", lam)
-    return (Route(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, effort=_SVD),)
+    return Form(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance)
 
 
-def _between_subspaces(routes: Routes, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
-    refuse_wide(x, y)
-    warn_dropped(x=x, y=y)
-    return evaluate(routes, x, y)
+def _between_subspaces(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
+    base.refuse_wide(x, y)
+    base.warn_dropped(x=x, y=y)
+    return base.evaluate(form, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -199,8 +170,8 @@ def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
         Raghu et al. (2017), SVCCA: singular vector canonical correlation analysis.
     """
     if not is_traced(variance) and float(variance) == 1:
-        warn_dropped(level=False, x=x, y=y)
-    return evaluate(svcca_routes(variance=variance), x, y)
+        base.warn_dropped(level=False, x=x, y=y)
+    return base.evaluate(svcca_form(variance=variance), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -251,6 +222,6 @@ def gulp_distance(x: Features, y: OtherFeatures, *, lam: Scalar = 1e-2) -> Score
         representations.
     """
     if not is_traced(lam) and float(lam) == 0:
-        refuse_wide(x, y)
-        warn_dropped(x=x, y=y)
-    return evaluate(gulp_routes(lam=lam), x, y)
+        base.refuse_wide(x, y)
+        base.warn_dropped(x=x, y=y)
+    return base.evaluate(gulp_form(lam=lam), x, y)

@@ -15,23 +15,8 @@ from dissociation._core.distances import cosine_distances_with_size, median, roo
 from dissociation._core.linalg import centre, product, psd_power
 from dissociation._core.ties import ranks, snapped
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    OtherFeatures,
-    Prepared,
-    Route,
-    Routes,
-    Score,
-    apart_from_rounding,
-    centred,
-    check_samples,
-    evaluate,
-    in_common_dtype,
-    prepared_and_compared,
-    product_route,
-    scaled,
-    unit,
-)
+from dissociation.similarity import _base as base
+from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
 
 Dissimilarities = Float[Array | np.ndarray, " pairs"]
 
@@ -52,7 +37,7 @@ def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, A
         return squared_distances_with_size(x, by_order=by_order)
     if kind == "cosine":
         return cosine_distances_with_size(x, by_order=by_order)
-    rows, scale = centred(x.T)
+    rows, scale = base.centred(x.T)
     distances, size = cosine_distances_with_size(rows.T, by_order=by_order)
     lengths = root(jnp.sum(rows**2, 0))
     lost = jnp.where(lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0)
@@ -64,11 +49,11 @@ def entries(matrix: Array) -> Array:
     return matrix[np.triu_indices(matrix.shape[0], 1)]
 
 
-def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
+def _kendall(one: Prepared, other: Prepared) -> Array:
     """Return Kendall's tau-a: concordant minus discordant pairs over all pairs."""
-    number = a.shape[0]
-    order = jnp.lexsort((b, a))
-    a, b = a[order], b[order]
+    number = one.entries.shape[0]
+    order = jnp.lexsort((other.entries, one.entries))
+    a, b = one.entries[order], other.entries[order]
     same_a = a[1:] == a[:-1]
     sorted_b = jnp.sort(b)
     runs = same_a & (b[1:] == b[:-1]), same_a, sorted_b[1:] == sorted_b[:-1]
@@ -106,38 +91,28 @@ def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
     if comparison in RANKED:
         pairs = ranks(pairs, size) if comparison == "spearman" else snapped(pairs, size)
     if comparison != "kendall":
-        pairs = pairs if comparison == "cosine" else apart_from_rounding(pairs - jnp.mean(pairs), pairs)
-        pairs = unit(pairs)
+        pairs = pairs if comparison == "cosine" else base.apart_from_rounding(pairs - jnp.mean(pairs), pairs)
+        pairs = base.unit(pairs)
     return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
 
 
 def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
-    x, _ = scaled(x)  # no comparison depends on the scale
+    x, _ = base.scaled(x)  # no comparison depends on the scale
     pairs, size = (entries(matrix) for matrix in _with_size(x, kind, by_order=comparison in RANKED))
     if kind == "euclidean" and comparison not in RANKED:  # squares have the same order, and rounding of one size
         pairs = root(pairs)
     return _read(pairs, comparison, size)
 
 
-def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> Routes:
-    """Return one route, over pairs of samples."""
+def rsa_form(*, rdm: str = "euclidean", comparison: str = "pearson") -> Form:
+    """Return the agreement of RDMs of one kind."""
     check_choice("rdm", rdm, RDMS)
-    return (_compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison),)
+    return _compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison)
 
 
-def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
+def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Form:
     check_choice("comparison", comparison, COMPARISONS)
-    if comparison == "kendall":
-        return Route(prepare, _kendall, over_samples=True, effort=2e3, held=_held)
-    return product_route(prepare)
-
-
-def _held(n: int, p: int) -> int:
-    return 8 * n * n
-
-
-def _kendall(a: Prepared, b: Prepared) -> Array:
-    return kendall(a.entries, b.entries)
+    return Form(prepare, _kendall) if comparison == "kendall" else Form(prepare, base.inner, base.inner_mean)
 
 
 @validated(finite=("x",))
@@ -164,8 +139,8 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
         Array([5., 8., 5.], dtype=float32)
     """
     check_choice("kind", kind, RDMS)
-    check_samples("x", x.shape[0], 2)
-    x, scale = scaled(in_common_dtype(x)[0])
+    base.check_samples("x", x.shape[0], 2)
+    x, scale = base.scaled(base.in_common_dtype(x)[0])
     pairs = entries(_with_size(x, kind)[0])
     if kind in ("cosine", "correlation"):
         return pairs
@@ -191,13 +166,14 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     References:
         Nili et al. (2014), A toolbox for representational similarity analysis.
     """
-    route = _compared(eqx.Partial(_read_alone, comparison=comparison), comparison)
-    return prepared_and_compared(route, *in_common_dtype(a, b))
+    return base.compared(
+        _compared(eqx.Partial(_read_alone, comparison=comparison), comparison), *base.in_common_dtype(a, b)
+    )
 
 
 def _read_alone(pairs: Array, comparison: str) -> Prepared:
     """Return prepared entries, whose rounding is at least that of the median."""
-    pairs, _ = scaled(pairs)
+    pairs, _ = base.scaled(pairs)
     # Small entries may result from a subtraction.
     return _read(pairs, comparison, 0.5 * jnp.maximum(jnp.abs(pairs), median(jnp.abs(pairs))))
 
@@ -224,7 +200,7 @@ def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: st
     References:
         Kriegeskorte et al. (2008); Nili et al. (2014).
     """
-    return evaluate(rsa_routes(rdm=rdm, comparison=comparison), x, y, minimum=3)
+    return base.evaluate(rsa_form(rdm=rdm, comparison=comparison), x, y, minimum=3)
 
 
 @validated(finite=("a", "b", "noise_covariance"))
@@ -249,8 +225,8 @@ def crossnobis_rdm(
     References:
         Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern analysis.
     """
-    check_samples("a", a.shape[0], 2)
-    a, b = in_common_dtype(a, b)
+    base.check_samples("a", a.shape[0], 2)
+    a, b = base.in_common_dtype(a, b)
     if noise_covariance is not None:
         a, b = centre(a), product(centre(b), psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
     return entries(_crossed(a, b))
@@ -267,16 +243,16 @@ def _crossed(a: Array, b: Array) -> Array:
 
 def _crossed_halves(x: Array, comparison: str) -> Prepared:
     half = x.shape[0] // 2
-    rows, scale = centred(x)
+    rows, scale = base.centred(x)
     sums = [root(jnp.sum(part**2, 1)) for part in (rows[:half], rows[half:], x[:half] / scale, x[half:] / scale)]
     a, b, whole_a, whole_b = (part[:, None] + part[None] for part in sums)
     size = (a * b / 4 + (a * whole_b + whole_a * b) / 32) / x.shape[1]
     return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size))
 
 
-def crossnobis_rsa_routes(*, comparison: str = "cosine") -> Routes:
-    """Return one route."""
-    return (_compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison),)
+def crossnobis_rsa_form(*, comparison: str = "cosine") -> Form:
+    """Return the agreement of cross-validated RDMs."""
+    return _compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison)
 
 
 @validated(finite=("x", "y"))
@@ -301,4 +277,4 @@ def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine")
     """
     if x.shape[0] % 2:
         fail("x", "have an even number of rows, two measurements of all conditions", x.shape[0])
-    return evaluate(crossnobis_rsa_routes(comparison=comparison), x, y, minimum=6)
+    return base.evaluate(crossnobis_rsa_form(comparison=comparison), x, y, minimum=6)

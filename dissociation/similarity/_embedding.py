@@ -54,7 +54,7 @@ def classical_mds(distances: Distances, *, num_dims: int = 2) -> Embedding:
         Torgerson (1952), Multidimensional scaling I: theory and method; Gower (1966).
     """
     table, unit, count = _checked(distances, num_dims)
-    return _in_unit(_classical(table, count), unit)
+    return _embedded(table, _classical(table, count)[None], unit, 0.0, 0)
 
 
 @validated
@@ -93,15 +93,11 @@ def smacof(
     table, unit, count = _checked(distances, num_dims)
     limit, starts = check_count("max_steps", max_steps, minimum=1), check_count("num_starts", num_starts, minimum=1)
     # Stress has local minima. The classical solution is a good start, and random ones may find a better minimum.
-    first = _classical(table, count).points[None]
+    first = _classical(table, count)[None]
     if key is not None:
         scale = jnp.sqrt(jnp.mean(table**2))
         first = jnp.concatenate([first, scale * jax.random.normal(key, (starts, *first.shape[1:]), first.dtype)])
-    return _in_unit(_smacof(table, first, rtol, limit), unit)
-
-
-def _in_unit(found: Embedding, unit: Array) -> Embedding:
-    return Embedding(found.points * unit, found.stress * unit * unit, found.relative_stress, found.steps)
+    return _embedded(table, first, unit, rtol, limit)
 
 
 def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array, int]:
@@ -122,53 +118,42 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array
 
 
 @partial(jax.jit, static_argnums=1)
-def _classical(distances: Array, num_dims: int) -> Embedding:
+def _classical(distances: Array, num_dims: int) -> Array:
     matrix, undefined = finite_part(-0.5 * double_centred(distances**2))
     values, vectors = jnp.linalg.eigh(matrix)
     leading = jnp.maximum(values[::-1][:num_dims], 0.0)
-    points = vectors[:, ::-1][:, :num_dims] * jnp.sqrt(leading)[None] + undefined
-    return _embedding(distances, points, jnp.zeros((), int))
+    return vectors[:, ::-1][:, :num_dims] * jnp.sqrt(leading)[None] + undefined
 
 
 def _apart(points: Array) -> Array:
     return root(jnp.sum((points[:, None] - points[None]) ** 2, -1))
 
 
-def _stress(distances: Array, points: Array) -> Array:
-    return 0.5 * jnp.sum((distances - _apart(points)) ** 2)
+@jax.jit
+def _embedded(distances: Array, starts: Array, unit: Array, rtol: Array | float, max_steps: Array | int) -> Embedding:
+    """Return the best points from all starts, in the unit of the caller's distances."""
 
+    def stress(points: Array) -> Array:
+        return 0.5 * jnp.sum((distances - _apart(points)) ** 2)
 
-def _embedding(distances: Array, points: Array, steps: Array) -> Embedding:
-    points = points - jnp.mean(points, 0)[None]
-    stress = _stress(distances, points)
-    return Embedding(points, stress, jnp.sqrt(stress / (0.5 * jnp.sum(distances**2))), steps)
+    def goes_on(carry: tuple[Array, ...]) -> Array:
+        count, _, before, now = carry
+        return (count < max_steps) & (before - now > rtol * now)
 
-
-@partial(jax.jit, static_argnums=3)
-def _smacof(distances: Array, starts: Array, rtol: Array | float, max_steps: int) -> Embedding:
-    number = distances.shape[0]
-
-    def improved(points: Array) -> Array:
+    def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, points, _, now = carry
         apart = _apart(points)
         # Points that coincide pull in no direction.
         ratio = jnp.where(apart > 0, distances / jnp.where(apart > 0, apart, 1.0), 0.0)
-        return (jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)) / number
+        points = (jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)) / distances.shape[0]
+        return count + 1, points, now, stress(points)
 
-    def goes_on(carry: tuple[Array, Array, Array, Array]) -> Array:
-        step, _, before, now = carry
-        return (step < max_steps) & (before - now > rtol * now)
+    def run(points: Array) -> tuple[Array, ...]:
+        now = stress(points)
+        return jax.lax.while_loop(goes_on, step, (jnp.zeros((), int), points, jnp.full_like(now, jnp.inf), now))
 
-    def step(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        count, points, _, now = carry
-        points = improved(points)
-        return count + 1, points, now, _stress(distances, points)
-
-    def run(points: Array) -> tuple[Array, Array, Array]:
-        now = _stress(distances, points)
-        first = jnp.zeros((), int), points, jnp.full_like(now, jnp.inf), now
-        count, points, _, now = jax.lax.while_loop(goes_on, step, first)
-        return count, points, now
-
-    counts, points, stresses = jax.lax.map(run, starts)
+    counts, points, _, stresses = jax.lax.map(run, starts)
     best = jnp.argmin(stresses)
-    return _embedding(distances, points[best], counts[best])
+    points = points[best] - jnp.mean(points[best], 0)[None]
+    least = stress(points)
+    return Embedding(points * unit, least * unit * unit, jnp.sqrt(least / (0.5 * jnp.sum(distances**2))), counts[best])

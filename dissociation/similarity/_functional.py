@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.types import Classes
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Prepared, Route, Score, evaluate, in_common_dtype
+from dissociation.similarity._base import Form, Prepared, Score, evaluate, in_common_dtype
 
 Logits = Float[Array | np.ndarray, "n classes"]
 
@@ -29,13 +29,9 @@ def _divergence(a: Array, b: Array) -> Array:
     return jnp.maximum(jnp.mean(0.5 * (half(a) + half(b))), 0.0)
 
 
-def _held(n: int, p: int) -> int:
-    return 4 * n * p
+DISAGREEMENT = Form(_predictions, _agreement, lambda a, b: 1 - jnp.sum(a.mean * b.mean))
 
-
-DISAGREEMENT = (Route(_predictions, _agreement, expected=lambda a, b: 1 - jnp.sum(a.mean * b.mean), held=_held),)
-
-JENSEN_SHANNON = (Route(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence, held=_held),)
+JENSEN_SHANNON = Form(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence)
 
 
 @validated(finite=("x", "y"))

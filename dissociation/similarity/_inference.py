@@ -11,23 +11,15 @@ from jaxtyping import Array, Float
 from scipy import stats
 
 from dissociation._core.checks import check_choice, check_count, check_level, fail
-from dissociation._core.linalg import product
 from dissociation._core.results import Result, printed
 from dissociation._core.splits import folds
 from dissociation._core.ties import ROUNDINGS
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    Measure,
-    OtherFeatures,
-    cheapest,
-    check_pair,
-    check_samples,
-    in_common_dtype,
-)
-from dissociation.similarity._measures import as_measure, routes_of
-from dissociation.similarity._tables import in_chunks, prepared, reordered
+from dissociation.similarity._base import Features, Measure, OtherFeatures, in_common_dtype
+from dissociation.similarity._items import Items, check_fit, check_sets
+from dissociation.similarity._measures import as_measure, form_of
+from dissociation.similarity._tables import Job
 from dissociation.training._progress import MeterFactory, open_meter
 
 BLOCKS = ("shuffled", "contiguous")
@@ -152,10 +144,6 @@ class MemberInterval(Result):
     high: Float[Array, ""]
 
 
-LEAST_P_VALUE = 1e-16
-"""Smallest p-value from moments. Smaller ones are set to it and printed as "< 1e-16"."""
-
-
 class PermutationTest(Result):
     """Similarity compared with similarities of shuffled samples.
 
@@ -166,7 +154,7 @@ class PermutationTest(Result):
         null_sd: Standard deviation over orders.
         null_quantile: Quantile over orders at `level`.
         calibrated: Result of `calibrate`; NaN for measures without a best value.
-        num_draws: Drawn orders; 0 for moments.
+        num_draws: Drawn orders.
     """
 
     value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
@@ -176,8 +164,6 @@ class PermutationTest(Result):
     null_quantile: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
     calibrated: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
     num_draws: int = eqx.field(static=True)
-
-    LEAST = {"p_value": LEAST_P_VALUE}
 
 
 @validated(finite=("x", "y"))
@@ -195,16 +181,14 @@ def permutation_test(
 ) -> PermutationTest:
     """Test if two representations are more similar than with samples in another order.
 
-    p = (1 + hits) / (1 + draws), where ties are hits. If `num_draws` is None, the null is Pearson's type III
-    distribution with the exact first three moments, for linear and RBF CKA, debiased or not. Its p-values below 1 /
-    1000 are extrapolated.
+    p = (1 + hits) / (1 + draws), where ties are hits.
 
     Args:
         measure: A name in `MEASURES`, or a `Measure`.
         x: Features, [n, p].
         y: Features, [n, q].
-        key: Random key of the orders, required unless `num_draws` is None.
-        num_draws: Orders of y's samples; None for moments.
+        key: Random key of the orders, required.
+        num_draws: Orders of y's samples.
         level: Level of the null's quantile.
         blocks: "shuffled" for exchangeable samples, "contiguous" for time series, whose orders are at most n - 1
             cyclic shifts.
@@ -215,39 +199,30 @@ def permutation_test(
         The test. Small distances count as similar.
 
     Raises:
-        ValueError: If an option is out of range, the key is missing, or the measure's moments are not known.
+        ValueError: If an option is out of range, or the key is missing.
 
     References:
-        Kazi-Aoual, Hitier, Sabatier and Lebreton (1995), Refined approximations to permutation tests for multivariate
-        inference; Phipson and Smyth (2010), Permutation p-values should never be zero.
+        Phipson and Smyth (2010), Permutation p-values should never be zero.
     """
     known = as_measure(measure)
+    form = form_of(known, options)
     check_level(level)
-    check_pair(x, y, known)
-    x, y = in_common_dtype(x, y)
-    routes = routes_of(known, options)
     check_choice("blocks", blocks, BLOCKS)
     if num_draws is None:
-        if blocks != "shuffled":
-            fail("num_draws", "be a number for samples that are not exchangeable", "None")
-        matrices = [route for route in routes if route.matrix]
-        if not matrices:
-            fail("num_draws", f"be a number for {known.name}, whose moments are not known", "None")
-        one, other = (jax.tree.map(lambda leaf: leaf[0], invariants_of(matrices[0], each[None])) for each in (x, y))
-        return moment_test(known(x, y, **options), one, other, x.shape[0], level=level)
+        advice = "For p-values of CKA from moments call `compare(x, y, measure).p_values`"
+        fail("num_draws", "be a number of orders", "None", advice)
     check_count("num_draws", num_draws, minimum=1)
     if key is None:
-        fail("key", "be given where orders are drawn", "None", "For instance jax.random.key(0)")
-    sizes = x.shape[0], x.shape[1], y.shape[1]
-    route = cheapest(routes, *sizes, pairs=num_draws)
-    orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
+        fail("key", "be given", "None", "For instance jax.random.key(0)")
+    arrays = zip(("x", "y"), in_common_dtype(x, y), strict=True)
+    first, second = (Items([("", 0)], [array[None]], [[0]], name=name) for name, array in arrays)
+    number = check_sets([first, second], known)
+    check_fit([first, second], known, form, number)
+    orders = random_orders(key, num_draws, number, known.repeats, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
-    orders = np.concatenate([np.arange(x.shape[0])[None], orders])
-    first, second = prepared(route, (x[None],)), (y[None],)
-    second = prepared(route, second) if route.by_rows else second
+    orders = np.concatenate([np.arange(number)[None], orders])
     with closing(open_meter(progress, len(orders), known.name)) as meter:
-        drawn = lambda part: reordered(route, first, second, part, symmetric=False)[:, 0, 0]  # noqa: E731
-        values = in_chunks(drawn, orders, route.work(*sizes, items=1, pairs=1), meter.advance)
+        values = np.asarray(Job(known, form, first, second).run(orders, "orders", meter.advance))[:, 0, 0]
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
@@ -308,99 +283,6 @@ def calibrate(
     value, null_quantile = in_common_dtype(value, null_quantile)
     room = best - null_quantile
     return jnp.where(room == 0, jnp.nan, (value - null_quantile) / jnp.where(room == 0, 1.0, room))
-
-
-class Invariants(NamedTuple):
-    """Sums over a symmetric matrix over samples, made traceless."""
-
-    trace: Array | np.ndarray  # before
-    diagonal2: Array | np.ndarray  # of squares of the diagonal
-    all2: Array | np.ndarray  # of squares
-    diagonal3: Array | np.ndarray  # of cubes of the diagonal
-    all3: Array | np.ndarray  # of cubes
-    ends: Array | np.ndarray  # e^T E e, of the matrix E and its diagonal e
-    paths: Array | np.ndarray  # e^T diag(E^2)
-    cycles: Array | np.ndarray  # tr E^3
-
-
-def invariants(matrix: Float[Array, "n n"]) -> Invariants:
-    """Return the sums over a matrix that determine the null's moments."""
-    number = matrix.shape[0]
-    trace = jnp.trace(matrix)
-    # Without a trace the third moment has few terms.
-    matrix = matrix - trace / (number - 1) * (jnp.eye(number, dtype=matrix.dtype) - 1 / number)
-    diagonal, square = jnp.diagonal(matrix), product(matrix, matrix)
-    return Invariants(
-        trace=trace,
-        diagonal2=jnp.sum(diagonal**2),
-        all2=jnp.sum(matrix**2),
-        diagonal3=jnp.sum(diagonal**3),
-        all3=jnp.sum(matrix**3),
-        ends=diagonal @ product(matrix, diagonal[:, None])[:, 0],
-        paths=jnp.sum(diagonal * jnp.diagonal(square)),
-        cycles=jnp.sum(square * matrix),
-    )
-
-
-def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, Any]:
-    """Return mean, variance and third central moment of <A, P B P^T> over permutations P of n > 5.
-
-    Source: Kazi-Aoual et al. (1995).
-    """
-    n = float(number)
-    a, b = (Invariants(*(np.asarray(part, float) for part in one)) for one in (a, b))
-    mean = np.asarray(a.trace * b.trace / (n - 1))
-    loose = [n * (n + 1) * one.diagonal2 - 2 * (n - 1) * one.all2 for one in (a, b)]
-    variance = 2 * a.all2 * b.all2 / ((n + 1) * (n - 2))
-    variance += loose[0] * loose[1] / ((n + 1) * n * (n - 1) * (n - 2) * (n - 3))
-    # At trace zero the published formulas are bilinear in these few terms.
-    weights = {
-        ("diagonal3", "diagonal3"): n**2 * (n + 1) * (n**2 + 15 * n - 4),
-        ("all3", "all3"): 4 * (n**4 - 8 * n**3 + 19 * n**2 - 4 * n - 16),
-        ("ends", "ends"): 6 * (n**4 - 8 * n**3 + 21 * n**2 - 6 * n - 24),
-        ("paths", "paths"): 12 * (n**4 - n**3 - 8 * n**2 + 36 * n - 48),
-        ("cycles", "cycles"): 8 * (n**3 - 9 * n**2 + 26 * n - 22),
-        ("all3", "ends"): 24 * (n**2 - n - 4),
-        ("all3", "paths"): 24 * (n**3 - 3 * n**2 - 2 * n + 8),
-        ("ends", "paths"): 24 * (n**3 - 2 * n**2 - 3 * n + 12),
-        ("all3", "diagonal3"): -4 * n * (n - 1) * (n**2 - n + 4),
-        ("ends", "diagonal3"): -6 * n * (n - 1) * (n**2 - n + 4),
-        ("paths", "diagonal3"): -12 * n * (n - 1) ** 2 * (n + 4),
-        ("cycles", "diagonal3"): 16 * n * (n - 1) * (n - 2),
-        ("cycles", "all3"): -8 * (3 * n**2 - 15 * n + 16),
-        ("cycles", "ends"): -8 * (3 * n**2 - 15 * n + 24),
-        ("cycles", "paths"): -8 * (n - 2) * (3 * n**2 - 15 * n + 24),
-    }
-    third = np.zeros(np.broadcast_shapes(mean.shape))
-    for (one, other), weight in weights.items():
-        third = third + weight * getattr(a, one) * getattr(b, other)
-        if one != other:
-            third = third + weight * getattr(a, other) * getattr(b, one)
-    return mean, variance, third / (n * (n - 1) * (n - 2) * (n - 3) * (n - 4) * (n - 5))
-
-
-@eqx.filter_jit
-def invariants_of(route: Any, stack: Array) -> Invariants:
-    """Return `invariants` of stacked representations' matrices, [items] each."""
-    return jax.lax.map(lambda x: invariants(route.prepare(x).entries), stack)
-
-
-def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level: float = 0.95) -> PermutationTest:
-    """Return the test of products of unit matrices over samples, from the null's moments."""
-    check_samples("x", number, 6)
-    values = np.asarray(values, float)
-    mean, variance, third = null_moments(a, b, number)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        spread = np.sqrt(variance)
-        skew = np.clip(third / spread**3, -1e3, 1e3)
-    # If all orders score alike but for rounding, as for samples at equal distances, there is nothing to test.
-    alike = np.isfinite(values) & (spread <= 1e-5 * np.abs(mean))
-    null = stats.pearson3(skew, loc=mean, scale=spread)
-    known = np.isfinite(values) & (spread > 0) & ~alike
-    quantile = np.where(known, null.ppf(level), np.nan)
-    # Three moments do not determine the far tail.
-    p_value = np.where(known, np.maximum(null.sf(values), LEAST_P_VALUE), np.where(alike, 1.0, np.nan))
-    return PermutationTest(values, p_value, mean, spread, quantile, calibrate(values, quantile), 0)
 
 
 @validated

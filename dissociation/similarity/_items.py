@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dissociation._core.checks import check_choice, check_finite, fail, fail_kind, is_traced
+from dissociation._core.checks import check_choice, check_finite, check_same_length, fail, fail_kind, is_traced
 from dissociation._core.conversion import holds_arrays, refuse_nested
 from dissociation.models._representations import Layers
-from dissociation.similarity._base import in_common_dtype, real_numbers, refuse_vanishing
+from dissociation.similarity._base import Form, Measure, in_common_dtype, real_numbers, refuse_vanishing
 
 POSITIONS = ("samples", "neurons")
 """Positions (pixels, tokens, steps) as samples, [n h w, c], or as neurons, [n, h w c]."""
@@ -119,3 +119,29 @@ def _check_stated(name: str, value: Any, choices: Sequence[str], shape: tuple[in
     if value is None:
         fail(name, f"be one of {', '.join(map(repr, choices))} for samples of shape {shape}", "None", advice)
     check_choice(name, value, choices)
+
+
+def check_sets(sets: Sequence[Items], measure: Measure) -> int:
+    """Return the number of samples, or raise unless the measure can compare the sets."""
+    number = sets[0].arrays[0].shape[1]
+    for other in sets[1:]:
+        check_same_length(sets[0].name, number, other.name, other.arrays[0].shape[1])
+    if number % measure.repeats:
+        fail(sets[0].name, f"have rows that {measure.repeats} goes into, one per repeat of all conditions", number)
+    widths = {array.shape[2] for one in sets for array in one.arrays}
+    if measure.same_width and len(widths) > 1:
+        fail(sets[-1].name, f"have as many classes throughout for {measure.name}", ", ".join(map(str, sorted(widths))))
+    return number
+
+
+def check_fit(sets: Sequence[Items], measure: Measure, form: Form, number: int) -> None:
+    """Raise unless every representation suits the measure with the `number` of samples that remain."""
+    least = max(measure.minimum, form.minimum)
+    for one in sets:
+        every, widest = one.arrays[0].shape[1], max(array.shape[2] for array in one.arrays)
+        left = "" if number == every else f", {number} of them without one block"
+        if number < least:
+            fail(one.name, f"have at least {least} samples for {measure.name}", f"{every}{left}")
+        if measure.narrow and widest >= number - 1:
+            wanted = f"have fewer features than samples less one for {measure.name}"
+            fail(one.name, wanted, f"{widest} features of {every} samples{left}")

@@ -13,29 +13,11 @@ from dissociation._core.distances import root, squared_distances, typical
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    OtherFeatures,
-    Prepared,
-    Route,
-    Routes,
-    Score,
-    apart_from_rounding,
-    centred,
-    evaluate,
-    product_route,
-    scaled,
-    unit,
-)
-
-BLOCKS = 4
-"""Blocks of rows from the diagonal on, 5 / 8 of a matrix over samples."""
+from dissociation.similarity import _base as base
+from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
 
 LONG = 8
 """Number of longest samples that debiased products over features separate."""
-
-SMALLEST_IN_BLOCKS = 64
-"""Number of samples from which blocks are used."""
 
 
 def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -60,20 +42,20 @@ def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
 
 def linear_gram(x: Array) -> Array:
     """Return Xc Xc^T, up to a power of four."""
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     return product(x, x.T)
 
 
 def rbf_gram(x: Array, scale: Scalar) -> Array:
     """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance."""
-    square = squared_distances(scaled(x)[0])
+    square = squared_distances(base.scaled(x)[0])
     sigma = jnp.asarray(scale, x.dtype) * typical(root(square))
     return jnp.exp(-square / (2 * sigma**2))
 
 
 def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array) -> Prepared:
     matrix = gram(x)
-    entries = unit(apart_from_rounding(centring(matrix), matrix))
+    entries = base.unit(base.apart_from_rounding(centring(matrix), matrix))
     return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
 
 
@@ -84,7 +66,7 @@ def _mean_part(trace: Array, number: int) -> Array:
 
 
 def _plain_features(x: Array) -> Prepared:
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     own = jnp.sqrt(jnp.sum(product(x.T, x) ** 2))
     return Prepared(x / jnp.sqrt(own), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
 
@@ -106,7 +88,7 @@ def _longest(lengths: Array) -> tuple[Array, Array]:
 
 
 def _debiased_features(x: Array) -> _Debiased:
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     long, rest = _longest(jnp.sum(x**2, 1))
     x = x - (jnp.sum(jnp.where(rest, x, 0.0), 0) / (x.shape[0] - len(long)))[None]
     lengths = jnp.sum(x**2, 1)
@@ -114,7 +96,7 @@ def _debiased_features(x: Array) -> _Debiased:
     among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x[long], x[long].T))
     sums = product(x, (total + jnp.sum(x[long], 0))[:, None])[:, 0] - lengths
     sums = sums.at[long].set(product(x[long], total[:, None])[:, 0] + jnp.sum(among, 1))
-    own = jnp.sqrt(apart_from_rounding(*_debiased_product(*[_Debiased(x, lengths, sums)] * 2)))
+    own = jnp.sqrt(base.apart_from_rounding(*_debiased_product(*[_Debiased(x, lengths, sums)] * 2)))
     return _Debiased(x / jnp.sqrt(own), lengths / own, sums / own)
 
 
@@ -124,98 +106,41 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     squares = a.lengths * b.lengths
     long, rest = _longest(squares)
     (x_long, x), (y_long, y) = ((one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b))
-    inner = product(x.T, y)
+    crossed = product(x.T, y)
     among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T))
-    terms = [jnp.sum(inner**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
-    terms += [2 * jnp.sum(product(x_long, inner) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
+    terms = [jnp.sum(crossed**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
+    terms += [2 * jnp.sum(product(x_long, crossed) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
     terms += [jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))]
     return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
 
 
-def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:
-    """Return the rows of a symmetric matrix from the diagonal on, in blocks, times sqrt(2) beyond these."""
-    number = x.shape[0]
-    width = -(-number // (BLOCKS if number >= SMALLEST_IN_BLOCKS else 1))
-    parts = []
-    for start in range(0, number, width):
-        own = slice(start, min(start + width, number))
-        height = own.stop - own.start
-        rest = x[own.start :]
-        twice = jnp.where(jnp.arange(rest.shape[0]) < height, 1.0, 2**0.5).astype(x.dtype)
-        part = product(x[own], (rest * twice[:, None]).T)
-        if shift is not None:
-            shifted = part - (shift[own][:, None] + shift[own.start :][None]) * twice[None]
-            part = jnp.where(jnp.eye(height, rest.shape[0], dtype=bool), 0.0, shifted)
-        parts.append(part)
-    return tuple(parts)
-
-
-def _norm(parts: tuple[Array, ...]) -> Array:
-    return jnp.sqrt(sum((jnp.sum(part**2) for part in parts), jnp.zeros((), parts[0].dtype)))
-
-
-def _plain_halves(x: Array) -> Prepared:
-    x, _ = centred(x)
-    parts = _halves(x, None)
-    own = _norm(parts)
-    return Prepared(tuple(part / own for part in parts), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
-
-
-def _debiased_halves(x: Array) -> Prepared:
-    x, _ = centred(x)
-    number = x.shape[0]
-    sums = -jnp.sum(x**2, 1) / (number - 2)  # of rows without the diagonal, over n - 2
-    parts = _halves(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(part)) for part in parts]))
-    own = _norm(parts) + 0 * apart_from_rounding(largest, jnp.sum(x**2, 1))
-    return Prepared(tuple(part / own for part in parts), jnp.zeros((), x.dtype))
-
-
-def _held(n: int, p: int) -> int:
-    return p * p
-
-
-# Features are cheaper if they are few, samples if pairs or features are many. Moments need the whole matrix.
-LINEAR_CKA = (
-    Route(
-        _plain_features,
-        lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
-        expected=lambda a, b: a.mean * b.mean,
-        held=_held,
-    ),
-    product_route(_plain_halves),
-    product_route(eqx.Partial(_unit_gram, linear_gram, double_centred), matrix=True),
+# Features are cheaper if they are few, samples if pairs or features are many. Moments need the matrix over samples.
+LINEAR_CKA = Form(
+    _plain_features,
+    lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
+    base.inner_mean,
+    eqx.Partial(_unit_gram, linear_gram, lambda gram: gram),  # of centred features
 )
-"""Routes over features, over samples, and for moments."""
 
-DEBIASED_CKA = (
-    Route(
-        _debiased_features,
-        lambda a, b: jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0),
-        expected=lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
-        held=_held,
-    ),
-    product_route(_debiased_halves),
-    product_route(eqx.Partial(_unit_gram, linear_gram, u_centred), matrix=True),
+DEBIASED_CKA = Form(
+    _debiased_features,
+    lambda a, b: jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0),
+    lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
+    eqx.Partial(_unit_gram, linear_gram, u_centred),
 )
-"""Routes as in `LINEAR_CKA`."""
+
+DISTANCE_CORRELATION = Form(
+    eqx.Partial(_unit_gram, lambda x: root(squared_distances(base.scaled(x)[0])), double_centred),
+    lambda a, b: root(base.inner(a, b)),  # not negative but for rounding
+)
 
 
-def rbf_routes(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Routes:
-    """Return one route."""
+def rbf_form(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Form:
+    """Return CKA with a Gaussian kernel."""
     check_single("scale", scale)
     check_positive("scale", scale)
-    gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
-    return (product_route(eqx.Partial(_unit_gram, gram, centring), matrix=True),)
-
-
-DISTANCE_CORRELATION = (
-    product_route(
-        eqx.Partial(_unit_gram, lambda x: root(squared_distances(scaled(x)[0])), double_centred),
-        lambda product, a, b: root(product),  # not negative but for rounding
-        linear=False,
-    ),
-)
+    gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=jnp.asarray(scale)), centring)
+    return Form(gram, base.inner, base.inner_mean, gram)
 
 
 @validated(finite=("x", "y"))
@@ -242,7 +167,7 @@ def linear_cka(x: Features, y: OtherFeatures) -> Score:
         >>> round(float(linear_cka(x, 2 * x + 1)), 3)
         1.0
     """
-    return evaluate(LINEAR_CKA, x, y)
+    return base.evaluate(LINEAR_CKA, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -268,7 +193,7 @@ def debiased_cka(x: Features, y: OtherFeatures) -> Score:
         Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
         Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn the same things?, eq. 3.
     """
-    return evaluate(DEBIASED_CKA, x, y, minimum=4)
+    return base.evaluate(DEBIASED_CKA, x, y, minimum=4)
 
 
 @validated(finite=("x", "y"))
@@ -292,7 +217,7 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     References:
         Kornblith et al. (2019), section 3.
     """
-    return evaluate(rbf_routes(double_centred, scale=scale), x, y)
+    return base.evaluate(rbf_form(double_centred, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -313,7 +238,7 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
     References:
         Song et al. (2012), theorem 2.
     """
-    return evaluate(rbf_routes(u_centred, scale=scale), x, y, minimum=4)
+    return base.evaluate(rbf_form(u_centred, scale=scale), x, y, minimum=4)
 
 
 @validated(finite=("x", "y"))
@@ -336,4 +261,4 @@ def distance_correlation(x: Features, y: OtherFeatures) -> Score:
     References:
         Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.
     """
-    return evaluate(DISTANCE_CORRELATION, x, y)
+    return base.evaluate(DISTANCE_CORRELATION, x, y)

@@ -12,7 +12,7 @@ from scipy import optimize, sparse
 
 from dissociation._core.linalg import finite_part, no_derivative, product
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Features, OtherFeatures, Route, Score, centred, column_sizes, evaluate
+from dissociation.similarity._base import Features, Form, OtherFeatures, Score, centred, column_sizes, evaluate
 
 LARGEST_ASSIGNMENT = 4096
 """Largest number of repeated neurons for an assignment, in place of a linear programme."""
@@ -54,9 +54,9 @@ def _on_host(match: Callable[[Array | np.ndarray], np.ndarray], a: Array, b: Arr
     return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined
 
 
-HARD_MATCHING = (Route(_standardised, eqx.Partial(_on_host, _hard), effort=10.0),)
+HARD_MATCHING = Form(_standardised, eqx.Partial(_on_host, _hard))
 
-SOFT_MATCHING = (Route(_standardised, eqx.Partial(_on_host, _soft), effort=10.0),)
+SOFT_MATCHING = Form(_standardised, eqx.Partial(_on_host, _soft))
 
 
 @validated(finite=("x", "y"))

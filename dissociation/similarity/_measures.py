@@ -20,7 +20,7 @@ from dissociation.similarity import _matching as matching
 from dissociation.similarity import _neighbourhoods as neighbourhoods
 from dissociation.similarity import _predictivity as predictivity
 from dissociation.similarity import _shapes as shapes
-from dissociation.similarity._base import Measure, Route, Routes
+from dissociation.similarity._base import Form, Measure
 
 _ALL = (
     Measure(
@@ -54,31 +54,31 @@ _ALL = (
         cost="n p q + p q min(p, q)", reference="Williams et al. (2021)",
     ),
     Measure(
-        "partial_whitening_distance", shapes.partial_whitening_distance, shapes.partial_whitening_routes,
+        "partial_whitening_distance", shapes.partial_whitening_distance, shapes.partial_whitening_form,
         equation="the angle between Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)), of x and of y",
         invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0,
         cost="n p^2 + n p q + p q min(p, q)", reference="Williams et al. (2021)",
     ),
     Measure(
-        "rsa", dissimilarity.rsa, dissimilarity.rsa_routes,
+        "rsa", dissimilarity.rsa, dissimilarity.rsa_form,
         equation="corr(RDM(x), RDM(y)), of Euclidean distances",
         invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=3,
         cost="n^2 (p + q)", reference="Kriegeskorte et al. (2008); Nili et al. (2014)",
     ),
     Measure(
-        "crossnobis_rsa", dissimilarity.crossnobis_rsa, dissimilarity.crossnobis_rsa_routes,
+        "crossnobis_rsa", dissimilarity.crossnobis_rsa, dissimilarity.crossnobis_rsa_form,
         equation="cos of RDMs (a_i - a_j)^T (b_i - b_j) / p, a and b the two halves of the rows",
         invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=6, repeats=2,
         cost="n^2 (p + q)", reference="Walther et al. (2016)",
     ),
     Measure(
-        "mutual_knn", neighbourhoods.mutual_knn, neighbourhoods.mutual_knn_routes,
+        "mutual_knn", neighbourhoods.mutual_knn, neighbourhoods.mutual_knn_form,
         equation="mean_i |N_x(i) & N_y(i)| / k, N the k of the largest cosines",
         invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
         cost="n^2 (p + q)", reference="Huh et al. (2024)",
     ),
     Measure(
-        "knn_jaccard", neighbourhoods.knn_jaccard, neighbourhoods.knn_jaccard_routes,
+        "knn_jaccard", neighbourhoods.knn_jaccard, neighbourhoods.knn_jaccard_form,
         equation="mean_i |N_x(i) & N_y(i)| / |N_x(i) | N_y(i)|",
         invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
         cost="n^2 (p + q)", reference="Klabunde et al. (2024)",
@@ -96,7 +96,7 @@ _ALL = (
         cost="n p^2 + n p q", reference="Ramsay et al. (1984)",
     ),
     Measure(
-        "svcca", canonical.svcca, canonical.svcca_routes,
+        "svcca", canonical.svcca, canonical.svcca_form,
         equation="cca of the fewest principal components that hold 99 % of the variance",
         invariances="OSTP", range=(0.0, 1.0), identical=1.0,
         cost="n p^2 + n p q + p q min(p, q)", reference="Raghu et al. (2017)",
@@ -109,25 +109,25 @@ _ALL = (
         cost="n p^2 + n p q + p q min(p, q)", reference="Morcos et al. (2018)",
     ),
     Measure(
-        "gulp_distance", canonical.gulp_distance, canonical.gulp_routes,
+        "gulp_distance", canonical.gulp_distance, canonical.gulp_form,
         equation="sqrt(tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx)), lambda = 0.01",
         invariances="OSTP", metric=True, range=(0.0, inf), identical=0.0,
         cost="n p^2 + n p q", reference="Boix-Adsera et al. (2022)",
     ),
     Measure(
-        "linear_predictivity", predictivity.linear_predictivity, predictivity.predictivity_routes,
+        "linear_predictivity", predictivity.linear_predictivity, predictivity.predictivity_form,
         equation="1 - sum |y - prediction|^2 / sum |y - mean y|^2, least squares on the other of 5 folds",
         invariances="OSTPLD", invariances_of_y="OSTP", symmetric=False, range=(-inf, 1.0), identical=1.0, minimum=5,
         cost="5 n p^2 + 5 n p q", reference="Yamins et al. (2014)",
     ),
     Measure(
-        "rbf_cka", kernels.rbf_cka, partial(kernels.rbf_routes, kernels.double_centred),
+        "rbf_cka", kernels.rbf_cka, partial(kernels.rbf_form, kernels.double_centred),
         equation="<HKH, HLH> / (|HKH| |HLH|), K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
         invariances="OSTP", range=(0.0, 1.0), identical=1.0,
         cost="n^2 (p + q)", reference="Kornblith et al. (2019)",
     ),
     Measure(
-        "debiased_rbf_cka", kernels.debiased_rbf_cka, partial(kernels.rbf_routes, kernels.u_centred),
+        "debiased_rbf_cka", kernels.debiased_rbf_cka, partial(kernels.rbf_form, kernels.u_centred),
         equation="debiased_cka of K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
         invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=4,
         cost="n^2 (p + q)", reference="Song et al. (2012)",
@@ -178,7 +178,7 @@ def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
     if not callable(measure):
         fail_kind("measure", "be a name, a `Measure` or a function of two arrays", repr(measure))
     for known in MEASURES.values():
-        # A known function keeps its range, invariances and routes.
+        # A known function keeps its range, invariances and form.
         if known.function is measure:
             return known
     return custom_measure(measure)
@@ -217,25 +217,21 @@ def custom_measure(
     )  # fmt: skip
 
 
-def routes_of(measure: Measure, options: dict[str, Any]) -> Routes:
-    """Return the routes of a measure with options."""
-    routes = measure.routes
-    known = inspect.signature(routes).parameters.values() if callable(routes) else ()
+def form_of(measure: Measure, options: dict[str, Any]) -> Form:
+    """Return the form of a measure with options."""
+    form = measure.form
+    known = () if isinstance(form, Form) else inspect.signature(form).parameters.values()
     names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]
     wrong = [name for name in options if name not in names]
     if wrong and not any(one.kind == one.VAR_KEYWORD for one in known):
         allowed = f"the options of {measure.name} are {', '.join(names)}" if names else f"{measure.name} has no options"
         raise TypeError(f"`{wrong[0]}` is no option: {allowed}.")
-    return routes(**options) if callable(routes) else routes
+    return form if isinstance(form, Form) else form(**options)
 
 
-def _held(n: int, p: int) -> int:
-    return 2 * n * p
-
-
-def _opaque(function: Callable[..., Array], **options: Any) -> Routes:
+def _opaque(function: Callable[..., Array], **options: Any) -> Form:
     check_call("measure", partial(function, **options), ("x", "y"))
-    return (Route(_same, eqx.Partial(_one_number, function, **options), held=_held),)
+    return Form(jnp.asarray, eqx.Partial(_one_number, function, **options))
 
 
 def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:
@@ -252,7 +248,3 @@ def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: A
     if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
         fail("measure", "return one real number for two representations", f"{value.dtype} of shape {value.shape}")
     return value
-
-
-def _same(x: Array) -> Array:
-    return x

@@ -9,16 +9,7 @@ from dissociation._core.checks import check_count, fail
 from dissociation._core.distances import cosine_distances_with_size
 from dissociation._core.ties import ROUNDINGS
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    OtherFeatures,
-    Prepared,
-    Route,
-    Routes,
-    Score,
-    evaluate,
-    product_route,
-)
+from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score, evaluate, inner, inner_mean
 
 
 def memberships(x: Array, num_neighbours: int) -> Array:
@@ -43,26 +34,21 @@ def _scaled(x: Array, num_neighbours: int) -> Prepared:
     return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
 
 
-def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
+def _jaccard(a: Array, b: Array) -> Array:
     common = jnp.sum(a * b, 1)
-    return jnp.mean(common / (2 * num_neighbours - common))
+    return jnp.mean(common / (jnp.sum(a, 1) + jnp.sum(b, 1) - common))
 
 
-def _held(n: int, p: int) -> int:
-    return n * n
-
-
-def mutual_knn_routes(*, num_neighbours: int = 10) -> Routes:
-    """Return one route."""
+def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
+    """Return the measure for k neighbours."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    return (product_route(eqx.Partial(_scaled, num_neighbours=count)),)
+    return Form(eqx.Partial(_scaled, num_neighbours=count), inner, inner_mean, minimum=count + 1)
 
 
-def knn_jaccard_routes(*, num_neighbours: int = 10) -> Routes:
-    """Return one route."""
+def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
+    """Return the measure for k neighbours."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    prepare, compare = (eqx.Partial(f, num_neighbours=count) for f in (memberships, _jaccard))
-    return (Route(prepare, compare, over_samples=True, held=_held),)
+    return Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1)
 
 
 @validated(finite=("x", "y"))
@@ -85,7 +71,7 @@ def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Sc
     References:
         Huh, Cheung, Wang and Isola (2024), The platonic representation hypothesis, appendix A.
     """
-    return evaluate(mutual_knn_routes(num_neighbours=num_neighbours), x, y)
+    return evaluate(mutual_knn_form(num_neighbours=num_neighbours), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -107,4 +93,4 @@ def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> S
         Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of network embedding;
         Klabunde et al. (2024), ReSi: a comprehensive benchmark for representational similarity measures.
     """
-    return evaluate(knn_jaccard_routes(num_neighbours=num_neighbours), x, y)
+    return evaluate(knn_jaccard_form(num_neighbours=num_neighbours), x, y)

@@ -1,6 +1,5 @@
 """Comparison of all pairs of representations of layers and members."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -12,31 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_same_length, fail, fail_kind, warn
+from dissociation._core.checks import check_count, fail, fail_kind, warn
 from dissociation._core.conversion import describe
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
+from dissociation.similarity import _inference as inference
+from dissociation.similarity import _moments as moments
 from dissociation.similarity._base import Measure, warn_dropped
-from dissociation.similarity._inference import (
-    LEAST_P_VALUE,
-    Interval,
-    adjust_p_values,
-    invariants_of,
-    jackknife_interval,
-    kept_rows,
-    moment_test,
-    placed,
-    random_orders,
-)
-from dissociation.similarity._items import Items, Representations, as_items
-from dissociation.similarity._measures import MEASURES, as_measure
+from dissociation.similarity._items import Items, Representations, as_items, check_fit, check_sets
+from dissociation.similarity._measures import MEASURES, as_measure, form_of
 from dissociation.similarity._tables import Job
 from dissociation.training._progress import MeterFactory, open_meter
-
-# The cost of moments is the cube of the number of samples.
-FEWEST_FOR_MOMENTS, MOST_FOR_MOMENTS = 6, 4096
-"""Limits of the number of samples for tests by moments."""
 
 DEFAULT_BLOCKS = 20
 """Number of blocks of samples for one pair, if there are as many samples."""
@@ -89,7 +75,7 @@ class Similarities(Result):
 
     UNITS = {"jensen_shannon": "nats"}
     AXES = ("items", "others")
-    LEAST = {"p_values": LEAST_P_VALUE}
+    LEAST = {"p_values": moments.LEAST_P_VALUE}
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """Return the labels of rows and columns, by name: an axis and its values."""
@@ -141,10 +127,10 @@ class Similarities(Result):
             return None
         values = np.array(self.p_values, float)
         if not self.counts_once:
-            return adjust_p_values(values, method)
+            return inference.adjust_p_values(values, method)
         # Each pair of a symmetric measure is one test, and items with themselves are none.
         upper = np.triu_indices(len(values), 1)
-        values[upper] = adjust_p_values(values[upper], method)
+        values[upper] = inference.adjust_p_values(values[upper], method)
         values.T[upper] = values[upper]
         return values
 
@@ -211,48 +197,50 @@ def pairwise(
     """
     _check_order(representations)
     known = as_measure(measure)
-    # Neighbours need more samples than their number, which is an option.
-    if known.name in ("mutual_knn", "knn_jaccard"):
-        least = check_count("num_neighbours", options.get("num_neighbours", 10), minimum=1) + 1
-        known = dataclasses.replace(known, minimum=max(known.minimum, least))
+    form = form_of(known, options)
     names = ("representations",) if others is None else ("x", "y")
     axes = {"members": members, "positions": positions, "channels": channels}
     first = as_items(names[0], representations, **axes)
     second = None if others is None else as_items(names[-1], others, **axes)
     sets = [one for one in (first, second) if one is not None]
-    number, each = _check_sets(sets, known), max(one.each for one in sets)
+    number, each = check_sets(sets, known), max(one.each for one in sets)
     units = number // known.repeats // each
     one_pair = second is not None and len(first.labels) == len(second.labels) == 1
     p_values = one_pair if p_values is None else p_values
     if num_blocks == "auto":
-        enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= known.minimum
+        least = max(known.minimum, form.minimum)
+        enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= least
         num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
-    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, each)
-    left = min((rows.shape[1] for rows in kept), default=number)
-    for one in sets:
-        _check_fit(one, known, left, number)
-        _count_dropped(one, known)
-    job = Job(known, first, second, options, memory_budget)
+    kept = [] if num_blocks is None else inference.kept_rows(number, num_blocks, blocks, known.repeats, each)
+    check_fit(sets, known, form, min((rows.shape[1] for rows in kept), default=number))
+    _count_dropped(sets, known)
+    job = Job(known, form, first, second, memory_budget)
     # Moments and expected values hold for exchangeable samples.
     alike = blocks == "shuffled" and each == 1
-    by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
-    drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
+    by_moments = form.gram is not None and alike and moments.FEWEST <= number <= moments.MOST
+    drawn = p_values and not by_moments, baseline and (job.form.expected is None or not alike)
     orders = None
     if any(drawn):
         # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
-        orders = random_orders(
-            jax.random.key(0) if key is None else key, count, number, known.repeats, blocks=blocks, each=each
-        )
-    values, shuffled, leave_outs = _computed(job, orders, kept, progress)
+        key = jax.random.key(0) if key is None else key
+        orders = inference.random_orders(key, count, number, known.repeats, blocks=blocks, each=each)
+    (values, *expected), shuffled, leave_outs = _computed(job, orders, kept, progress, known.name)
     chance = p_value = None
     if baseline:
-        chance = jnp.mean(shuffled, 0) if drawn[1] else job.run_expected()
+        chance = jnp.mean(shuffled, 0) if drawn[1] else expected[0]
         # Random orders change one representation of a pair, which makes the table asymmetric.
         chance = 0.5 * (chance + chance.T) if job.symmetric else chance
     if p_values:
-        p_value = _tested(job, values, shuffled, by_moments=by_moments)
+        if by_moments:
+            rows = _invariants(form.gram, first)
+            columns = rows if second is None else _invariants(form.gram, second)
+            p_value = moments.moment_p_values(values, rows, columns, number)
+        else:
+            p_value = inference.placed(known, np.asarray(values), np.asarray(shuffled), 0.95).p_value
+        if second is None:
+            np.fill_diagonal(p_value, np.nan)
     error = low = high = estimate = None
     if kept:
         error, low, high, bias, estimate = _intervals(values, leave_outs, level, known.range, known.population)
@@ -308,18 +296,18 @@ def compare(
 
 
 def _computed(
-    job: Job, orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None
+    job: Job, orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None, name: str
 ) -> tuple[Array, Any, list[Array]]:
-    """Return the values, values in other orders, and values without blocks."""
-    steps: list[tuple[str, Any]] = [] if orders is None else [("other orders", orders)]
-    steps += [("without blocks", rows) for rows in kept]
+    """Return the values with their expected ones, values in other orders, and values without blocks."""
+    steps = [] if orders is None else [("orders", "other orders", orders)]
+    steps += [("rows", "without blocks", rows) for rows in kept]
     found, done = [], 1
-    with closing(open_meter(progress, 1 + sum(len(choices) for _, choices in steps), job.measure.name)) as meter:
-        values = job.run()[0]
-        for word, choices in steps:
+    with closing(open_meter(progress, 1 + sum(len(choices) for *_, choices in steps), name)) as meter:
+        values = job.run()
+        for task, word, choices in steps:
             meter.advance(done, word)
             advance = lambda count, _, done=done, word=word: meter.advance(done + count, word)  # noqa: E731
-            found.append(job.run(choices, advance, reorder=word == "other orders"))
+            found.append(job.run(choices, task, advance))
             done += len(choices)
         meter.advance(done, "done")
     return values, (None if orders is None else found[0]), found[orders is not None :]
@@ -328,8 +316,8 @@ def _computed(
 @eqx.filter_jit
 def _intervals(
     values: Array, leave_outs: list[Array], level: float, bounds: tuple[float, float], unbias: bool
-) -> Interval:
-    return jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=bounds, unbias=unbias)
+) -> inference.Interval:
+    return inference.jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=bounds, unbias=unbias)
 
 
 def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
@@ -361,57 +349,24 @@ def _of_outputs(
         return [None, None, of_measure]
     members = np.ix_(*([member for _, member in one.labels] for one in (first, second or first)))
     networks = own[0], None if second is None else other[0]
-    jobs = (Job(MEASURES[name], *networks, {}, budget) for name in ("disagreement", "jensen_shannon"))
-    return [*(job.run()[0][members] for job in jobs), of_measure]
+    beside = (MEASURES[name] for name in ("disagreement", "jensen_shannon"))
+    tables = [Job(one, form_of(one, {}), *networks, budget).run()[0] for one in beside]
+    return [*(table[members] for table in tables), of_measure]
 
 
-def _tested(job: Job, values: Array, shuffled: Any, *, by_moments: bool) -> np.ndarray:
-    """Return p-values, NaN for items with themselves."""
-    if by_moments:
-        rows = jax.tree.map(lambda leaf: leaf[:, None], _invariants(job.matrix, job.first))
-        columns = jax.tree.map(lambda leaf: leaf[None], _invariants(job.matrix, job.second or job.first))
-        table = moment_test(values, rows, columns, job.first.arrays[0].shape[1]).p_value
-    else:
-        table = placed(job.measure, np.asarray(values), np.asarray(shuffled), 0.95).p_value
-    return table if job.second is not None else np.where(np.eye(len(table), dtype=bool), np.nan, table)
-
-
-def _invariants(route: Any, one: Items) -> Any:
-    order, found = np.argsort(np.concatenate(one.places)), [invariants_of(route, array) for array in one.arrays]
+def _invariants(gram: Any, one: Items) -> moments.Invariants:
+    """Return the invariants of all items, [items] each."""
+    order, found = np.argsort(np.concatenate(one.places)), [moments.invariants_of(gram, array) for array in one.arrays]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *found)
 
 
-def _check_sets(sets: Sequence[Items], measure: Measure) -> int:
-    """Return the number of samples, or raise unless the measure can compare the sets."""
-    number = sets[0].arrays[0].shape[1]
-    for other in sets[1:]:
-        check_same_length(sets[0].name, number, other.name, other.arrays[0].shape[1])
-    if number % measure.repeats:
-        fail(sets[0].name, f"have rows that {measure.repeats} goes into, one per repeat of all conditions", number)
-    widths = {array.shape[2] for one in sets for array in one.arrays}
-    if measure.same_width and len(widths) > 1:
-        fail(sets[-1].name, f"have as many classes throughout for {measure.name}", ", ".join(map(str, sorted(widths))))
-    return number
-
-
-def _count_dropped(one: Items, known: Measure) -> None:
+def _count_dropped(sets: Sequence[Items], known: Measure) -> None:
     """Warn of directions that a measure between subspaces drops."""
     # Measures between subspaces cut ranks.
-    if "L" in known.invariances + (known.invariances_of_y or ""):
+    for one in sets if "L" in known.invariances + (known.invariances_of_y or "") else ():
         for stack, places in zip(one.arrays, one.places, strict=True):
             for place, features in zip(places, stack, strict=True):
                 warn_dropped(**{one.shown(place): features})
-
-
-def _check_fit(one: Items, measure: Measure, number: int, every: int) -> None:
-    """Raise unless every representation suits the measure with the remaining samples."""
-    left = "" if number == every else f", {number} of them without one block"
-    if number < measure.minimum:
-        fail(one.name, f"have at least {measure.minimum} samples for {measure.name}", f"{every}{left}")
-    widest = max(array.shape[2] for array in one.arrays)
-    if measure.narrow and widest >= number - 1:
-        wanted = f"have fewer features than samples less one for {measure.name}"
-        fail(one.name, wanted, f"{widest} features of {every} samples{left}")
 
 
 def _warn_undefined(measure: Measure, values: Array, first: Items, second: Items) -> None:

@@ -1,7 +1,5 @@
 """Linear predictivity of one representation from another."""
 
-from typing import NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,135 +8,67 @@ from jaxtyping import Array, Float
 
 from dissociation._core import splits
 from dissociation._core.checks import check_choice, check_count, check_non_negative, check_single, fail, is_traced
-from dissociation._core.linalg import centre, finite_part, product, rank_cut, scale_of, singular_map
+from dissociation._core.linalg import centre, finite_part, product, rank_cut, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    OtherFeatures,
-    Route,
-    Routes,
-    Score,
-    check_samples,
-    column_sizes,
-    evaluate,
-    in_common_dtype,
-    refuse_constant,
-    warn_dropped,
-)
+from dissociation.similarity import _base as base
+from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 
 FOLDS = ("shuffled", "contiguous")
 """Folds by a fixed permutation, or blocks of rows for time series."""
 
-
-class _Fold(NamedTuple):
-    left: Array  # U of the training part, [m, k]
-    values: Array
-    held_out: Array  # features of the held-out part in the right singular vectors, [h, k]
+Maps = tuple[Array, list[tuple[Array, Array]]]
+"""Centred features, and of each fold a transposed pseudo-inverse and the held-out features."""
 
 
-class _Prepared(NamedTuple):
-    target: Array
-    folds: tuple[_Fold, ...]
-    unit: Array  # of the features; squared, of alpha in what is decomposed
-
-
-def _centred_parts(x: Array, num_folds: int | None, folds: str) -> tuple[Array, Array, list[tuple[Array, Array]]]:
-    """Return features over a power of two, that power, and centred parts of each fold."""
-    scale = scale_of(jnp.max(jnp.abs(centre(x))))
-    x = centre(x) / scale
-    found = []
-    for train, test in _parts(x.shape[0], num_folds, folds):
-        # Both parts have the training part's mean, as the fit has no access to held-out samples.
-        own = centre(x[train])
-        found.append((own, x[test] - (x[train][:1] - own[:1])))
-    return x, scale, found
-
-
-def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
-    x, scale, parts = _centred_parts(x, num_folds, folds)
-    found = []
-    for own, held_out in parts:
-        matrix, undefined = finite_part(own)
-        left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-        values = jnp.where(values > rank_cut(matrix) * values[0], values, 0.0) + undefined
-        found.append(_Fold(left, values, product(held_out, right.T)))
-    return _Prepared(x, tuple(found), scale)
-
-
-def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def _in_folds(x: Array, num_folds: int | None, folds: str) -> list[tuple[Array, Array]]:
+    """Return the training and the held-out part of each fold."""
     if num_folds is None:
-        return [(np.arange(number), np.arange(number))]
-    members = splits.folds(number, num_folds, contiguous=folds == "contiguous")
-    return [(np.setdiff1d(np.arange(number), test), test) for test in members]
-
-
-def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, folds: str) -> Array:
-    """Return R^2 at every alpha, from one decomposition per fold."""
-    y = b.target
-    alphas = _per_square(alphas.astype(y.dtype), a.unit)
-    wrong = jnp.zeros(alphas.shape[0], y.dtype)
-    for fold, (train, test) in zip(a.folds, _parts(y.shape[0], num_folds, folds), strict=True):
-        mean = jnp.mean(y[train], 0)[None]
-        known = fold.values > 0
-        denominator = fold.values[None] ** 2 + alphas[:, None]
-        shrunk = jnp.where(known[None], fold.values[None] / jnp.where(known[None], denominator, 1.0), 0.0)
-        # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
-        latent = product(fold.left.T, y[train] - mean)
-        missed = lambda weights, fold=fold, latent=latent, truth=y[test] - mean: jnp.sum(  # noqa: E731
-            (truth - product(fold.held_out * weights[None], latent)) ** 2
-        )
-        wrong = wrong + jax.lax.map(missed, shrunk) + 0 * jnp.sum(fold.values)
-    return 1 - wrong / jnp.sum(centre(y) ** 2)
+        return [(centre(x), centre(x))]
+    rows, found = np.arange(x.shape[0]), []
+    for held_out in splits.folds(len(rows), num_folds, contiguous=folds == "contiguous"):
+        train = x[np.setdiff1d(rows, held_out)]
+        own = centre(train)
+        # Both parts have the training part's mean, as the fit has no access to held-out samples.
+        found.append((own, x[held_out] - (train[:1] - own[:1])))
+    return found
 
 
 def _per_square(alpha: Array, unit: Array) -> Array:
     """Return alpha / unit^2 for a power of two whose square may leave the dtype."""
-    return jnp.ldexp(alpha, -2 * (jnp.frexp(unit)[1] - 1))
-
-
-class _Maps(NamedTuple):
-    target: Array
-    parts: tuple[tuple[Array, Array], ...]  # of each fold: the transposed pseudo-inverse, and the held-out features
+    return jnp.ldexp(alpha.astype(unit.dtype), -2 * (jnp.frexp(unit)[1] - 1))
 
 
 def _shrunk(values: Array, alpha: Array) -> Array:
     return values / (values**2 + alpha)
 
 
-def _prepare_single(x: Array, alpha: Array, num_folds: int | None, folds: str) -> _Maps:
+def _maps(x: Array, alpha: Array, num_folds: int | None, folds: str) -> Maps:
     """Return the maps of one alpha, which have a derivative for every spectrum."""
-    x, scale, parts = _centred_parts(x, num_folds, folds)
-    alpha = _per_square(alpha.astype(x.dtype), scale)
-    return _Maps(x, tuple(_transposed_inverse(own, held_out, alpha) for own, held_out in parts))
+    x, unit = base.centred(x)
+    alpha, maps = _per_square(alpha, unit), []
+    for own, held_out in _in_folds(x, num_folds, folds):
+        # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
+        sizes = jnp.where(alpha > 0, 1.0, base.column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
+        maps.append((singular_map(_shrunk, own / sizes, alpha), held_out / sizes))
+    return x, maps
 
 
-def _transposed_inverse(own: Array, held_out: Array, alpha: Array) -> tuple[Array, Array]:
-    # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
-    sizes = jnp.where(alpha > 0, 1.0, column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
-    return singular_map(_shrunk, own / sizes, alpha), held_out / sizes
-
-
-def _single(a: _Maps, b: _Maps | _Prepared, num_folds: int | None, folds: str) -> Array:
-    y = b.target
+def _score(a: Maps, b: Maps, num_folds: int | None, folds: str) -> Array:
+    y = b[0]
     wrong = jnp.zeros((), y.dtype)
-    for (inverse, held_out), (train, test) in zip(a.parts, _parts(y.shape[0], num_folds, folds), strict=True):
-        mean = jnp.mean(y[train], 0)[None]
-        wrong = wrong + jnp.sum((y[test] - mean - product(held_out, product(inverse.T, y[train] - mean))) ** 2)
+    for (inverse, held_out), (known, truth) in zip(a[1], _in_folds(y, num_folds, folds), strict=True):
+        wrong = wrong + jnp.sum((truth - product(held_out, product(inverse.T, known))) ** 2)
     return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
-def _held(n: int, p: int) -> int:
-    return (n + p) * p
-
-
-def predictivity_routes(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Routes:
-    """Return one route."""
+def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Form:
+    """Return the predictivity of a penalty, on folds."""
     check_single("alpha", alpha)
     check_non_negative("alpha", alpha)
     count = _checked_folds(num_folds, folds)
-    prepare = eqx.Partial(_prepare_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds)
-    return (Route(prepare, eqx.Partial(_single, num_folds=count, folds=folds), effort=20.0 * (count or 1), held=_held),)
+    prepare = eqx.Partial(_maps, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds)
+    return Form(prepare, eqx.Partial(_score, num_folds=count, folds=folds), minimum=count or 1)
 
 
 def _checked_folds(num_folds: int | None, folds: str) -> int | None:
@@ -183,11 +113,11 @@ def linear_predictivity(
         Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in higher visual
         cortex; Hoerl and Kennard (1970), Ridge regression.
     """
-    routes = predictivity_routes(alpha=alpha, num_folds=num_folds, folds=folds)
+    form = predictivity_form(alpha=alpha, num_folds=num_folds, folds=folds)
     _check_sizes(x, num_folds)
     if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
-        warn_dropped(x=x)
-    return evaluate(routes, x, y)
+        base.warn_dropped(x=x)
+    return base.evaluate(form, x, y)
 
 
 @validated(finite=("x", "y", "alphas"))
@@ -218,19 +148,33 @@ def predictivity_path(
     """
     check_non_negative("alphas", alphas)
     count = _checked_folds(num_folds, folds)
-    check_samples("x", x.shape[0], 2)
+    base.check_samples("x", x.shape[0], 2)
     _check_sizes(x, count)
-    refuse_constant("y", y)
-    x, y = in_common_dtype(x, y)
-    return _whole_path(x, y, jnp.asarray(alphas), count, folds)
+    base.refuse_constant("y", y)
+    x, y = base.in_common_dtype(x, y)
+    return _path(x, y, jnp.asarray(alphas), count, folds)
 
 
 @eqx.filter_jit
-def _whole_path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
-    source, target = _prepare(x, num_folds, folds), _prepare(y, num_folds, folds)
+def _path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
+    """Return R^2 at every alpha, from one decomposition per fold."""
+    (x, unit), (y, _) = base.centred(x), base.centred(y)
+    penalties, wrong = _per_square(alphas, unit)[:, None], jnp.zeros(alphas.shape, x.dtype)
+    parts = (_in_folds(each, num_folds, folds) for each in (x, y))
+    for (own, held_out), (known, truth) in zip(*parts, strict=True):
+        matrix, undefined = finite_part(own)
+        left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+        kept, values = (values > rank_cut(matrix) * values[0])[None], values[None]
+        shrunk = jnp.where(kept, values / jnp.where(kept, values**2 + penalties, 1.0), 0.0)
+        # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
+        latent, ahead = product(left.T, known), product(held_out, right.T)
+        missed = lambda weights, ahead=ahead, latent=latent, truth=truth: jnp.sum(  # noqa: E731
+            (truth - product(ahead * weights[None], latent)) ** 2
+        )
+        wrong = wrong + jax.lax.map(missed, shrunk) + undefined
+    penalised = 1 - wrong / jnp.sum(centre(y) ** 2)
+    # Without a penalty, columns are scaled to one size.
     zero = jnp.zeros((), x.dtype)
-    plain = lambda: _single(_prepare_single(x, zero, num_folds, folds), target, num_folds, folds)  # noqa: E731
-    free = alphas == 0  # no penalty: columns are scaled to one size
-    return jnp.where(
-        free, jax.lax.cond(jnp.any(free), plain, lambda: zero), _path(source, target, alphas, num_folds, folds)
-    )
+    maps = lambda each: _maps(each, zero, num_folds, folds)  # noqa: E731
+    plain = lambda: _score(maps(x), maps(y), num_folds, folds)  # noqa: E731
+    return jnp.where(alphas == 0, jax.lax.cond(jnp.any(alphas == 0), plain, lambda: zero), penalised)

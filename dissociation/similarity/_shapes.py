@@ -9,28 +9,15 @@ from dissociation._core.distances import root
 from dissociation._core.linalg import nuclear_norm, product, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import (
-    Features,
-    OtherFeatures,
-    Route,
-    Routes,
-    Score,
-    aligned,
-    centred,
-    column_sizes,
-    evaluate,
-    narrowed,
-    refuse_wide,
-    unit,
-    warn_dropped,
-)
+from dissociation.similarity import _base as base
+from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 
 
 def residual(a: Array, b: Array) -> Array:
     """Return the least |a - b Q|^2 over rotations Q, with the narrower matrix padded by zeros."""
     # |a|^2 + |b|^2 - 2 nuc(a^T b) would lose half of the digits of a small distance. The rotation counts as a
     # constant, so first derivatives are exact and second ones are not.
-    wide, turned = aligned(a, b)
+    wide, turned = base.aligned(a, b)
     return jnp.sum((wide - turned) ** 2)
 
 
@@ -47,39 +34,39 @@ def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
 
 
 def _centred(x: Array) -> tuple[Array, Array]:
-    x, size = centred(x)
-    return narrowed(x), size
+    x, size = base.centred(x)
+    return base.narrowed(x), size
 
 
 def _unit_centred(x: Array) -> Array:
-    return unit(_centred(x)[0])
+    return base.unit(_centred(x)[0])
 
 
 def _whitened(x: Array, a: Array) -> Array:
-    x, _ = centred(x)
+    x, _ = base.centred(x)
     parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
     # At a = 0 a scale per neuron has no effect, and the rank is cut on columns of one size.
-    x = x / jnp.where(a > 0, 1.0, column_sizes(x))
-    return unit(narrowed(singular_map(_partly, unit(x), parameter)))
+    x = x / jnp.where(a > 0, 1.0, base.column_sizes(x))
+    return base.unit(base.narrowed(singular_map(_partly, base.unit(x), parameter)))
 
 
 def _partly(values: Array, parameter: Array) -> Array:
     return parameter[0] * values + parameter[1]
 
 
-PROCRUSTES = (Route(_centred, _distance, by_rows=True),)
+PROCRUSTES = Form(_centred, _distance)
 
-ANGULAR_SIMILARITY = (Route(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0), by_rows=True),)
+ANGULAR_SIMILARITY = Form(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(product(a.T, b)), 1.0))
 
-ANGULAR_DISTANCE = (Route(_unit_centred, _angle, by_rows=True),)
+ANGULAR_DISTANCE = Form(_unit_centred, _angle)
 
 
-def partial_whitening_routes(*, a: Scalar = 0.5) -> Routes:
-    """Return one route."""
+def partial_whitening_form(*, a: Scalar = 0.5) -> Form:
+    """Return the distance of partly whitened shapes."""
     check_single("a", a)
     if not is_traced(a) and not 0 <= float(a) <= 1:
         fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
-    return (Route(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle, by_rows=True),)
+    return Form(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle)
 
 
 @validated(finite=("x", "y"))
@@ -102,7 +89,7 @@ def procrustes_distance(x: Features, y: OtherFeatures) -> Score:
         Williams, Kunz, Kornblith and Linderman (2021), Generalized shape metrics on neural representations, eq. 3.
         Ding, Denain and Steinhardt (2021), Grounding representation similarity with statistical testing.
     """
-    return evaluate(PROCRUSTES, x, y)
+    return base.evaluate(PROCRUSTES, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -123,7 +110,7 @@ def angular_similarity(x: Features, y: OtherFeatures) -> Score:
         Williams et al. (2021), eq. 4; Tang, Maddox, Dickens, Diethe and Damianou (2020), Similarity of neural networks
         with gradients; Harvey, Larsen and Williams (2024), Duality of Bures and shape distances.
     """
-    return evaluate(ANGULAR_SIMILARITY, x, y)
+    return base.evaluate(ANGULAR_SIMILARITY, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -143,7 +130,7 @@ def angular_distance(x: Features, y: OtherFeatures) -> Score:
     References:
         Williams et al. (2021), eq. 4.
     """
-    return evaluate(ANGULAR_DISTANCE, x, y)
+    return base.evaluate(ANGULAR_DISTANCE, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -168,7 +155,7 @@ def partial_whitening_distance(x: Features, y: OtherFeatures, *, a: Scalar = 0.5
         Williams et al. (2021), section 2.3.
     """
     if not is_traced(a) and float(a) == 0:
-        refuse_wide(x, y)
+        base.refuse_wide(x, y)
     if not is_traced(a) and float(a) < 1:
-        warn_dropped(level=float(a) == 0, x=x, y=y)
-    return evaluate(partial_whitening_routes(a=a), x, y)
+        base.warn_dropped(level=float(a) == 0, x=x, y=y)
+    return base.evaluate(partial_whitening_form(a=a), x, y)

@@ -24,20 +24,30 @@ class JointMoments(Result):
     """Sums over samples of several representations with joined features, about their mean.
 
     Attributes:
-        count: Number of samples n.
         mean: Mean of all features, [P].
-        products: sum x x^T, [P, P].
-        cubes: sum x |x_r|^2 for every representation r, [P, R].
-        quartics: sum |x_r|^2 |x_s|^2, [R, R].
+        sums: sum z z^T of z = (1, x, |x_1|^2, ..., |x_R|^2), for all features x and each representation's x_r,
+            [1 + P + R, 1 + P + R].
         widths: Number of features of each representation.
     """
 
-    count: Float[Array, ""]
     mean: Float[Array, " p"]
-    products: Float[Array, "p p"]
-    cubes: Float[Array, "p r"]
-    quartics: Float[Array, "r r"]
+    sums: Float[Array, "z z"]
     widths: tuple[int, ...] = eqx.field(static=True)
+
+    @property
+    def count(self) -> Array:
+        """Return the number of samples n."""
+        return self.sums[0, 0]
+
+    @property
+    def products(self) -> Array:
+        """Return sum x x^T, [P, P]."""
+        return self.sums[1 : 1 + sum(self.widths), 1 : 1 + sum(self.widths)]
+
+    @property
+    def quartics(self) -> Array:
+        """Return sum |x_r|^2 |x_s|^2, [R, R]."""
+        return self.sums[1 + sum(self.widths) :, 1 + sum(self.widths) :]
 
     def squares(self) -> Array:
         """Return sums |x_r|^2, [R]."""
@@ -54,18 +64,25 @@ def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
     return jax.ops.segment_sum(values, np.repeat(np.arange(len(widths)), widths), len(widths))
 
 
-def joint_moments(*representations: Any) -> JointMoments:
-    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples."""
+def joint_moments(*representations: Any, about: list[np.ndarray] | None = None) -> JointMoments:
+    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples, minus the points `about`."""
     if not representations:
         fail("representations", "be one array or more", "none")
     arrays = []
     for index, given in enumerate(representations):
         name = f"representations[{index}]"
-        array = real_numbers(name, given, "real numbers [n, p]")
+        array = as_array(name, given, "real numbers [n, p]")
         if array.ndim != 2:
             fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
         if array.shape[0] != np.shape(representations[0])[0]:
             fail(name, f"have as many samples as the first ({np.shape(representations[0])[0]})", array.shape[0])
+        if about is not None:
+            point = about[index]
+            if array.shape[1:] != point.shape:
+                fail(name, f"have shape [n, {len(point)}] throughout", f"shape {array.shape}")
+            # In the precision of the features.
+            array = array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
+        array = real_numbers(name, array, "real numbers [n, p]")
         check_finite(name, array)
         arrays.append(array)
     return _moments(tuple(in_common_dtype(*arrays)))
@@ -77,15 +94,8 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
     joined = jnp.concatenate(arrays, 1)
     x = centre(joined)
     # Squared lengths are squared again, so float32 holds lengths up to 1e8.
-    lengths = _per_representation((x**2).T, widths).T
-    return JointMoments(
-        count=jnp.asarray(x.shape[0], x.dtype),
-        mean=joined[0] - x[0],
-        products=product(x.T, x),
-        cubes=product(x.T, lengths),
-        quartics=product(lengths.T, lengths),
-        widths=widths,
-    )
+    z = jnp.concatenate([jnp.ones_like(x[:, :1]), x, _per_representation((x**2).T, widths).T], 1)
+    return JointMoments(joined[0] - x[0], product(z.T, z), widths)
 
 
 @validated
@@ -94,30 +104,19 @@ def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
     """Return the exact moments of two batches together, moved to the common mean."""
     if a.widths != b.widths:
         fail("b", f"have the widths of `a`, {a.widths}", b.widths)
-    count = a.count + b.count
-    apart = b.mean - a.mean
-    one, other = _moved(a, -apart * (b.count / count)), _moved(b, apart * (a.count / count))
-    sums = jax.tree.map(lambda first, second: first + second, one, other)
-    return eqx.tree_at(lambda m: m.mean, sums, a.mean + apart * (b.count / count))
+    count, apart = a.count + b.count, b.mean - a.mean
+    by = apart * (b.count / count)
+    sums = _moved(a.sums, -by, a.widths) + _moved(b.sums, apart * (a.count / count), a.widths)
+    return JointMoments(a.mean + by, sums, a.widths)
 
 
-def _moved(m: JointMoments, by: Array) -> JointMoments:
-    """Return moments of x + `by`, where x sums to zero."""
-    size = _per_representation(by**2, m.widths)
-    squares = m.squares()
-    along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
-    across = _per_representation(by[:, None] * m.products, m.widths)  # sum (by_r . x_r) x
-    both = _per_representation((across * by[None]).T, m.widths).T  # sum (by_r . x_r)(by_s . x_s)
-    quartics = m.quartics + 2 * (along + along.T) + 4 * both
-    quartics = quartics + size[:, None] * squares[None] + squares[:, None] * size[None]
-    return JointMoments(
-        count=m.count,
-        mean=m.mean,
-        products=m.products + m.count * by[:, None] * by[None],
-        cubes=m.cubes + 2 * across.T + by[:, None] * (squares + m.count * size)[None],
-        quartics=quartics + m.count * size[:, None] * size[None],
-        widths=m.widths,
-    )
+def _moved(sums: Array, by: Array, widths: tuple[int, ...]) -> Array:
+    """Return the sums of x + `by`, in which z is linear."""
+    for _ in range(2):  # rows, then columns
+        one, x, lengths = jnp.split(sums, [1, 1 + len(by)])
+        along = 2 * by[:, None] * x + (by**2)[:, None] * one
+        sums = jnp.concatenate([one, x + by[:, None] * one, lengths + _per_representation(along, widths)]).T
+    return sums
 
 
 def stream_moments(batches: Iterable[Any]) -> JointMoments:
@@ -132,30 +131,22 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
     Raises:
         ValueError: If there is no batch, or batches differ in their representations.
     """
-    total = pilot = None
+    total: Any = None
+    points: list[np.ndarray] = []
     for batch in batches:
         if not isinstance(batch, (list, tuple)):
             fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
-        if pilot is None:
+        if total is None:
             joint_moments(*batch)  # checks what came
             # Moments about a point near the means lose no digits to a large offset.
-            pilot = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
-        if len(batch) != len(pilot):
-            fail("batches", f"hold {len(pilot)} arrays each", len(batch))
-        own = joint_moments(*(_about(part, point) for part, point in zip(batch, pilot, strict=True)))
+            points = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
+        if len(batch) != len(points):
+            fail("batches", f"hold {len(points)} arrays each", len(batch))
+        own = joint_moments(*batch, about=points)
         total = own if total is None else merge_joint_moments(total, own)
     if total is None:
         fail("batches", "give at least one batch", "none")
-    points: Any = pilot
     return eqx.tree_at(lambda m: m.mean, total, total.mean + jnp.asarray(np.concatenate(points), total.mean.dtype))
-
-
-def _about(part: Any, point: np.ndarray) -> Any:
-    """Return features about a point, in their precision."""
-    array = as_array("batches", part, "real numbers [n, p]")
-    if np.shape(array)[1:] != point.shape:
-        fail("batches", f"hold arrays [n, {len(point)}] throughout", f"shape {np.shape(array)}")
-    return array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
 
 
 def _block_squares(products: Array, widths: tuple[int, ...]) -> Array:
@@ -204,15 +195,16 @@ def _procrustes(m: JointMoments) -> Array:
 def _evened(m: JointMoments) -> JointMoments:
     """Return moments of features scaled by powers of two to one size."""
     sizes = scale_of(jnp.sqrt(jnp.diagonal(m.products)))
-    return eqx.tree_at(lambda m: m.products, m, m.products / sizes[:, None] / sizes[None])
+    sizes = jnp.concatenate([jnp.ones(1, sizes.dtype), sizes, jnp.ones(len(m.widths), sizes.dtype)])
+    return eqx.tree_at(lambda m: m.sums, m, m.sums / sizes[:, None] / sizes[None])
 
 
 def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
-    # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
-    rtol = [8 * width * float(jnp.finfo(m.products.dtype).eps) for width in m.widths]
+    """Return the inverse square root of each covariance, and its rank."""
     own = [m.block(i, i) for i in range(len(m.widths))]
-    roots = [psd_power(block, -0.5, rtol=cut) for block, cut in zip(own, rtol, strict=True)]
-    return roots, [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
+    # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
+    roots = [psd_power(each, -0.5, rtol=8 * len(each) * float(jnp.finfo(each.dtype).eps)) for each in own]
+    return roots, [jnp.round(jnp.sum(product(root, each) * root)) for root, each in zip(roots, own, strict=True)]
 
 
 def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:

@@ -19,10 +19,9 @@ from sklearn.model_selection import PredefinedSplit, cross_val_predict
 from dissociation import similarity
 from dissociation._core.ties import ranks, snapped
 from dissociation.similarity import MEASURES, _streaming
-from dissociation.similarity import _canonical as canonical
 from dissociation.similarity import _kernels as kernels
 from dissociation.similarity import _matching as matching
-from dissociation.similarity._base import cheapest
+from dissociation.similarity._base import compared, of_sizes
 
 RNG = np.random.default_rng(0)
 SAMPLES, P, Q = 40, 6, 4
@@ -191,17 +190,15 @@ def test_matchings_say_that_they_have_no_derivative():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    "routes", [kernels.LINEAR_CKA, kernels.DEBIASED_CKA, canonical.CCA_SQUARED], ids=["linear", "debiased", "cca"]
-)
-def test_routes_agree_and_the_cheaper_one_is_taken(routes):
+@pytest.mark.parametrize("form", [kernels.LINEAR_CKA, kernels.DEBIASED_CKA], ids=["linear", "debiased"])
+def test_features_and_samples_agree_and_the_cheaper_form_is_taken(form):
+    few, many = of_sizes(form, 10_000, 50, 50), of_sizes(form, 100, 5000, 5000)
+    assert few is form
+    assert many.prepare is of_sizes(form, 100, 50, 50, items=50, pairs=1225).prepare is form.gram
     x, y = jnp.asarray(X), jnp.asarray(Y)
-    values = [route.compare(route.prepare(x), route.prepare(y)) for route in routes]
-    np.testing.assert_allclose(values, values[0], atol=1e-12)
-    known = [route.expected(route.prepare(x), route.prepare(y)) for route in routes if route.expected]
-    np.testing.assert_allclose(known, known[0], atol=1e-12)
-    assert not cheapest(routes, 10_000, 50, 50).over_samples
-    assert cheapest(routes, 100, 5000, 5000, items=50, pairs=1225).over_samples
+    np.testing.assert_allclose(compared(many, x, y), compared(few, x, y), atol=1e-12)
+    means = [one.expected(one.prepare(x), one.prepare(y)) for one in (few, many)]
+    np.testing.assert_allclose(*means, atol=1e-12)
 
 
 def test_neighbours_that_tie_share_their_places():
@@ -385,9 +382,8 @@ def test_nothing_over_nothing_is_no_number():
     square = np.linalg.qr(RNG.standard_normal((SAMPLES, SAMPLES)))[0]
     cases = [np.pad(x, ((0, 0), (0, SAMPLES - x.shape[1]))) for x in (single, 0.7 * np.eye(SAMPLES), 0.7 * square)]
     cases, y = jnp.asarray(np.stack(cases), jnp.float32), jnp.asarray(Y, jnp.float32)
-    for route in kernels.DEBIASED_CKA:
-        score = jax.vmap(lambda x, route=route: route.compare(route.prepare(x), route.prepare(y)))
-        assert np.isnan(jax.jit(score)(cases)).all()
+    for form in (kernels.DEBIASED_CKA, of_sizes(kernels.DEBIASED_CKA, 40, 400, 400)):
+        assert np.isnan(jax.vmap(lambda x, form=form: compared(form, x, y))(cases)).all()
     for x in cases:
         moments = _streaming.joint_moments(x, y)
         with pytest.warns(RuntimeWarning, match="debiased_cka is not defined for representation 0"):
@@ -410,8 +406,8 @@ def test_predictivity_has_a_derivative_with_dead_neurons(alpha):
 
 def test_degenerate_nulls_and_measures_say_so():
     orthogonal = np.linalg.qr(RNG.standard_normal((12, 12)))[0]
-    found = similarity.permutation_test("linear_cka", orthogonal, Y[:12], num_draws=None)
-    assert found.p_value == 1  # all orders score alike
+    found = similarity.compare(orthogonal, Y[:12], "linear_cka", num_blocks=None)
+    assert found.p_values == 1  # all orders score alike
     for name in ("rsa", "debiased_rbf_cka"):
         with pytest.warns(RuntimeWarning, match="is not defined for"):
             found = similarity.pairwise([0.7 * np.eye(20), Y[:20]], name)

@@ -223,10 +223,7 @@ CALLS = {
     similarity.jensen_shannon: lambda: dict(x=TALL, y=TALL[::-1]),
     similarity.min_max_disagreement: lambda: dict(x=TALL, y=TALL[::-1], labels=np.arange(12) % 3),
     similarity.jackknife_interval: lambda: dict(values=TALL[0], leave_outs=TALL, level=0.9),
-    similarity.permutation_test: (
-        lambda: dict(measure="linear_cka", x=TALL, y=OTHER, key=KEY, num_draws=5, level=0.9),
-        lambda: dict(measure="debiased_cka", x=TALL, y=OTHER, num_draws=None),
-    ),
+    similarity.permutation_test: (lambda: dict(measure="linear_cka", x=TALL, y=OTHER, key=KEY, num_draws=5, level=0.9)),
     similarity.calibrate: lambda: dict(value=TALL[0], null_quantile=TALL[1], best=1.0),
     similarity.adjust_p_values: lambda: dict(p_values=np.array([0.1, 0.5]), method="bh"),
     similarity.member_interval: lambda: dict(values=np.corrcoef(TALL), level=0.9),
