@@ -47,7 +47,6 @@ from dissociation.figures._seeds import masked_job, named_diverged, number, stan
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._callbacks import Progress
-from dissociation.training._chunk import Layout
 from dissociation.training._members import take
 
 __all__ = ["Config", "compute", "draw", "load_models", "load_partial", "series_of", "information_measures"]
@@ -201,7 +200,7 @@ def compute(
     """Train and measure all networks; see `figures.Figure.compute`.
 
     `key` is for the autoencoder that compresses images; networks follow from `config.seeds`. `folder` also keeps the
-    series so far, see `load_partial`. `mesh` is that of `training.Layout`.
+    series so far, see `load_partial`. `mesh` is that of `training.fit`.
     """
     return run(partial(_computed, mesh=mesh), config, key, dataset, folder, progress)
 
@@ -223,7 +222,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, mesh: Mes
         measure_at=config.information_steps(),
         callbacks=[Progress(parts.progress, _SHOWN), SeriesKeeper(parts)],
         checkpoint=parts.path("networks.ckpt"),
-        layout=Layout(mesh=mesh),
+        mesh=mesh,
         **{name: getattr(config, name) for name in names},
     )
     parts.seconds["training and measuring"] = trained.seconds

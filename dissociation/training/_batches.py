@@ -10,15 +10,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation._core.types import PyTree
-from dissociation.training._cores import Shards
+from dissociation.training._partition import Partition, Threads
 from dissociation.training._samplers import HostBatches, Sampler, Segment, as_arrays, as_data
-from dissociation.training._sharding import place_members
 
 
 def example(tree: Any) -> Any:
@@ -35,14 +33,14 @@ class Batches:
 
     def __init__(self, sampler: Sampler, order_keys: Array):
         self.sampler, self.keys = sampler, order_keys
-        self.shards = Shards(1, 1)
+        self.partition = Partition(1, "scan", None, Threads(1))
         self.arrays = eqx.filter(sampler, eqx.is_array)
         self._block, self._plan = -1, cast(Any, None)  # `lay` makes lists of shards
         self._prefetched, self._expected = None, -1
 
-    def lay(self, shards: Shards) -> None:
+    def lay(self, partition: Partition) -> None:
         """Place the arrays on devices, those of single members in shards."""
-        self.shards = shards
+        self.partition = partition
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
@@ -69,7 +67,7 @@ class Batches:
             if step >= segment.end:
                 wanted, advice = f"give a batch for every step, {step} among them", "Repeat it with itertools.cycle"
                 checks.fail("start", wanted, "an iterator that has ended", advice)
-        nothing: Any = [None] * self.shards.number
+        nothing: Any = [None] * self.partition.num_shards
         arrays, common_arrays = (self.arrays, None) if self.sampler.stacked else (nothing, self.arrays)
         plans, common_plan = (nothing, self._plan) if self.sampler.shared else (self._plan, None)
         return (common_arrays, common_plan), list(zip(arrays, plans, strict=True)), segment
@@ -87,9 +85,7 @@ class Batches:
         return self._placed(_plan(self.sampler, self.keys, number), own=not self.sampler.shared)
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
-        if own:
-            return self.shards.split(tree)
-        return tree if self.shards.mesh is None else place_members(tree, self.shards.mesh, PartitionSpec())
+        return self.partition.split(tree) if own else self.partition.everywhere(tree)
 
     def close(self) -> None:
         """End the thread that makes batches, if there is one."""

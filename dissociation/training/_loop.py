@@ -12,22 +12,8 @@ from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training._members import concatenate
-from dissociation.training._samplers import HostBatches, Sampler
+from dissociation.training._samplers import HostBatches, Sampler, streams
 from dissociation.training._state import Info, State, Step, check_fitting
-
-
-class Streams(NamedTuple):
-    """Keys of a member for losses, observations, and the order of data."""
-
-    loss: Array
-    observe: Array
-    order: Array
-
-
-def streams(key: Array) -> Streams:
-    """Split the key of one member, or an array of keys."""
-    split = jax.vmap(lambda k: jax.random.split(k, 3))(key) if key.ndim else jax.random.split(key, 3)
-    return Streams(*jnp.moveaxis(split, -1, 0))
 
 
 class _Piece(NamedTuple):
@@ -78,15 +64,15 @@ def train(
     total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
     check_fitting(state, step)
     sampler.check_single()
-    keys = streams(typed(key))
+    loss_key, _, order_key = streams(typed(key))
 
     def block(carry: Any, number: Any, start: Any, parts: tuple[_Piece, ...]) -> Any:
-        plan, history = sampler.plan(keys.order, number), []
+        plan, history = sampler.plan(order_key, number), []
         for part in parts:
 
             def one(state: State, i: Array, part: _Piece = part, start: Any = start) -> tuple[State, Info]:
                 batch = sampler.batch(plan, part.within + i, part.size)
-                return step(state, batch, jax.random.fold_in(keys.loss, start + i))
+                return step(state, batch, jax.random.fold_in(loss_key, start + i))
 
             carry, infos = jax.lax.scan(one, carry, jnp.arange(part.steps))
             history.append(infos)
@@ -106,8 +92,8 @@ def train(
         history.append(infos)
         begin += length * len(numbers)
     if not history:
-        batch = sampler.batch(sampler.plan(keys.order, 0), 0, sampler.segment(0).size)
-        like = jax.eval_shape(step, state, batch, keys.loss)[1]
+        batch = sampler.batch(sampler.plan(order_key, 0), 0, sampler.segment(0).size)
+        like = jax.eval_shape(step, state, batch, loss_key)[1]
         return state, jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), like)
     return state, concatenate(history)
 

@@ -11,7 +11,7 @@ import pytest
 from compiled import compilations
 
 import dissociation
-from dissociation.training import Epochs, Layout, Save, fit, make_step
+from dissociation.training import Epochs, Save, fit, make_step
 from dissociation.training._traced import trace
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -143,8 +143,8 @@ def test_unrolled_members_share_one_members_program(caplog):
 
     def unrolled(members):
         step = make_step(lambda model, batch, key: jnp.mean((batch @ model - devices) ** 2), optax.adam(0.3))
-        save, layout = Save(lambda model, step, key: model.sum()), Layout("unroll", mesh=mesh)
-        options = {"num_steps": 2, "key": jax.random.key(0), "save": save, "layout": layout}
+        save, how = Save(lambda model, step, key: model.sum()), {"member_map": "unroll", "mesh": mesh}
+        options = {"num_steps": 2, "key": jax.random.key(0), "save": save, **how}
         return fit(jnp.ones((members, 3)), step, Epochs(X, 2), **options)
 
     assert any("run_chunk" in message for message in compilations(caplog, lambda: unrolled(devices)))
