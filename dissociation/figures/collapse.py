@@ -46,8 +46,8 @@ from dissociation.figures._results import Results
 from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints
-from dissociation.training._callbacks import Progress
 from dissociation.training._members import take
+from dissociation.training._progress import Progress
 
 __all__ = ["Config", "compute", "draw", "load_models", "load_partial", "series_of", "information_measures"]
 

@@ -19,9 +19,8 @@ from dissociation.measures._robustness import error_rate
 from dissociation.models._cnn import CNN
 from dissociation.models._resnet import ResNet
 from dissociation.models._transformer import Transformer
-from dissociation.training._callbacks import Progress
 from dissociation.training._fitting import FitResult, fit
-from dissociation.training._progress import MeterFactory
+from dissociation.training._progress import MeterFactory, Progress
 from dissociation.training._records import Save
 from dissociation.training._samplers import Epochs, steps_per_epoch
 from dissociation.training._state import make_step

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices, take
 from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import History, Save, check_steps
-from dissociation.training._run import FORMAT, Run, own_file, records_something
+from dissociation.training._run import FORMAT, Run, own_file
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
 from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state
 
@@ -163,12 +163,12 @@ def fit(
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else own_file(files.followed(checkpoint))
-    partition = Partition.over_processes(len(keys[0]), member_map, members_per_batch, mesh).checked()
+    partition = Partition.over_processes(len(keys[0]), member_map, members_per_batch, mesh)
     partition = partition if path is None else _resumed(partition, path)
     mine = partition.take(sampler) if sampler.stacked else sampler
     order_keys = order_keys if sampler.shared else partition.take(order_keys)
-    with terminations_interrupt(), closing(Batches(mine, order_keys)) as batches, ExitStack() as held:
-        run = Run(partition.take(state), step, batches, partition.take(keys), save, partition, heard)
+    with terminations_interrupt(), ExitStack() as held:
+        run = Run(partition.take(state), step, Batches(mine, order_keys), partition.take(keys), save, partition, heard)
         _check_names(run)
         partition = run.partition
         if partition.processes > 1:
@@ -209,10 +209,10 @@ def estimated_bytes(models: PyTree, step: Step, sampler: Sampler, save: Save, ho
     for size in (2, 4):
         few = partial(take, index=slice(size))
         mine = few(sampler) if sampler.stacked else sampler
-        with closing(Batches(mine, order_keys if sampler.shared else few(order_keys))) as batches:
-            alone = Partition(size, *how)._replace(mesh=None).checked()
-            run = Run(few(state), step, batches, few(keys), save, alone, [])
-            programs.append(run.program_bytes())
+        batches = Batches(mine, order_keys if sampler.shared else few(order_keys))
+        alone = Partition(size, *how)._replace(mesh=None)
+        run = Run(few(state), step, batches, few(keys), save, alone, [])
+        programs.append(run.program_bytes())
     each = max(0, programs[1] - programs[0]) // 2
     times = len(_times(save, [], first, total, sampler.epoch_steps))
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)
@@ -335,7 +335,7 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
 def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
     if save.at is not None:
         return check_steps("at", save.at, total, first)
-    if save.observe is None and not any(map(records_something, callbacks)):
+    if save.observe is None and not any(each.needs_records for each in callbacks):
         return np.zeros(0, int)
     every = np.arange(0, total + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
     return np.union1d(every[every >= first], [first, total])

@@ -21,9 +21,9 @@ from dissociation.training._members import (
     check_mesh,
     member_devices,
     member_mesh,
-    per_batch,
     place_members,
 )
+from dissociation.training._members import per_batch as at_once
 from dissociation.training._traced import Traced
 
 
@@ -140,34 +140,31 @@ class Partition(NamedTuple):
         """Place arrays of all members on every device of the mesh."""
         return tree if self.devices is None else place_members(tree, self.devices, PartitionSpec())
 
-    def checked(self) -> "Partition":
-        """Return the partition; raise unless `chosen` can choose from its values."""
-        checks.check_choice("member_map", self.member_map, ("auto", *MEMBER_MAPS))
-        if isinstance(self.members_per_batch, str):
-            checks.check_choice("members_per_batch", self.members_per_batch, ("auto",))
-        elif self.members_per_batch is not None:
-            checks.check_count("members_per_batch", self.members_per_batch, minimum=1)
-        if isinstance(self.mesh, Mesh):
-            check_mesh(self.mesh)
-        elif not (self.mesh is None or self.mesh == "auto" or isinstance(self.mesh, Threads)):
-            checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(self.mesh))
-        return self
-
     def chosen(self, arrays: Any, step: Traced, *others: Traced) -> tuple["Partition", int]:
         """Return the partition, with only `members_per_batch` perhaps "auto", and the number of worker threads."""
-        member_map, mesh = self.member_map, self.devices
+        member_map, per_batch, mesh = self.how
+        checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
+        if isinstance(per_batch, str):
+            checks.check_choice("members_per_batch", per_batch, ("auto",))
+        elif per_batch is not None:
+            checks.check_count("members_per_batch", per_batch, minimum=1)
+        if mesh is not None:
+            check_mesh(mesh)
+        elif not (self.mesh is None or self.mesh == "auto" or isinstance(self.mesh, Threads)):
+            checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(self.mesh))
         if member_map == "auto":
             platform = None if mesh is None else mesh.devices.flat[0].platform
             sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
-            member_map = sequential if per_batch(platform) == 1 else "vmap"
+            member_map = sequential if at_once(platform) == 1 else "vmap"
+        chosen = self._replace(member_map=member_map, mesh=mesh or Threads(1))
         if member_map == "vmap":
-            return self._replace(member_map=member_map, mesh=mesh or Threads(1)), 1
-        if self.members_per_batch not in (None, "auto"):
-            wanted_value = f"be None with sequential mapping (member_map={member_map!r})"
-            checks.fail("members_per_batch", wanted_value, self.members_per_batch)
-        chosen = self._replace(member_map=member_map, members_per_batch=None)
+            return chosen, 1
+        if per_batch not in (None, "auto"):
+            wanted = f"be None with sequential mapping (member_map={member_map!r})"
+            checks.fail("members_per_batch", wanted, per_batch)
+        chosen = chosen._replace(members_per_batch=None)
         if mesh is not None or self.mesh is None:
-            return chosen._replace(mesh=mesh or Threads(1)), 1
+            return chosen, 1
         operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
         threads = number_of_threads(self.number, operations, (arrays, step, *others))
         # Bits depend on the shards, so fewer cores compute the same shards with fewer threads.

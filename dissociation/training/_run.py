@@ -22,7 +22,7 @@ from dissociation._core.conversion import describe
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
 from dissociation.training._batches import Batches, example
-from dissociation.training._callbacks import Callback, Progress
+from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import (
     MAX_CHUNK,
     largest_batch,
@@ -136,7 +136,7 @@ class Run:
     def to_the_end(self, total: int, times: np.ndarray) -> None:
         """Alternate chunks and records, until `total` steps are done or a callback ends the run."""
         past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
-        listens = any(records_something(callback) for callback in self.callbacks)
+        listens = any(callback.needs_records for callback in self.callbacks)
         self.stopped = self.stopped and listens and self.step in self.observed_at
         losses = self.infos[0].loss[:, :0]
 
@@ -435,8 +435,3 @@ def files_by_step(path: Path, check: Callable[[Path, dict[str, Any]], None]) -> 
             check(file, header)
             found[header["step"]] = file
     return found
-
-
-def records_something(callback: Callback) -> bool:
-    """Return True if a callback needs records for more than progress text."""
-    return type(callback).record is not Callback.record and not isinstance(callback, Progress)

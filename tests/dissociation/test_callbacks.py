@@ -12,8 +12,8 @@ import pytest
 from linear_regression import squared_error, trained, weights
 
 from dissociation.training import Callback, CsvLog, EarlyStop, FreezeDiverged, Progress, Save
-from dissociation.training import _callbacks as callbacks_module
-from dissociation.training._progress import Meter
+from dissociation.training._callbacks import numbers_of
+from dissociation.training._progress import Meter, described
 
 
 def rated(rate):
@@ -88,12 +88,11 @@ def test_progress_shows_records(key):
 
 def test_progress_shows_what_is_asked_by_short_names():
     records = {"loss": np.ones(2), "observed": {name: np.full(2, 3.0) for name in "abcdefgh"}}
-    described = callbacks_module.described
     assert described(records, None).count("\u00b1") == 7
     assert described(records, ("h", "b")) == "loss 1 \u00b1 0, h 3 \u00b1 0, b 3 \u00b1 0"
     ones = np.ones(2)
     records = {"loss": ones, "metrics": {"a": ones, "b": ones}, "observed": {"a": ones, "c": {"d": ones}}}
-    assert list(callbacks_module.numbers_of(records)) == ["loss", "metrics.a", "b", "observed.a", "c.d"]
+    assert list(numbers_of(records)) == ["loss", "metrics.a", "b", "observed.a", "c.d"]
 
 
 def test_members_that_wait_too_long_are_frozen(key):

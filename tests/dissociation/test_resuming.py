@@ -162,7 +162,7 @@ def stopped_run(tmp_path_factory):
         ({"power": 4}, "loss"),
         ({"target": 0.5}, "loss"),
         ({"rate": 0.05000001}, "optimizer"),
-        ({"rate": optax.sgd}, "hyperparams, optimizer"),
+        ({"rate": optax.sgd}, "hyperparams, optimizer, step"),
         ({"scale": 2.0}, "observe"),
         ({"observe": None}, "observe"),
         ({"after_update": partial(shrunk, by=0.8)}, "step"),

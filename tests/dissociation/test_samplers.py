@@ -178,7 +178,7 @@ def test_batches_of_several_shapes_are_refused(key):
 
 
 def batch_threads():
-    return [thread for thread in threading.enumerate() if "_fill" in thread.name]
+    return [thread for thread in threading.enumerate() if "(fill)" in thread.name]
 
 
 def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path):

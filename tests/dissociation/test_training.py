@@ -362,6 +362,12 @@ def test_wrong_arguments_are_named(key, change, error, message):
         trained(key, save=Save(**given), **options)
 
 
+def test_the_class_of_layouts_is_named_with_the_new_call():
+    words = r"Layout was removed. Pass its fields to `fit` or `fit_grid`: fit\(..., mesh=None, member_map="
+    with pytest.raises(ImportError, match=words):
+        from dissociation.training import Layout  # noqa: F401
+
+
 @pytest.mark.parametrize("names", [{"inner": {"a/b": 1}}, {"a": {"b": 1}, "a_b": 2}, {"at": 1}])
 def test_names_that_cannot_be_saved_are_refused_before_the_first_step(key, names):
     recorded, seen = jax.tree.map(jnp.asarray, names), Mock(return_value=None)
