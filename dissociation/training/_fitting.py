@@ -201,8 +201,10 @@ COPIES = 3
 """Largest number of copies of all states in memory: given, trained and returned."""
 
 
-def estimated_bytes(models: PyTree, step: Step, sampler: Sampler, save: Save, how: Any, **arguments: Any) -> Needs:
-    """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members; `how` as in `fit`."""
+def estimated_bytes(
+    models: PyTree, step: Step, sampler: Sampler, save: Save, member_map: str, members_per_batch: Any, **arguments: Any
+) -> Needs:
+    """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members on one device."""
     state, first, total, order_keys, keys = _prepared(models, step, sampler, save, **arguments)
     count = len(keys[0])
     programs = []
@@ -210,20 +212,18 @@ def estimated_bytes(models: PyTree, step: Step, sampler: Sampler, save: Save, ho
         few = partial(take, index=slice(size))
         mine = few(sampler) if sampler.stacked else sampler
         batches = Batches(mine, order_keys if sampler.shared else few(order_keys))
-        alone = Partition(size, *how)._replace(mesh=None)
+        alone = Partition(size, member_map, members_per_batch, None)
         run = Run(few(state), step, batches, few(keys), save, alone, [])
         programs.append(run.program_bytes())
     each = max(0, programs[1] - programs[0]) // 2
     times = len(_times(save, [], first, total, sampler.epoch_steps))
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
-    cpu = jax.default_backend() == "cpu"
-    threads = (
-        min(jax.local_device_count(), cores.available_cores()) if cpu and run.partition.member_map != "vmap" else 1
-    )
+    spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
+    threads = min(jax.local_device_count(), cores.available_cores()) if spread else 1
     fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
     per_member = COPIES * _bytes(state) // count + each + history
-    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(threads, member_devices(run.partition.devices)))
+    return Needs(fixed, per_member, _bytes(state.arrays) // count, threads)
 
 
 def _bytes(tree: Any) -> int:

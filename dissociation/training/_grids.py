@@ -209,7 +209,7 @@ def fit_grid(
     drawn = jax.vmap(partial(jax.random.fold_in, root))
     keys = grid.keys(root) if "seed" in grid.values else drawn(jnp.arange(len(grid)))
     options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save}
-    partition = Partition(len(grid), member_map, members_per_batch, mesh)
+    options |= {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
     if aux is not None and not _makes(aux):
         aux = as_arrays("aux", aux, "members")
@@ -224,23 +224,16 @@ def fit_grid(
         "num_epochs": num_epochs,
     }
     with terminations_interrupt(), _opened(folder, identity, fresh) as kept:
-        how = member_map, members_per_batch, mesh
-        plan = kept.plan(lambda: _planned(sweep, how, memory_budget, keeps=folder is None, progress=progress))
+        plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
-        return _run(sweep, plan, kept, kept.partition(partition, plan.devices), progress, same_program)
+        return _run(sweep, plan, kept, progress, same_program)
 
 
 def _run(
-    sweep: _Sweep,
-    plan: Plan,
-    kept: "_Folder",
-    partition: Partition,
-    progress: str | MeterFactory | None,
-    same_program: bool,
+    sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
     steps, parts, models = _Steps(progress, len(plan.groups), str(plan)), [], {}
-    options = {name: getattr(partition, name) for name in ("mesh", "member_map", "members_per_batch")}
-    options["same_program"] = same_program
+    options = {**kept.layout(sweep.options, plan.devices), "same_program": same_program}
     try:
         for index, members in enumerate(plan.groups):
             start, aux = sweep.start(members)
@@ -355,7 +348,7 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
     return [name for name in values if works({k: v for k, v in values.items() if k != name})]
 
 
-def _planned(sweep: _Sweep, how: Any, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
+def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
     """Return groups that fit in memory, by programs of 2 and 4 members of each shape."""
     given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
     room = given or memory.free_memory([])
@@ -367,7 +360,8 @@ def _planned(sweep: _Sweep, how: Any, budget: int | None, *, keeps: bool, progre
             meter.advance(done, "compiling")  # most of a short sweep's time
             four = (members * 4)[:4]
             models, aux = sweep.start(four)
-            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, how=how, aux=aux, **sweep.arguments(four)))
+            given = {name: value for name, value in sweep.arguments(four).items() if name != "mesh"}
+            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **given))
         meter.advance(len(alike), "")
     groups, peak, kept, devices = [], 0, 0, 1
     for members, need in zip(alike, needs, strict=True):
@@ -449,14 +443,17 @@ class _Folder(NamedTuple):
         self._write()
         return plan
 
-    def partition(self, partition: Partition, threads: int) -> Partition:
-        """Return the partition with "auto" entries from the folder, or store it in a new folder."""
+    def layout(self, options: dict[str, Any], threads: int) -> dict[str, Any]:
+        """Return mapping and mesh with "auto" entries from the folder, or store them in a new folder."""
+        names = "member_map", "members_per_batch", "mesh"
+        partition = Partition(1, *(options[name] for name in names))
         if "layout" in self.manifest:
-            return partition.resumed(self.manifest["layout"])
-        partition = partition._replace(mesh=Threads(threads)) if partition.mesh == "auto" else partition
-        self.manifest["layout"] = partition.stored()
-        self._write()
-        return partition
+            partition = partition.resumed(self.manifest["layout"])
+        else:
+            partition = partition._replace(mesh=Threads(threads)) if partition.mesh == "auto" else partition
+            self.manifest["layout"] = partition.stored()
+            self._write()
+        return {name: getattr(partition, name) for name in names}
 
     def _write(self) -> None:
         if self.path is not None:
