@@ -24,10 +24,9 @@ from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _cores as cores
-from dissociation.training._batches import Batches
 from dissociation.training._callbacks import Callback, OfFunction
 from dissociation.training._interrupts import terminations_interrupt
-from dissociation.training._members import member_devices, take
+from dissociation.training._members import member_devices
 from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import History, Save, check_steps
 from dissociation.training._run import FORMAT, Run, own_file
@@ -159,16 +158,14 @@ def fit(
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
     given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
-    state, first, total, order_keys, keys = _prepared(models, step, sampler, save, key=key, **given)
+    state, first, total, keys = _prepared(models, step, sampler, save, key=key, **given)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else own_file(files.followed(checkpoint))
-    partition = Partition.over_processes(len(keys[0]), member_map, members_per_batch, mesh)
+    partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
     partition = partition if path is None else _resumed(partition, path)
-    mine = partition.take(sampler) if sampler.stacked else sampler
-    order_keys = order_keys if sampler.shared else partition.take(order_keys)
     with terminations_interrupt(), ExitStack() as held:
-        run = Run(partition.take(state), step, Batches(mine, order_keys), partition.take(keys), save, partition, heard)
+        run = Run(state, step, sampler, keys, save, partition, heard)
         _check_names(run)
         partition = run.partition
         if partition.processes > 1:
@@ -205,15 +202,10 @@ def estimated_bytes(
     models: PyTree, step: Step, sampler: Sampler, save: Save, member_map: str, members_per_batch: Any, **arguments: Any
 ) -> Needs:
     """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members on one device."""
-    state, first, total, order_keys, keys = _prepared(models, step, sampler, save, **arguments)
-    count = len(keys[0])
-    programs = []
+    state, first, total, keys = _prepared(models, step, sampler, save, **arguments)
+    count, programs = len(state.step), []
     for size in (2, 4):
-        few = partial(take, index=slice(size))
-        mine = few(sampler) if sampler.stacked else sampler
-        batches = Batches(mine, order_keys if sampler.shared else few(order_keys))
-        alone = Partition(size, member_map, members_per_batch, None)
-        run = Run(few(state), step, batches, few(keys), save, alone, [])
+        run = Run(state, step, sampler, keys, save, Partition(size, member_map, members_per_batch, None), [])
         programs.append(run.program_bytes())
     each = max(0, programs[1] - programs[0]) // 2
     times = len(_times(save, [], first, total, sampler.epoch_steps))
@@ -273,10 +265,10 @@ def _prepared(
     num_epochs: int | None = None,
     hyperparams: Any = None,
     aux: Any = None,
-) -> tuple[State, int, int, Array, tuple[Array, Array]]:
-    """Return stacked states, first and last step, the data order's key and the members' keys."""
+) -> tuple[State, int, int, tuple[Array, Array, Array]]:
+    """Return stacked states, first and last step, and keys, see `_split_key`."""
     state = _begin(models, step, aux, hyperparams, save)
-    num_members = leading_size("models", state.arrays)
+    num_members = len(state.step)
     if sampler.stacked:
         sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
         checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
@@ -286,7 +278,7 @@ def _prepared(
     each = 1 if num_epochs is None else sampler.epoch_steps
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
     total = first + each * checks.check_count(name, number, maximum=(2**31 - 1) // each)
-    return state, first, total, *_split_key(key, num_members, sampler.shared)
+    return state, first, total, _split_key(key, num_members, sampler.shared)
 
 
 def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
@@ -341,8 +333,8 @@ def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, ep
     return np.union1d(every[every >= first], [first, total])
 
 
-def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, tuple[Array, Array]]:
-    """Return the data order's key (one, or one per member), and the members' keys."""
+def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
+    """Return keys of the data order (one, or one per member), and of the members' losses and observations."""
     order: Any = None
     if isinstance(key, tuple):
         order, key = map(typed, key)
@@ -358,4 +350,4 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, tuple[A
     elif shared and order is None:
         checks.fail("shared", "be False in the sampler if every member has its own key", shared)
     loss, observe, own = streams(key)
-    return (order if shared else own), (loss, observe)
+    return order if shared else own, loss, observe

@@ -104,9 +104,12 @@ class Partition(NamedTuple):
 
     def take(self, tree: Any) -> Any:
         """Return this process' members of a PyTree with all members first."""
-        if self.processes == 1:
-            return tree
-        return jax.tree.map(lambda leaf: leaf[self.local] if eqx.is_array(leaf) else leaf, tree)
+        rows, number = self.local, self.number
+
+        def one(leaf: Any) -> Any:
+            return leaf[rows] if eqx.is_array(leaf) and len(leaf) != number else leaf
+
+        return jax.tree.map(one, tree)
 
     def gather(self, tree: Any) -> Any:
         """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""

@@ -58,39 +58,44 @@ class Run:
     """Run of this process' members: the state, which steps donate, and the records of all members.
 
     Processes take chunks of the same length, then all-gather losses, metrics, stops and a hash of the arguments.
-    Process 0 calls the callbacks. `keys`: those of losses and of observations.
+    Process 0 calls the callbacks. State, sampler and `keys` (of the data order, losses and observations) are of all
+    members.
     """
 
     def __init__(
         self,
         state: State,
         step: Step,
-        batches: Batches,
-        keys: tuple[Array, Array],
+        sampler: Sampler,
+        keys: tuple[Array, Array, Array],
         save: Save,
         partition: Partition,
         callbacks: Sequence[Callback],
     ):
-        self.num_members, self.save, self.batches = partition.total, save, batches
+        order, loss, observe = keys
+        state, loss, observe = partition.take((state, loss, observe))
+        own = partition.take(sampler) if sampler.stacked else sampler
+        self.batches = batches = Batches(own, order if sampler.shared else partition.take(order))
+        self.num_members, self.save = partition.total, save
         self.callbacks = [] if partition.process else callbacks
         self.file: Path | None = None
         self.identity: dict[str, Any] = {}
         self.arguments, self.same_program, self.error, self.raise_signal = "", False, None, lambda: None
         self.first = self.step = int(np.max(np.asarray(state.step)))
-        one, sampler = example(state), batches.sampler
-        inputs = one, *batches.example(self.step), jnp.asarray(0), keys[0][0]
-        self.traced = cache(lambda size, mesh=None: trace_step(step, sampler, size, mesh, *inputs))
+        one = example(state)
+        inputs = one, *batches.example(self.step), jnp.asarray(0), loss[0]
+        self.traced = cache(lambda size, mesh=None: trace_step(step, own, size, mesh, *inputs))
         self.program, self.observe = self.traced(sampler.segment(self.step).size), None
         self.info = self.program.out[1]
         if save.observe is not None:
-            self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys[1][0])
+            self.observe = trace_observation(save.observe, one, jnp.asarray(0), observe[0])
         programs = [each for each in (self.program, self.observe) if each is not None]
         self.partition, self.threads = partition.chosen((state, batches.arrays), *programs)
         # Copies, because steps donate the state; without weak types, as steps return it: one program serves all.
         copied = partial(jnp.array, copy=self.partition.num_shards == 1)  # `split` has copied several shards
         parts = self.partition.split(state)
         self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in parts]
-        self.loss_keys, self.observe_keys = self.partition.split(keys[0]), self.partition.split(keys[1])
+        self.loss_keys, self.observe_keys = self.partition.split(loss), self.partition.split(observe)
         batches.lay(self.partition)
         if self.partition.members_per_batch == "auto":
             fitting = largest_batch(self._example(), self.states[0])
@@ -109,11 +114,17 @@ class Run:
         """Return NumPy zeros [members, columns, ...] for the shapes of one member."""
         return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
 
+    def _inputs(self, source: tuple[Any, list[Any], Segment], active: list[Any]) -> list[Any]:
+        """Return the inputs of `run_chunk` for every shard, without the last one: the place of the steps."""
+        common, mapped, place = source
+        shared = self.partition.how, self._program(place.size)
+        return [(*shared, *own, common) for own in zip(self.loss_keys, active, mapped, strict=True)]
+
     def _example(self) -> Any:
         """Return the inputs of `run_chunk` for one step of the first shard."""
-        common, mapped, place = self.batches.source(self.step)
-        where = jnp.asarray((self.step, place.within, 1))
-        return self.partition.how, self._program(place.size), self.loss_keys[0], None, mapped[0], common, where
+        source = self.batches.source(self.step)
+        first, *_ = self._inputs(source, [None] * len(self.states))
+        return *first, jnp.asarray((self.step, source[2].within, 1))
 
     def _program(self, size: int | None) -> Traced:
         """Return the step for batches of a size, traced once."""
@@ -196,15 +207,14 @@ class Run:
 
     def advance(self, target: int, source: tuple[Any, list[Any], Segment]) -> np.ndarray:
         """Run and record one chunk, at most up to step `target`, and return the losses."""
-        common, mapped, place = source
+        place = source[2]
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
-        began, how = time.perf_counter(), self.partition.how
-        calls, per_call = (count, 1) if how[0] == "unroll" else (1, count)
+        began = time.perf_counter()
+        calls, per_call = (count, 1) if self.partition.member_map == "unroll" else (1, count)
         places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
         goes = self.partition.take(jnp.asarray(~self.frozen))
         active = self.partition.split(goes) if self.frozen.any() else [None] * len(self.states)
-        own, traced = zip(self.loss_keys, active, mapped, strict=True), self._program(place.size)
-        inputs = [(how, traced, *each, common) for each in own]
+        inputs = self._inputs(source, active)
         program = compiled(run_chunk, self.threads, (*inputs[0], places[0]), self.states[0])
 
         def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:

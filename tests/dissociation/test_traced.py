@@ -144,6 +144,7 @@ def batches_of_the_host(step):
 
 
 TWO = dissociation.member_mesh(jax.devices("cpu")[:2], data=2)
+WEAK = jax.vmap(lambda i: jnp.asarray(0.1))(jnp.arange(3))  # of a weak type, which no step returns
 COUNTS = {
     "remainder": (2, 2, {"sampler": Epochs(X, 3)}),
     "batches of the host": (1, 1, {"sampler": HostBatches(batches_of_the_host)}),
@@ -151,6 +152,7 @@ COUNTS = {
     "frozen": (1, 2, {"callbacks": [lambda step, records: np.arange(3) == step - 2]}),
     "three members on two threads": (1, 1, {"mesh": Threads(2), "member_map": "scan"}),
     "log-spaced records": (1, 1, {"save": Save(lambda model, *_: model, log_spaced_steps(9, 5))}),
+    "hyperparameters of a weak type": (1, 1, {"hyperparams": WEAK, "optimizer": lambda rate: optax.adam(rate)}),
     "a checkpoint": (1, 1, {"checkpoint": "run"}),
     "a checkpoint under a data axis": (2, 1, {"checkpoint": "run", "mesh": TWO}),
 }
@@ -162,6 +164,7 @@ def test_a_step_is_traced_once_for_each_size_of_batch(name, caplog, tmp_path, mo
     """With a checkpoint too, and when it is resumed; a data axis needs a second trace."""
     monkeypatch.chdir(tmp_path)
     traces, compiled, options = COUNTS[name]
+    assert WEAK.weak_type
     shift, calls = 1 + list(COUNTS).index(name) / 8, []  # another program than those of other tests
 
     def loss(model, *words):
@@ -172,8 +175,8 @@ def test_a_step_is_traced_once_for_each_size_of_batch(name, caplog, tmp_path, mo
     def run(num_steps):
         calls.clear()
         given = {"sampler": Epochs(X, 2), "save": Save(at=range(0, 10, 3)), **options}
-        step, key = make_step(loss, optax.adam(0.1)), jax.random.key(0)
-        return fit(jnp.ones((3, 3)), step, key=key, num_steps=num_steps, **given)
+        step = make_step(loss, given.pop("optimizer", optax.adam(0.1)))
+        return fit(jnp.ones((3, 3)), step, key=jax.random.key(0), num_steps=num_steps, **given)
 
     for programs, num_steps in ((compiled, 9), (0, 9 if "records" in name else 12)):
         messages = compilations(caplog, lambda num_steps=num_steps: run(num_steps))

@@ -245,17 +245,6 @@ def test_another_optimiser_begins_anew_and_the_same_goes_on(key):
     assert fresh.state.step.tolist() == [5] * 3
 
 
-def test_one_program_serves_all_steps_and_observations(key, caplog):
-    rates = jax.vmap(lambda i: jnp.asarray(0.1))(jnp.arange(3))  # of a weak type, which no step returns
-    assert rates.weak_type
-    save = Save(lambda model, step, key: jnp.sum(model.weight), at=range(0, 41, 10))
-    with jax.log_compiles():
-        trained(key, optimizer=lambda rate: optax.adam(rate), num_steps=40, hyperparams=rates, save=save)
-    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
-    for name in ("run_chunk", "observe_members"):
-        assert sum(name in message for message in compiled) == 1, name
-
-
 @pytest.mark.cpu
 def test_a_log_compiles_nothing(key, caplog):
     trained(key, num_steps=5)
