@@ -25,11 +25,13 @@ from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _cores as cores
 from dissociation.training._callbacks import Callback, OfFunction
+from dissociation.training._chunk import observe_members, run_chunk
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
+from dissociation.training._memory import program_bytes
 from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import History, Save, check_steps
-from dissociation.training._run import FORMAT, Run, own_file
+from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
 from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state
 
@@ -161,14 +163,14 @@ def fit(
     state, first, total, keys = _prepared(models, step, sampler, save, key=key, **given)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
-    path = None if checkpoint is None else own_file(files.followed(checkpoint))
+    path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
     partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
     partition = partition if path is None else _resumed(partition, path)
     with terminations_interrupt(), ExitStack() as held:
         run = Run(state, step, sampler, keys, save, partition, heard)
         _check_names(run)
         partition = run.partition
-        if partition.processes > 1:
+        if not partition.alone:
             run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
         devices = member_devices(partition.devices)
         logger.info("%d members by %s, %d threads, %d devices", partition.total, partition.how[0], run.threads, devices)
@@ -180,7 +182,7 @@ def fit(
         run.began = began
         run.to_the_end(total, times)
     state = partition.gather(run.whole_state())
-    state = state if partition.processes == 1 else jax.tree.map(jnp.asarray, state)
+    state = state if partition.alone else jax.tree.map(jnp.asarray, state)
     ended = run.diverged_at, run.step, partition.member_map, run.seconds()
     return FitResult(state.model, run.history(), *ended, state)
 
@@ -206,7 +208,11 @@ def estimated_bytes(
     count, programs = len(state.step), []
     for size in (2, 4):
         run = Run(state, step, sampler, keys, save, Partition(size, member_map, members_per_batch, None), [])
-        programs.append(run.program_bytes())
+        calls: list[Any] = [(run_chunk, run.example())]
+        if run.observe is not None:
+            calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
+        compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
+        programs.append(max(map(program_bytes, compiled)))  # chunk or observation
     each = max(0, programs[1] - programs[0]) // 2
     times = len(_times(save, [], first, total, sampler.epoch_steps))
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)

@@ -60,6 +60,11 @@ class Partition(NamedTuple):
         return cls(total, *how, processes=jax.process_count(), process=jax.process_index())
 
     @property
+    def alone(self) -> bool:
+        """Return True without other processes."""
+        return self.processes == 1
+
+    @property
     def bounds(self) -> list[int]:
         """Return the first member of every process, and the total."""
         return [self.total * i // self.processes for i in range(self.processes + 1)]
@@ -113,7 +118,7 @@ class Partition(NamedTuple):
 
     def gather(self, tree: Any) -> Any:
         """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""
-        if self.processes == 1:
+        if self.alone:
             return tree
         return jax.tree.map(lambda leaf: self._gathered(leaf) if eqx.is_array(leaf) else leaf, tree)
 

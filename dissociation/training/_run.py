@@ -1,9 +1,7 @@
 """Host's loop of a run: chunks of steps, records, checkpoints."""
 
-import glob
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -34,7 +32,6 @@ from dissociation.training._chunk import (
 from dissociation.training._cores import compiled, run_tasks
 from dissociation.training._interrupts import interrupts_later
 from dissociation.training._members import concatenate, stack, take
-from dissociation.training._memory import program_bytes
 from dissociation.training._partition import Partition
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import HostBatches, Sampler, Segment
@@ -98,7 +95,7 @@ class Run:
         self.loss_keys, self.observe_keys = self.partition.split(loss), self.partition.split(observe)
         batches.lay(self.partition)
         if self.partition.members_per_batch == "auto":
-            fitting = largest_batch(self._example(), self.states[0])
+            fitting = largest_batch(self.example(), self.states[0])
             self.partition = self.partition._replace(members_per_batch=fitting)
         self.infos = [self._empty(self.info, 0)]
         self.observed_at: list[int] = []
@@ -120,7 +117,7 @@ class Run:
         shared = self.partition.how, self._program(place.size)
         return [(*shared, *own, common) for own in zip(self.loss_keys, active, mapped, strict=True)]
 
-    def _example(self) -> Any:
+    def example(self) -> Any:
         """Return the inputs of `run_chunk` for one step of the first shard."""
         source = self.batches.source(self.step)
         first, *_ = self._inputs(source, [None] * len(self.states))
@@ -134,11 +131,6 @@ class Run:
     def whole_state(self) -> State:
         """Return the state of all members of this process."""
         return self.partition.joined(self.states)
-
-    @property
-    def alone(self) -> bool:
-        """Return True without other processes."""
-        return self.partition.processes == 1
 
     def seconds(self) -> float:
         """Return the wall time, earlier parts included."""
@@ -155,7 +147,7 @@ class Run:
             for callback in self.callbacks:
                 getattr(callback, what)(*words)
 
-        with nullcontext(self.raise_signal) if self.alone else interrupts_later() as self.raise_signal:
+        with nullcontext(self.raise_signal) if self.partition.alone else interrupts_later() as self.raise_signal:
             try:
                 self._call(lambda: tell("begin", self.step, total, past))
                 self._agreed(None)
@@ -177,7 +169,7 @@ class Run:
                 lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
                 if not lost:
                     self.write()  # an iterator, a callback or an interrupt ended the run between two chunks
-                if not self.alone:
+                if not self.partition.alone:
                     with suppress(BaseException):  # the others get the error, after all have written
                         distributed.all_gather(b"", error)
                 raise
@@ -190,13 +182,13 @@ class Run:
         try:
             function()
         except BaseException as error:
-            if self.alone:
+            if self.partition.alone:
                 raise
             self.error = self.error or error
 
     def _agreed(self, value: Any) -> list[Any]:
         """Return every process' value; raise in all if one has an error, an interrupt or other arguments."""
-        if self.alone:
+        if self.partition.alone:
             return [value]
         self._call(self.raise_signal)
         said = distributed.all_values([self.arguments, value], self.error)
@@ -228,7 +220,7 @@ class Run:
         columns, rows = [concatenate(jax.device_get(columns), axis=1) for _, columns in done], self.partition.number
         infos = jax.tree.map(lambda leaf: leaf[:rows, :count], concatenate(columns))
         seconds, self.unsaved = time.perf_counter() - began, time.perf_counter() - self.saved_at
-        if not self.alone:
+        if not self.partition.alone:
             times = distributed.all_values([seconds, self.unsaved])
             seconds, self.unsaved = max(one for one, _ in times), times[0][1]
             infos = self.partition.gather(infos)
@@ -238,15 +230,6 @@ class Run:
             self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
         self._notice_divergence(infos.loss)
         return infos.loss
-
-    def program_bytes(self) -> int:
-        """Return the bytes of the larger program, chunk or observation."""
-        programs: list[Any] = [(run_chunk, self._example())]
-        if self.observe is not None:
-            shared = self.partition.how, self.observe, jnp.asarray(self.step), self.observe_keys[0]
-            programs.append((observe_members, shared))
-        compiled = [function.lower(inputs, self.states[0]).compile().compiled for function, inputs in programs]
-        return max(map(program_bytes, compiled))
 
     def record(self) -> None:
         """Record the observation at this step, and call the callbacks."""
@@ -322,8 +305,8 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": self.diverged_at.tolist(),
         }
-        if not self.alone and self.file.exists() and self.written_at != self.step:
-            os.replace(self.file, _before(self.file))
+        if not self.partition.alone and self.file.exists() and self.written_at != self.step:
+            os.replace(self.file, checkpoints.before(self.file))
         checkpoints.save(self.file, (self.whole_state(), *self.history()[:4]), header)
         self.written_at = self.step
         self.saved_at, self.first_write = time.perf_counter(), np.inf
@@ -331,7 +314,7 @@ class Run:
     def resume(self, path: Path, total: int, times: np.ndarray) -> None:
         """Resume from the checkpoint, if there is one, with its records at `times`."""
         self.file, found = path, {}
-        self._call(lambda: found.update(files_by_step(path, self.check)))
+        self._call(lambda: found.update(checkpoints.files_by_step(path, self.check)))
         steps = self._agreed([*found])
         common = set.intersection(*map(set, steps))
         if not common:
@@ -415,33 +398,3 @@ class Run:
                     f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
                 )
                 checks.warn(f"{message}; the other members go on.")
-
-
-def own_file(path: Path) -> Path:
-    """Return this process' file of a checkpoint: the path itself for one process."""
-    count = jax.process_count()
-    return path if count == 1 else path.with_name(f"{path.name}.{jax.process_index()}-of-{count}")
-
-
-def _before(own: Path) -> Path:
-    """Return the previous file of one of several processes."""
-    return own.with_name(f"{own.name}.before")
-
-
-def files_by_step(path: Path, check: Callable[[Path, dict[str, Any]], None]) -> dict[int, Path]:
-    """Return this process' checked files by step; raise if another number of processes wrote them."""
-    count = jax.process_count()
-    common = path if count == 1 else path.with_suffix("")
-    named = re.compile(rf"{re.escape(common.name)}\.\d+-of-(\d+)(\.before)?")
-    names = [named.fullmatch(other.name) for other in common.parent.glob(f"{glob.escape(common.name)}.*-of-*")]
-    counts = {int(name[1]) for name in names if name} | ({1} if common.exists() else set())
-    if wrong := counts - {count}:
-        wanted = f"be resumed by as many processes as wrote it ({min(wrong)})"
-        checks.fail("checkpoint", wanted, count, f"Delete {common} and files named {common}.*-of-* to start again")
-    found = {}
-    for file in [path] if count == 1 else [_before(path), path]:
-        if file.exists():
-            header = checkpoints.read_header(file)
-            check(file, header)
-            found[header["step"]] = file
-    return found
