@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from dissociation.training._cores import use_all_cores
     from dissociation.training._fitting import fit
     from dissociation.training._grids import fit_grid
-    from dissociation.training._members import map_members, member, take
+    from dissociation.training._members import map_members, member, member_mesh, take
     from dissociation.training._samplers import Epochs
-    from dissociation.training._sharding import member_mesh
     from dissociation.training._state import make_step
     from dissociation.training._sweeps import Grid
 
     __version__: str
 else:
-    __getattr__, __dir__ = attach(__name__, {"fit_mnist": "fit_classifiers"})
+    __getattr__, __dir__ = attach(__name__, fit_mnist="Call `fit_classifiers`")

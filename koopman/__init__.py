@@ -62,9 +62,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = attach(
         __name__,
-        gone={
-            "train_autoencoders": "train_encoders(lambda key: Autoencoder(5, init='lecun', key=key), 'reconstruction', "
-            "lagged_pairs(trajectories), key=key)",
-            "train_classifiers": "train_encoders(network, 'classes', (states, labels), key=key)",
-        },
+        train_autoencoders="Call train_encoders(lambda key: Autoencoder(5, init='lecun', key=key), 'reconstruction', "
+        "lagged_pairs(trajectories), key=key)",
+        train_classifiers="Call train_encoders(network, 'classes', (states, labels), key=key)",
     )

@@ -24,7 +24,7 @@ import koopman.figures
 from dissociation.data import load
 from dissociation.figures import _collapse_measures as collapse_measures
 from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
-from dissociation.training import Epochs, Layout, Online, Save, fit, make_step
+from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
 pytestmark = pytest.mark.slow
@@ -253,6 +253,6 @@ def test_members_with_their_own_batches_draw_from_keys_of_their_own(ledger):
         sampler = drawn if own_draws else Epochs(jnp.ones((10, 2)), 4, shared=False)
         step, keys = make_step(loss, optax.sgd(0.1), micro_batches=count), jax.random.split(jax.random.key(seed), 3)
         # Over several devices the last member is repeated where they do not divide the members, and so are its keys.
-        fit(jnp.ones((3, 2)), step, sampler, num_steps=7, key=keys, save=Save(observe), layout=Layout(mesh=None))
+        fit(jnp.ones((3, 2)), step, sampler, num_steps=7, key=keys, save=Save(observe), mesh=None)
         assert ledger.faults() == []
         assert ledger.repeated() == set()

@@ -54,9 +54,9 @@ def test_an_unknown_name_is_an_error(package):
 
 
 def test_a_name_of_before_names_the_new_one():
-    with pytest.raises(ImportError, match="dissociation.fit_mnist is gone: call fit_classifiers"):
+    with pytest.raises(ImportError, match="dissociation.fit_mnist was removed. Call `fit_classifiers`"):
         _ = dissociation.fit_mnist
-    with pytest.raises(ImportError, match="dissociation.figures.results_of is gone: call compute, which returns"):
+    with pytest.raises(ImportError, match="figures.results_of was removed. `compute` returns the dataset"):
         from dissociation.figures import results_of  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -2,22 +2,24 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 DISTRIBUTION = "dissociation"
 
 
-def attach(package: str, gone: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def attach(package: str, **removed: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package, which import a public name at its first use.
 
-    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. Names in `gone` raise an error
-    with the call that replaces each.
+    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. Importing a name in `removed`
+    raises an `ImportError` with its text.
     """
     homes: dict[str, str] = {}
 
     def getattribute(name: str) -> Any:
         module = sys.modules[package]
+        if name in removed:  # `from package import name` hides the words of an AttributeError
+            raise ImportError(f"{package}.{name} was removed. {removed[name]}.")
         if not homes:
             import ast  # here, because `import dissociation` takes milliseconds
 
@@ -34,8 +36,6 @@ def attach(package: str, gone: Mapping[str, str] | None = None) -> tuple[Callabl
                 value = getattr(importlib.import_module(homes[name]), name)
             except AttributeError as error:  # Python would say that the package lacks the name
                 raise ImportError(f"{homes[name]} cannot be imported: {error}") from error
-        elif gone and name in gone:  # `from package import name` hides the words of an AttributeError
-            raise ImportError(f"{package}.{name} is gone: call {gone[name]}.")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(module, name, value)

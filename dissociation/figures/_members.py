@@ -24,8 +24,8 @@ from dissociation.rewrites._groups import NeuronGroup, neuron_groups
 from dissociation.rewrites._growth import add_nuisance, duplicate
 from dissociation.rewrites._rewrites import scale
 from dissociation.training._bmap import bmap
-from dissociation.training._distributed import LocalMembers
 from dissociation.training._members import per_batch, take
+from dissociation.training._partition import Partition
 
 if TYPE_CHECKING:
     import xarray
@@ -220,7 +220,7 @@ def measure_members(
         stacked = models, _rewritten(rewrite, models, rewrite_keys), keys
         return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
 
-    local = LocalMembers(len(measure_keys))
+    local = Partition.over_processes(len(measure_keys))
     return local.gather(measured(local.take((models, rewrite_keys, measure_keys))))
 
 

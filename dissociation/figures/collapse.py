@@ -47,9 +47,8 @@ from dissociation.figures._members import source as source
 from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints
-from dissociation.training._callbacks import Progress
-from dissociation.training._chunk import Layout
 from dissociation.training._members import take
+from dissociation.training._progress import Progress
 
 if TYPE_CHECKING:
     import xarray
@@ -181,7 +180,7 @@ def compute(
     """Train and measure all networks; see `figures.Figure.compute`.
 
     `key` is for the autoencoder that compresses images; networks follow from `config.seeds`. `cache` also keeps the
-    series so far, see `load_partial`. `mesh` is that of `training.Layout`.
+    series so far, see `load_partial`. `mesh` is that of `training.fit`.
 
     Returns:
         Series [weight_decays, seeds, time_step], on training images, or on test images if the name starts with "test_";
@@ -211,7 +210,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mes
         measure_at=config.information_steps(),
         callbacks=[Progress(cache.progress, _SHOWN), SeriesKeeper(cache)],
         checkpoint=cache.path("networks.ckpt"),
-        layout=Layout(mesh=mesh),
+        mesh=mesh,
         **{name: getattr(config, name) for name in names},
     )
     cache.seconds["training and measuring"] = trained.seconds

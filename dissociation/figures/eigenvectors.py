@@ -29,8 +29,8 @@ from dissociation.figures._seeds import cell, check_some_left, masked_job, named
 from dissociation.plotting._axes import summarise
 from dissociation.recipes._bilinear import train_bilinear
 from dissociation.training._bmap import bmap
-from dissociation.training._callbacks import Progress
 from dissociation.training._members import take
+from dissociation.training._progress import Progress
 
 if TYPE_CHECKING:
     import xarray

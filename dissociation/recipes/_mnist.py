@@ -19,10 +19,8 @@ from dissociation.measures._robustness import error_rate
 from dissociation.models._cnn import CNN
 from dissociation.models._resnet import ResNet
 from dissociation.models._transformer import Transformer
-from dissociation.training._callbacks import Progress
-from dissociation.training._chunk import Layout
 from dissociation.training._fitting import FitResult, fit
-from dissociation.training._progress import MeterFactory
+from dissociation.training._progress import MeterFactory, Progress
 from dissociation.training._records import Save
 from dissociation.training._samplers import Epochs, steps_per_epoch
 from dissociation.training._state import make_step
@@ -82,7 +80,7 @@ def fit_classifiers(
         progress: Meter of loss and test error over seeds; None for silence.
         network: "mlp", ReLU with two hidden layers and no biases, or for 28 x 28 pixels "cnn", "resnet" or
             "transformer" of `models`.
-        mesh: Devices for the seeds, see `training.Layout`.
+        mesh: Devices for the seeds, see `training.fit`.
         checkpoint: File to write and to resume from, see `training.fit`.
         observe: Observation before training and after every epoch, see `training.Save`; default: `HeldOutPerformance`.
 
@@ -110,7 +108,7 @@ def fit_classifiers(
         key=keys[count],
         save=Save(HeldOutPerformance(*images_and_labels) if observe is None else observe),
         callbacks=[Progress(progress)],
-        layout=Layout(mesh=mesh),
+        mesh=mesh,
         checkpoint=checkpoint,
     )
 

@@ -11,20 +11,21 @@ from dissociation._core.lazy import attach
 
 __all__ = [
     "make_step", "State", "Epochs", "FullBatch", "HostBatches", "Online", "Sampler", "train", "fit", "FitResult",
-    "Save", "History", "Layout", "Callback", "Progress", "CsvLog", "EarlyStop", "FreezeDiverged", "log_spaced_steps",
+    "Save", "History", "Callback", "Progress", "CsvLog", "EarlyStop", "FreezeDiverged", "log_spaced_steps",
     "fit_grid", "GridResult", "Grid", "initialize",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from dissociation.training._callbacks import Callback, CsvLog, EarlyStop, FreezeDiverged, Progress
-    from dissociation.training._chunk import Layout
+    from dissociation.training._callbacks import Callback, CsvLog, EarlyStop, FreezeDiverged
     from dissociation.training._distributed import initialize
     from dissociation.training._fitting import FitResult, fit
     from dissociation.training._grids import GridResult, fit_grid
     from dissociation.training._loop import train
+    from dissociation.training._progress import Progress
     from dissociation.training._records import History, Save, log_spaced_steps
     from dissociation.training._samplers import Epochs, FullBatch, HostBatches, Online, Sampler
     from dissociation.training._state import State, make_step
     from dissociation.training._sweeps import Grid
 else:
-    __getattr__, __dir__ = attach(__name__)
+    call = 'fit(..., mesh=None, member_map="vmap", members_per_batch=2)'
+    __getattr__, __dir__ = attach(__name__, Layout=f"Pass its fields to `fit` or `fit_grid`: {call}")

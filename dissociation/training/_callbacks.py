@@ -17,14 +17,15 @@ import numpy as np
 from dissociation._core import checks
 from dissociation._core.files import naming, replacing
 from dissociation._core.validation import validated
-from dissociation.training._progress import MeterFactory, SilentMeter, open_meter
-
-MAX_DESCRIBED = 6
-"""Number of recorded values that progress shows by default."""
 
 
 class Callback:
     """Hooks of a run on the host; every method is optional."""
+
+    @property
+    def needs_records(self) -> bool:
+        """Return True if records are made for this callback, even if `Save` selects none."""
+        return type(self).record is not Callback.record
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Start a call of `fit` from `step` to `num_steps`; `past` holds a resumed run's records by step."""
@@ -47,34 +48,6 @@ class OfFunction(Callback):
 
     def record(self, step: int, records: dict[str, Any]) -> Any:
         return self.function(step, records)
-
-
-class Progress(Callback):
-    """Meter of steps, with mean and standard deviation over members of recorded numbers.
-
-    Args:
-        how: "auto", "terminal", "notebook", None for silence, or a factory `(total, description) -> Meter`.
-        shown: Names of the numbers to show beside the loss; default: the first six.
-    """
-
-    def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
-        self.how, self.shown, self._meter, self._text, self._recorded = how, shown, SilentMeter(), "", False
-
-    def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False
-
-    def advance(self, step: int, loss: np.ndarray) -> None:
-        if not self._recorded and loss.size:
-            self._text = described({"loss": loss.mean(axis=1)}, self.shown)
-        self._meter.advance(step, self._text)
-
-    def record(self, step: int, records: dict[str, Any]) -> None:
-        for name in self.shown or ():
-            checks.check_choice("shown", name, numbers_of(records))
-        self._text, self._recorded = described(records, self.shown), True
-
-    def close(self) -> None:
-        self._meter.close()
 
 
 class CsvLog(Callback):
@@ -176,12 +149,3 @@ def numbers_of(records: dict[str, Any]) -> dict[str, Any]:
     short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in named]
     both = zip(short, named, strict=True)
     return {s if short.count(s) == 1 else name: leaf for s, (name, leaf) in both if leaf.ndim == 1}
-
-
-def described(records: dict[str, Any], shown: Sequence[str] | None) -> str:
-    """Return mean and standard deviation over members of the loss and other numbers, in a line."""
-    known = numbers_of(records)
-    others = [name for name in known if name != "loss"]
-    names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]
-    finite = [(name, known[name][np.isfinite(known[name])].astype(np.float64)) for name in names]
-    return ", ".join(f"{name} {x.mean():.4g} \u00b1 {x.std():.2g}" for name, x in finite if x.size)

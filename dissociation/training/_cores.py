@@ -7,19 +7,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 from threadpoolctl import ThreadpoolController
-
-from dissociation.training._sharding import place_members
 
 
 def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
@@ -99,34 +91,6 @@ def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) 
     return min(num_members, jax.local_device_count(), available_cores())
 
 
-class Shards(NamedTuple):
-    """Members in shards of equal size, each on a mesh; copies of the last member fill the last shard."""
-
-    num_members: int
-    size: int
-    mesh: Mesh | None = None
-
-    @property
-    def number(self) -> int:
-        """Number of shards."""
-        return -(-self.num_members // self.size)
-
-    def split(self, stacked: Any) -> list[Any]:
-        """Cut a PyTree with members first into shards; other leaves go to every shard."""
-        arrays, rest = eqx.partition(stacked, eqx.is_array)
-        shards = []
-        for start in range(0, self.num_members, self.size):
-            rows = np.minimum(np.arange(start, start + self.size), self.num_members - 1)
-            own = arrays if len(rows) == self.num_members else jax.tree.map(itemgetter(rows), arrays)
-            shards.append(eqx.combine(own if self.mesh is None else place_members(own, self.mesh), rest))
-        return shards
-
-    def joined(self, shards: Sequence[Any]) -> Any:
-        """Undo `split`."""
-        whole = shards[0] if len(shards) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *shards)
-        return jax.tree.map(lambda leaf: leaf[: self.num_members] if eqx.is_array(leaf) else leaf, whole)
-
-
 def compiled(function: Any, threads: int, *example: Any) -> Callable[..., Any]:
     """Compile a `filter_jit` function for arguments like `example`, if several threads call it."""
     return function if threads == 1 else function.lower(*example).compile()
@@ -138,11 +102,3 @@ def run_tasks(tasks: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
         return [task() for task in tasks]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda task: jax.block_until_ready(task()), tasks))
-
-
-def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threads: int) -> Any:
-    """Return `function(shared, stacked)` of a `filter_jit`, with a shard per worker thread."""
-    shards = Shards(num_members, -(-num_members // threads))
-    each = shards.split(stacked)
-    program = compiled(function, threads, shared, each[0])
-    return shards.joined(run_tasks([partial(program, shared, one) for one in each], threads))

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
@@ -119,29 +117,3 @@ def on_main(function: Callable[[], Any]) -> Any:
     except BaseException as raised:
         error = raised
     return all_values(value, error)[0]
-
-
-class LocalMembers:
-    """Members of this process: a contiguous range, perhaps empty, or all if `alone`."""
-
-    def __init__(self, total: int, *, alone: bool = False):
-        count = 1 if alone else jax.process_count()
-        self.total, self.alone, self.index = total, count == 1, 0 if alone else jax.process_index()
-        self.bounds = [total * i // count for i in range(count + 1)]
-
-    def take(self, tree: Any) -> Any:
-        """Return this process' members, at least one, of a PyTree with all members first."""
-        start = min(self.bounds[self.index], self.total - 1)
-        rows = slice(start, max(self.bounds[self.index + 1], start + 1))
-        return tree if self.alone else jax.tree.map(lambda leaf: leaf[rows] if eqx.is_array(leaf) else leaf, tree)
-
-    def gather(self, tree: Any) -> Any:
-        """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""
-        return tree if self.alone else jax.tree.map(lambda leaf: self._all(leaf) if eqx.is_array(leaf) else leaf, tree)
-
-    def _all(self, leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(self._all(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-        counts = np.diff(self.bounds)
-        rows = zip(all_gather(np.asarray(leaf)[: counts[self.index]].tobytes()), counts, strict=True)
-        return np.concatenate([np.frombuffer(row, leaf.dtype).reshape(count, *leaf.shape[1:]) for row, count in rows])

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,19 +23,16 @@ from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _cores as cores
-from dissociation.training._batches import Batches, example
 from dissociation.training._callbacks import Callback, OfFunction
-from dissociation.training._chunk import Layout, observable
-from dissociation.training._distributed import LocalMembers
+from dissociation.training._chunk import observe_members, run_chunk
 from dissociation.training._interrupts import terminations_interrupt
-from dissociation.training._loop import Streams, streams
-from dissociation.training._members import take
+from dissociation.training._members import member_devices
+from dissociation.training._memory import program_bytes
+from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import History, Save, check_steps
-from dissociation.training._run import FORMAT, Checkpoint, Run, own_file, records_something
-from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
-from dissociation.training._sharding import member_devices
-from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state, transformation
-from dissociation.training._traced import trace
+from dissociation.training._run import FORMAT, Run
+from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
+from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state
 
 if TYPE_CHECKING:
     import xarray
@@ -83,6 +80,7 @@ def dataset_of_fit(history: History, diverged_at: np.ndarray, over: Over) -> "xa
     return history.to_xarray(over).merge(dataset_of({"diverged_at": diverged_at}, "members" if over is None else over))
 
 
+@without_layout
 @validated
 def fit(
     models: PyTree,
@@ -95,7 +93,9 @@ def fit(
     hyperparams: PyTree = None,
     aux: PyTree = None,
     save: Save = Save(),  # noqa: B008  # a tuple of constants
-    layout: Layout = Layout(),  # noqa: B008
+    mesh: Any = "auto",
+    member_map: str = "auto",
+    members_per_batch: int | str | None = None,
     callbacks: Sequence[Any] = (),
     checkpoint: str | Path | None = None,
     same_program: bool = False,
@@ -124,17 +124,25 @@ def fit(
             traced: a sweep over them compiles once.
         aux: PyTree that the loss carries beside the model, members first: an `eqx.nn.State`, multipliers.
         save: Records and their steps.
-        layout: Mapping of the members, and devices.
+        mesh: Mesh of `dissociation.member_mesh`: devices of this process over which members are split, and, along the
+            axis "data" if there is one, the samples of every batch. None: one device and one thread. "auto": one
+            device; with sequential mapping on a CPU, worker threads train shards of the members in parallel, one per
+            device. `dissociation.use_all_cores` makes every core a device.
+        member_map: "vmap" (members batched in one program), "scan" (sequentially inside the program), "unroll"
+            (sequentially, one step per call, no loop in the program) or "auto". On a CPU "auto" is "scan", or "unroll"
+            if a step has a convolution, which XLA runs slowly inside a loop there; elsewhere it is "vmap".
+        members_per_batch: With "vmap", number of members batched at once. None: all. "auto": as many as fit in the free
+            memory, measured by one more compilation.
         callbacks: Functions `callback(step, records)`, or `Callback`s.
         checkpoint: File, or a link to one, written during the run and at its end, also after an interrupt (Ctrl-C, or
             SIGTERM, whose handler is called afterwards) or an error of a callback or an iterator. If it exists, the run
-            resumes from it; under the same layout the outcome equals the uninterrupted one bit for bit. Data, models,
-            hyperparameters, key, step, sampler and observation must be the same. Layout, callbacks and number of steps
-            may differ: more steps extend a finished run. "auto" entries of `layout` are taken from the file; another
-            layout may change bits, which is logged. A run that a callback ended stays ended, unless no callback records
-            any more, or no record is made at that step. One call at a time uses the file. Each of several processes
-            writes a file beside it and keeps its last two; as many processes resume from the newest step of which all
-            have one.
+            resumes from it; under the same layout (mapping, devices and shards) the outcome equals the uninterrupted
+            one bit for bit. Data, models, hyperparameters, key, step, sampler and observation must be the same. Layout,
+            callbacks and number of steps may differ: more steps extend a finished run. The values of "auto" arguments
+            are taken from the file; another layout may change bits, which is logged. A run that a callback ended stays
+            ended, unless no callback records any more, or no record is made at that step. One call at a time uses the
+            file. Each of several processes writes a file beside it and keeps its last two; as many processes resume
+            from the newest step of which all have one.
         same_program: If True, accept a checkpoint whose program has other operations, as after an update of JAX.
 
     Raises:
@@ -150,45 +158,32 @@ def fit(
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
     given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
-    state, first, total, order_keys, own_keys = _prepared(models, step, sampler, save, key=key, **given)
-    num_members = len(own_keys.loss)
+    state, first, total, keys = _prepared(models, step, sampler, save, key=key, **given)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
-    path = None if checkpoint is None else own_file(files.followed(checkpoint))
-    layout = _resumed(layout, path)
-    local = LocalMembers(num_members)
-    mine = local.take(sampler) if sampler.stacked else sampler
-    order_keys = order_keys if sampler.shared else local.take(order_keys)
-    with terminations_interrupt(), closing(Batches(mine, order_keys)) as batches:
-        run = Run(local.take(state), step, batches, local.take(own_keys), save, layout, heard, local)
+    path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
+    partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
+    partition = partition if path is None else _resumed(partition, path)
+    with terminations_interrupt(), ExitStack() as held:
+        run = Run(state, step, sampler, keys, save, partition, heard)
         check_names("save", run.observe and run.observe.out, "observed")
         check_names("step", run.info[1], "metrics")
-        if not local.alone:
+        partition = run.partition
+        if not partition.alone:
             run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
-        file = None
+        devices = member_devices(partition.devices)
+        logger.info("%d members by %s, %d threads, %d devices", partition.total, partition.how[0], run.threads, devices)
         if path is not None:
-            file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
-        devices = member_devices(run.layout.mesh)
-        logger.info("%d members by %s, %d threads, %d devices", num_members, run.layout[0], run.threads, devices)
+            run.identify(state, step, sampler, key, same_program)
+            held.enter_context(files.locked(path.with_name(f".{path.name}.lock"), path))
+            run.resume(path, total, times)
         del state  # the run has copies
-        with ExitStack() as held:
-            if file is not None:
-                held.enter_context(files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path))
-                run.resume(file, total, times)
-            run.began = began
-            run.to_the_end(total, times, file)
-    state = local.gather(run.whole_state())
-    if not local.alone:
-        state = jax.tree.map(jnp.asarray, state)
-    return FitResult(
-        models=state.model,
-        history=run.history(),
-        diverged_at=run.diverged_at,
-        num_steps=run.step,
-        member_map=run.layout.member_map,
-        seconds=run.seconds(),
-        state=state,
-    )
+        run.began = began
+        run.to_the_end(total, times)
+    state = partition.gather(run.whole_state())
+    state = state if partition.alone else jax.tree.map(jnp.asarray, state)
+    ended = run.diverged_at, run.step, partition.member_map, run.seconds()
+    return FitResult(state.model, run.history(), *ended, state)
 
 
 class Needs(NamedTuple):
@@ -205,44 +200,42 @@ COPIES = 3
 
 
 def estimated_bytes(
-    models: PyTree, step: Step, sampler: Sampler, save: Save, layout: Layout, **arguments: Any
+    models: PyTree, step: Step, sampler: Sampler, save: Save, member_map: str, members_per_batch: Any, **arguments: Any
 ) -> Needs:
-    """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members."""
-    state, first, total, order_keys, own_keys = _prepared(models, step, sampler, save, **arguments)
-    count = len(own_keys.loss)
-    programs = []
+    """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members on one device."""
+    state, first, total, keys = _prepared(models, step, sampler, save, **arguments)
+    count, programs = len(state.step), []
     for size in (2, 4):
-        few = partial(take, index=slice(size))
-        mine = few(sampler) if sampler.stacked else sampler
-        with closing(Batches(mine, order_keys if sampler.shared else few(order_keys))) as batches:
-            local = LocalMembers(size, alone=True)
-            run = Run(few(state), step, batches, few(own_keys), save, layout._replace(mesh=None), [], local)
-            programs.append(run.program_bytes())
+        run = Run(state, step, sampler, keys, save, Partition(size, member_map, members_per_batch, None), [])
+        calls: list[Any] = [(run_chunk, run.example())]
+        if run.observe is not None:
+            calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
+        compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
+        programs.append(max(map(program_bytes, compiled)))  # chunk or observation
     each = max(0, programs[1] - programs[0]) // 2
     times = len(_times(save, [], first, total, sampler.epoch_steps))
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
-    cpu = jax.default_backend() == "cpu"
-    threads = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map != "vmap" else 1
+    spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
+    threads = min(jax.local_device_count(), cores.available_cores()) if spread else 1
     fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
     per_member = COPIES * _bytes(state) // count + each + history
-    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(threads, member_devices(run.layout.mesh)))
+    return Needs(fixed, per_member, _bytes(state.arrays) // count, threads)
 
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
 
 
-def _resumed(layout: Layout, path: Path | None) -> Layout:
-    """Return the layout with "auto" entries from the checkpoint, if there is one."""
-    if path is not None and path.is_dir():
+def _resumed(partition: Partition, path: Path) -> Partition:
+    """Return the partition with "auto" entries from the checkpoint, if there is one."""
+    if path.is_dir():
         checks.fail("checkpoint", "be a file", f"the folder {path}")
-    if path is None or not path.exists():
-        return layout
+    if not path.exists():
+        return partition
     header = checkpoints.read_header(path)
-    if "layout" not in header or header["format"] > FORMAT:  # `Checkpoint.check` raises for a later format
-        return layout
-    return layout.resumed(header["layout"])
+    known = "layout" in header and header["format"] <= FORMAT  # `Run.check` raises for a later format
+    return partition.resumed(header["layout"]) if known else partition
 
 
 def _callback(index: int, given: Any) -> Callback:
@@ -265,10 +258,10 @@ def _prepared(
     num_epochs: int | None = None,
     hyperparams: Any = None,
     aux: Any = None,
-) -> tuple[State, int, int, Array, Streams]:
-    """Return stacked states, first and last step, the data order's key and the members' keys."""
+) -> tuple[State, int, int, tuple[Array, Array, Array]]:
+    """Return stacked states, first and last step, and keys, see `_split_key`."""
     state = _begin(models, step, aux, hyperparams, save)
-    num_members = leading_size("models", state.arrays)
+    num_members = len(state.step)
     if sampler.stacked:
         sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
         checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
@@ -278,7 +271,7 @@ def _prepared(
     each = 1 if num_epochs is None else sampler.epoch_steps
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
     total = first + each * checks.check_count(name, number, maximum=(2**31 - 1) // each)
-    return state, first, total, *_split_key(key, num_members, sampler.shared)
+    return state, first, total, _split_key(key, num_members, sampler.shared)
 
 
 def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
@@ -298,7 +291,11 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> S
         one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
         state = one(checked_models(models), aux, hyperparams)
     step.check_loss(state.aux)
-    if callable(save.observe):
+    if not save.seconds >= 0:
+        checks.fail("save", "have `seconds` of at least 0", save.seconds)
+    if save.observe is not None:
+        if not callable(save.observe):
+            checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
         advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
         words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
         checks.check_call("observe", save.observe, words, advice)
@@ -323,48 +320,14 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
 def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
     if save.at is not None:
         return check_steps("at", save.at, total, first)
-    if save.observe is None and not any(map(records_something, callbacks)):
+    if save.observe is None and not any(each.needs_records for each in callbacks):
         return np.zeros(0, int)
     every = np.arange(0, total + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
     return np.union1d(every[every >= first], [first, total])
 
 
-def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) -> dict[str, Any]:
-    """Return digests of the program by part (with the precision of matrix products) and of the inputs."""
-    precision = getattr(jax.config, "jax_default_matmul_precision", None)
-    one, loss_key = example(state), run.keys[0].loss[0]
-    trained = eqx.filter(one.arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
-    source = run.batches.example(run.step)
-    static = eqx.filter(sampler, eqx.is_array, inverse=True)
-    size = sampler.segment(run.step).size
-    draw = trace(lambda arrays, plan: eqx.combine(arrays, static).batch(plan, jnp.asarray(0), size), *source)
-    batch = jax.eval_shape(draw, *source)
-
-    def loss(state: State, batch: Any, key: Any) -> Any:
-        carried = () if state.aux is None else (state.aux,)
-        return jax.tree.map(jnp.asarray, step.loss(state.model, *carried, batch, key))
-
-    def update(hyperparams: Any, opt_state: Any, arrays: Any) -> Any:
-        more = {"value": jnp.zeros(()), "grad": arrays, "value_fn": optax.tree.sum}  # stands for any loss
-        return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays, **more)
-
-    after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
-    parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
-    fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
-    arrays = eqx.filter(sampler, eqx.is_array)
-    return {name: checkpoints.fingerprint(part) for name, part in parts.items()} | {
-        "loss": [trace(loss, observable(one), batch, loss_key).fingerprint(), precision],
-        "optimizer": [trace(update, one.hyperparams, one.opt_state, trained).fingerprint(), precision],
-        "step": [after, step.micro_batches, precision],
-        "observe": None if run.observe is None else [run.observe.fingerprint(), precision],
-        "sampler": [type(sampler).__name__, fields, draw.fingerprint()],
-        "data": "the host's" if isinstance(sampler, HostBatches) else checkpoints.fingerprint(arrays),
-        "begin": [run.first, checkpoints.fingerprint(state.opt_state) if run.first else None],
-    }
-
-
-def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Streams]:
-    """Return the data order's key (one, or one per member), and the members' keys."""
+def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
+    """Return keys of the data order (one, or one per member), and of the members' losses and observations."""
     order: Any = None
     if isinstance(key, tuple):
         order, key = map(typed, key)
@@ -379,5 +342,5 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Streams
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
     elif shared and order is None:
         checks.fail("shared", "be False in the sampler if every member has its own key", shared)
-    keys = streams(key)
-    return (order if shared else keys.order), keys
+    loss, observe, own = streams(key)
+    return order if shared else own, loss, observe

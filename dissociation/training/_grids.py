@@ -25,10 +25,10 @@ from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
 from dissociation.training import _memory as memory
 from dissociation.training._callbacks import Callback
-from dissociation.training._chunk import Layout, stored_layout
 from dissociation.training._fitting import dataset_of_fit, estimated_bytes, fit
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
+from dissociation.training._partition import Partition, Threads, without_layout
 from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
@@ -133,6 +133,7 @@ def _makes(aux: Any) -> bool:
     return callable(aux) and not jax.tree.leaves(eqx.filter(aux, eqx.is_array))
 
 
+@without_layout
 @validated
 def fit_grid(
     init: Callable[..., PyTree],
@@ -145,7 +146,9 @@ def fit_grid(
     num_epochs: int | None = None,
     aux: PyTree = None,
     save: Save = Save(),  # noqa: B008  # a tuple of constants
-    layout: Layout = Layout(),  # noqa: B008
+    mesh: Any = "auto",
+    member_map: str = "auto",
+    members_per_batch: int | str | None = None,
     folder: str | Path | None = None,
     fresh: bool = False,
     same_program: bool = False,
@@ -172,7 +175,9 @@ def fit_grid(
             of one member: `lambda key: eqx.nn.make_with_state(Net)(key)[1]`. The function gets the arguments of `init`,
             with the same key.
         save: Records and their steps; the shapes of records must be the same in all groups.
-        layout: Layout of each group.
+        mesh: Devices of each group, see `fit`.
+        member_map: Mapping of the members of a group, see `fit`.
+        members_per_batch: Members batched at once, see `fit`.
         folder: Folder for the checkpoints and trained models of the groups. A second call with the same arguments
             resumes from the folder. None: trained models stay in memory.
         fresh: If True, move the files of an earlier sweep to a subfolder, such as `before-1`, and start from scratch.
@@ -205,7 +210,8 @@ def fit_grid(
     root, order = jax.random.split(typed(key))
     drawn = jax.vmap(partial(jax.random.fold_in, root))
     keys = grid.keys(root) if "seed" in grid.values else drawn(jnp.arange(len(grid)))
-    options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save, "layout": layout}
+    options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save}
+    options |= {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
     if aux is not None and not _makes(aux):
         aux = as_arrays("aux", aux, "members")
@@ -229,7 +235,7 @@ def _run(
     sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
     steps, parts, models = _Steps(progress, len(plan.groups), str(plan)), [], {}
-    options = {"layout": kept.layout(sweep.options["layout"], plan.devices), "same_program": same_program}
+    options = {**kept.layout(sweep.options, plan.devices), "same_program": same_program}
     try:
         for index, members in enumerate(plan.groups):
             start, aux = sweep.start(members)
@@ -356,7 +362,8 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | 
             meter.advance(done, "compiling")  # most of a short sweep's time
             four = (members * 4)[:4]
             models, aux = sweep.start(four)
-            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **sweep.arguments(four)))
+            given = {name: value for name, value in sweep.arguments(four).items() if name != "mesh"}
+            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **given))
         meter.advance(len(alike), "")
     groups, peak, kept, devices = [], 0, 0, 1
     for members, need in zip(alike, needs, strict=True):
@@ -438,14 +445,17 @@ class _Folder(NamedTuple):
         self._write()
         return plan
 
-    def layout(self, layout: Layout, threads: int) -> Layout:
-        """Return the layout with "auto" entries from the folder, or store it in a new folder."""
+    def layout(self, options: dict[str, Any], threads: int) -> dict[str, Any]:
+        """Return mapping and mesh with "auto" entries from the folder, or store them in a new folder."""
+        names = "member_map", "members_per_batch", "mesh"
+        partition = Partition(1, *(options[name] for name in names))
         if "layout" in self.manifest:
-            return layout.resumed(self.manifest["layout"])
-        layout = layout._replace(threads=threads) if layout.threads == "auto" else layout
-        self.manifest["layout"] = stored_layout(layout)
-        self._write()
-        return layout
+            partition = partition.resumed(self.manifest["layout"])
+        else:
+            partition = partition._replace(mesh=Threads(threads)) if partition.mesh == "auto" else partition
+            self.manifest["layout"] = partition.stored()
+            self._write()
+        return {name: getattr(partition, name) for name in names}
 
     def _write(self) -> None:
         if self.path is not None:

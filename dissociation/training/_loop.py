@@ -1,7 +1,7 @@
 """Training as one pure function, `train`."""
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,30 +12,8 @@ from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training._members import concatenate
-from dissociation.training._samplers import HostBatches, Sampler
+from dissociation.training._samplers import HostBatches, Sampler, streams
 from dissociation.training._state import Info, State, Step, check_fitting
-
-
-class Streams(NamedTuple):
-    """Keys of a member for losses, observations, and the order of data."""
-
-    loss: Array
-    observe: Array
-    order: Array
-
-
-def streams(key: Array) -> Streams:
-    """Split the key of one member, or an array of keys."""
-    split = jax.vmap(lambda k: jax.random.split(k, 3))(key) if key.ndim else jax.random.split(key, 3)
-    return Streams(*jnp.moveaxis(split, -1, 0))
-
-
-class _Piece(NamedTuple):
-    """Steps of one block with batches of one size."""
-
-    size: int | None
-    within: int
-    steps: int
 
 
 @validated
@@ -78,25 +56,25 @@ def train(
     total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
     check_fitting(state, step)
     sampler.check_single()
-    keys = streams(typed(key))
+    loss_key, _, order_key = streams(typed(key))
 
-    def block(carry: Any, number: Any, start: Any, parts: tuple[_Piece, ...]) -> Any:
-        plan, history = sampler.plan(keys.order, number), []
-        for part in parts:
+    def block(carry: Any, number: Any, start: Any, parts: Any) -> Any:
+        plan, history = sampler.plan(order_key, number), []
+        for size, within, steps in parts:
 
-            def one(state: State, i: Array, part: _Piece = part, start: Any = start) -> tuple[State, Info]:
-                batch = sampler.batch(plan, part.within + i, part.size)
-                return step(state, batch, jax.random.fold_in(keys.loss, start + i))
+            def one(state: State, i: Array, at: Any = (size, within, start)) -> tuple[State, Info]:
+                size, within, start = at
+                return step(state, sampler.batch(plan, within + i, size), jax.random.fold_in(loss_key, start + i))
 
-            carry, infos = jax.lax.scan(one, carry, jnp.arange(part.steps))
+            carry, infos = jax.lax.scan(one, carry, jnp.arange(steps))
             history.append(infos)
-            start = start + part.steps
+            start = start + steps
         return carry, concatenate(history)
 
     history, begin = [], first
     for parts, group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[0]):
         numbers = [number for _, number in group]
-        length = sum(part.steps for part in parts)
+        length = sum(steps for _, _, steps in parts)
         if len(numbers) == 1:
             state, infos = block(state, numbers[0], begin, parts)
         else:
@@ -106,18 +84,19 @@ def train(
         history.append(infos)
         begin += length * len(numbers)
     if not history:
-        batch = sampler.batch(sampler.plan(keys.order, 0), 0, sampler.segment(0).size)
-        like = jax.eval_shape(step, state, batch, keys.loss)[1]
+        batch = sampler.batch(sampler.plan(order_key, 0), 0, sampler.segment(0).size)
+        like = jax.eval_shape(step, state, batch, loss_key)[1]
         return state, jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), like)
     return state, concatenate(history)
 
 
 def _blocks(sampler: Sampler, first: int, total: int) -> Any:
+    """Yield every block's parts with batches of one size, as (size, place in the block, steps), and its number."""
     at, end = first, first + total
     while at < end:
         number, parts = sampler.segment(at).block, []
         while at < end and (segment := sampler.segment(at)).block == number:
             stop = min(segment.end, end)
-            parts.append(_Piece(segment.size, segment.within, stop - at))
+            parts.append((segment.size, segment.within, stop - at))
             at = stop
         yield tuple(parts), number

@@ -1,4 +1,4 @@
-"""Stacked members: taking, stacking and mapping over them.
+"""Stacked members: taking, stacking and mapping over them, and meshes over which they are split.
 
 Arrays carry members first; other leaves (functions, numbers, text) belong to all members.
 """
@@ -11,15 +11,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dissociation._core import checks
 from dissociation._core.conversion import check_fits, common_dtype, number_kind
 from dissociation._core.validation import validated
-from dissociation.training import _sharding as sharding
-from dissociation.training._bmap import bmap
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
+MEMBER_AXIS, DATA_AXIS = "members", "data"
 
 
 @validated
@@ -123,23 +122,28 @@ def map_members(
         if isinstance(leaf, np.ndarray):
             check_fits("stacked", leaf)
     local = partial(_map_locally, function, member_map, members_per_batch, ordered)
-    return local(shared, stacked) if mesh is None else sharding.each_device(local, mesh, shared, stacked)
+    return local(shared, stacked) if mesh is None else _each_device(local, mesh, shared, stacked)
 
 
 def _map_locally(
     function: Any, member_map: str, members_per_batch: int | None, ordered: bool, shared: Any, stacked: Any
 ) -> Any:
-    if member_map == "vmap":
-        return bmap(function, in_axes=(None, eqx.if_array(0)), batch_size=members_per_batch)(shared, stacked)
     arrays, static = eqx.partition(stacked, eqx.is_array)
-    if member_map == "scan":
-        return jax.lax.map(lambda member: function(shared, eqx.combine(member, static)), arrays)
+
+    def one(own: Any) -> Any:
+        return function(shared, eqx.combine(own, static))
+
+    if member_map == "vmap" and (members_per_batch is None or members_per_batch >= count(arrays)):
+        return jax.vmap(one)(arrays)
+    if member_map != "unroll":
+        several = member_map == "vmap" and members_per_batch != 1
+        return jax.lax.map(one, arrays, batch_size=members_per_batch if several else None)
     results = []
-    for index in range(jax.tree.leaves(arrays)[0].shape[0]):
+    for index in range(count(arrays)):
         part = take(arrays, index)
         if ordered and results:
             results[-1], part = after(results[-1], part)
-        results.append(function(shared, eqx.combine(part, static)))
+        results.append(one(part))
     return stack(results)
 
 
@@ -171,3 +175,56 @@ def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
         shapes = [str(jax.tree.map(lambda leaf: getattr(leaf, "shape", None), tree)) for tree in trees]
         other = next((shape for shape in shapes if shape != shapes[0]), shapes[-1])
         raise ValueError(f"`trees` must be alike, got arrays of {shapes[0][:200]} and {other[:200]}.") from error
+
+
+@validated
+def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
+    """Return a mesh with the axis `"members"`, and `"data"` if batches are split over several devices too.
+
+    Args:
+        devices: Devices of this process; None: all of the default backend.
+        data: Number of devices over which a member's batches are split; must divide the number of devices.
+
+    Returns:
+        A mesh with automatic axes, for `fit(mesh=...)` and `map_members`.
+    """
+    chosen = jax.local_devices() if devices is None else list(devices)
+    checks.check_count("data", data, minimum=1)
+    if len(chosen) % data:
+        checks.fail("data", f"divide the number of devices ({len(chosen)})", data)
+    if data == 1:
+        return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(chosen).reshape(-1, data), (MEMBER_AXIS, DATA_AXIS), axis_types=(AxisType.Auto,) * 2)
+
+
+def member_devices(mesh: Any) -> int:
+    """Return the number of devices over which a mesh, or None, splits members."""
+    return 1 if mesh is None else mesh.shape[MEMBER_AXIS]
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise unless `mesh` has the axis `"members"`, at most `"data"` beside it, and local devices."""
+    if mesh.axis_names not in ((MEMBER_AXIS,), (MEMBER_AXIS, DATA_AXIS)):
+        wanted = f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most"
+        checks.fail("mesh", wanted, mesh.axis_names, "Make it with dissociation.member_mesh")
+    if not mesh.is_multi_process:
+        return
+    checks.fail("mesh", "hold devices of this process", "devices of several", "Pass devices=jax.local_devices()")
+
+
+def place_members(tree: Any, mesh: Mesh, spec: PartitionSpec | None = None) -> Any:
+    """Place array leaves on the mesh, by default split along the leading axis."""
+    where = NamedSharding(mesh, PartitionSpec(MEMBER_AXIS) if spec is None else spec)
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf, tree)
+
+
+def _each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any) -> Any:
+    """Return `function(shared, stacked)`, called on every device with its members."""
+    arrays, static = eqx.partition((shared, stacked), eqx.is_array)
+    split = PartitionSpec(MEMBER_AXIS)
+    specs = {"in_specs": (PartitionSpec(), split), "out_specs": split}
+
+    def local(*arrays: Any) -> Any:
+        return function(*eqx.combine(arrays, static))
+
+    return jax.shard_map(local, mesh=mesh, **specs, axis_names={MEMBER_AXIS}, check_vma=False)(*arrays)

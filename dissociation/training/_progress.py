@@ -6,12 +6,17 @@ If stderr is a file, a bar becomes occasional lines. The host advances the meter
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from tqdm import tqdm
 
 from dissociation._core import checks
+from dissociation.training._callbacks import Callback, numbers_of
+
+MAX_DESCRIBED = 6
+"""Number of recorded values that progress shows by default."""
 
 
 @runtime_checkable
@@ -165,3 +170,45 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
         checks.check_choice("progress", progress, _NAMED)
         return _NAMED[progress](total, description)
     return progress(total, description)
+
+
+class Progress(Callback):
+    """Meter of steps, with mean and standard deviation over members of recorded numbers.
+
+    Args:
+        how: "auto", "terminal", "notebook", None for silence, or a factory `(total, description) -> Meter`.
+        shown: Names of the numbers to show beside the loss; default: the first six.
+    """
+
+    def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
+        self.how, self.shown, self._meter, self._text, self._recorded = how, shown, SilentMeter(), "", False
+
+    @property
+    def needs_records(self) -> bool:
+        """Return False, because the meter shows losses without records."""
+        return False
+
+    def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False
+
+    def advance(self, step: int, loss: np.ndarray) -> None:
+        if not self._recorded and loss.size:
+            self._text = described({"loss": loss.mean(axis=1)}, self.shown)
+        self._meter.advance(step, self._text)
+
+    def record(self, step: int, records: dict[str, Any]) -> None:
+        for name in self.shown or ():
+            checks.check_choice("shown", name, numbers_of(records))
+        self._text, self._recorded = described(records, self.shown), True
+
+    def close(self) -> None:
+        self._meter.close()
+
+
+def described(records: dict[str, Any], shown: Sequence[str] | None) -> str:
+    """Return mean and standard deviation over members of the loss and other numbers, in a line."""
+    known = numbers_of(records)
+    others = [name for name in known if name != "loss"]
+    names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]
+    finite = [(name, known[name][np.isfinite(known[name])].astype(np.float64)) for name in names]
+    return ", ".join(f"{name} {x.mean():.4g} \u00b1 {x.std():.2g}" for name, x in finite if x.size)

@@ -1,55 +1,52 @@
 """Host's loop of a run: chunks of steps, records, checkpoints."""
 
-import glob
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
 from dissociation.training._batches import Batches, example
-from dissociation.training._callbacks import Callback, Progress
+from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import (
     MAX_CHUNK,
-    Layout,
-    checked_mesh,
-    chosen_layout,
     largest_batch,
     observe_members,
     run_chunk,
-    stored_layout,
     trace_observation,
     trace_step,
 )
-from dissociation.training._cores import Shards, compiled, run_tasks
-from dissociation.training._distributed import LocalMembers
+from dissociation.training._cores import compiled, run_tasks
 from dissociation.training._interrupts import interrupts_later
-from dissociation.training._loop import Streams
 from dissociation.training._members import concatenate, stack, take
-from dissociation.training._memory import program_bytes
+from dissociation.training._partition import Partition
 from dissociation.training._records import History, Save
-from dissociation.training._samplers import Segment
-from dissociation.training._sharding import member_devices
+from dissociation.training._samplers import HostBatches, Sampler, Segment
 from dissociation.training._state import Info, State, Step
+from dissociation.training._traced import Traced
 
 logger = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 1.0
 """Target time of a chunk, between updates of progress and checks for an interrupt."""
-FORMAT = 1
-"""Format of a run's header; earlier files without it are resumed as well."""
+FORMAT = 2
+"""Format of a run's header; earlier files are resumed with `same_program=True`."""
+TRACED = ("loss", "optimizer", "step", "observe")
+"""Parts of a run's identity that are digests of programs."""
+UPDATE = "Update this package"
 FIRST_WRITE = 5.0
 """Longest time until the first checkpoint, written after a chunk, so that compilation is not lost."""
 
@@ -58,80 +55,91 @@ class Run:
     """Run of this process' members: the state, which steps donate, and the records of all members.
 
     Processes take chunks of the same length, then all-gather losses, metrics, stops and a hash of the arguments.
-    Process 0 calls the callbacks.
+    Process 0 calls the callbacks. State, sampler and `keys` (of the data order, losses and observations) are of all
+    members.
     """
 
     def __init__(
         self,
         state: State,
         step: Step,
-        batches: Batches,
-        keys: Streams,
+        sampler: Sampler,
+        keys: tuple[Array, Array, Array],
         save: Save,
-        layout: Layout,
+        partition: Partition,
         callbacks: Sequence[Callback],
-        local: LocalMembers,
     ):
-        if not save.seconds >= 0:
-            checks.fail("save", "have `seconds` of at least 0", save.seconds)
-        if save.observe is not None and not callable(save.observe):
-            checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
-        self.local, self.num_members, own = local, local.total, len(keys.loss)
-        self.arguments, self.error, self.raise_signal = "", None, lambda: None
+        order, loss, observe = keys
+        state, loss, observe = partition.take((state, loss, observe))
+        own = partition.take(sampler) if sampler.stacked else sampler
+        self.batches = batches = Batches(own, order if sampler.shared else partition.take(order))
+        self.num_members, self.save = partition.total, save
+        self.callbacks = [] if partition.process else callbacks
+        self.file: Path | None = None
+        self.identity: dict[str, Any] = {}
+        self.arguments, self.same_program, self.error, self.raise_signal = "", False, None, lambda: None
         self.first = self.step = int(np.max(np.asarray(state.step)))
-        self.save, self.callbacks, self.batches = save, [] if local.index else callbacks, batches
-        one, sampler, mesh = example(state), batches.sampler, checked_mesh(layout)
-        inputs = one, *batches.example(self.step), jnp.asarray(0), keys.loss[0]
-        self.traced = cache(lambda size: trace_step(step, sampler, size, mesh, *inputs))
-        programs, self.observe = [self.traced(sampler.segment(self.step).size)], None
-        self.info = programs[0].out[1]
+        one = example(state)
+        inputs = one, *batches.example(self.step), jnp.asarray(0), loss[0]
+        self.traced = cache(lambda size, mesh=None: trace_step(step, own, size, mesh, *inputs))
+        self.program, self.observe = self.traced(sampler.segment(self.step).size), None
+        self.info = self.program.out[1]
         if save.observe is not None:
-            self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
-            programs.append(self.observe)
-        self.layout, self.threads = chosen_layout(layout, mesh, own, (state, batches.arrays), *programs)
-        devices, shards = member_devices(self.layout.mesh), int(self.layout.threads)
-        rows = devices * -(-own // (devices * shards))
-        # With "unroll", a shard is one member of every device, so that one program serves all shards.
-        self.shards = Shards(own, devices if self.layout.member_map == "unroll" else rows, mesh)
+            self.observe = trace_observation(save.observe, one, jnp.asarray(0), observe[0])
+        programs = [each for each in (self.program, self.observe) if each is not None]
+        self.partition, self.threads = partition.chosen((state, batches.arrays), *programs)
         # Copies, because steps donate the state; without weak types, as steps return it: one program serves all.
-        copied = partial(jnp.array, copy=self.shards.number == 1)  # `split` has copied several shards
-        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self.shards.split(state)]
-        self.keys = self.shards.split(keys)
-        batches.lay(self.shards)
-        if self.layout.members_per_batch == "auto":
-            self.layout = self.layout._replace(members_per_batch=largest_batch(self._example(), self.states[0]))
+        copied = partial(jnp.array, copy=self.partition.num_shards == 1)  # `split` has copied several shards
+        parts = self.partition.split(state)
+        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in parts]
+        self.loss_keys, self.observe_keys = self.partition.split(loss), self.partition.split(observe)
+        batches.lay(self.partition)
+        if self.partition.members_per_batch == "auto":
+            fitting = largest_batch(self.example(), self.states[0])
+            self.partition = self.partition._replace(members_per_batch=fitting)
         self.infos = [self._empty(self.info, 0)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
         self.diverged_at = np.full(self.num_members, -1)
         self.frozen = np.zeros(self.num_members, bool)
-        self.stopped = False
-        self.written_at = None
-        self.chunk, self.saved_at, self.unsaved, self.first_write = 1, time.perf_counter(), 0.0, FIRST_WRITE
-        self.began, self.earlier_seconds = time.perf_counter(), 0.0
+        self.stopped, self.written_at = False, None
+        self.chunk, self.unsaved, self.first_write = 1, 0.0, FIRST_WRITE
+        self.began = self.saved_at = time.perf_counter()
+        self.earlier_seconds = 0.0
 
     def _empty(self, tree: Any, columns: int) -> Any:
         """Return NumPy zeros [members, columns, ...] for the shapes of one member."""
         return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
 
-    def _example(self) -> Any:
+    def _inputs(self, source: tuple[Any, list[Any], Segment], active: list[Any]) -> list[Any]:
+        """Return the inputs of `run_chunk` for every shard, without the last one: the place of the steps."""
+        common, mapped, place = source
+        shared = self.partition.how, self._program(place.size)
+        return [(*shared, *own, common) for own in zip(self.loss_keys, active, mapped, strict=True)]
+
+    def example(self) -> Any:
         """Return the inputs of `run_chunk` for one step of the first shard."""
-        common, mapped, place = self.batches.source(self.step)
-        where = jnp.asarray((self.step, place.within, 1))
-        return self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
+        source = self.batches.source(self.step)
+        first, *_ = self._inputs(source, [None] * len(self.states))
+        return *first, jnp.asarray((self.step, source[2].within, 1))
+
+    def _program(self, size: int | None) -> Traced:
+        """Return the step for batches of a size, traced once."""
+        mesh = self.partition.data_mesh
+        return self.traced(size) if mesh is None else self.traced(size, mesh)
 
     def whole_state(self) -> State:
         """Return the state of all members of this process."""
-        return self.shards.joined(self.states)
+        return self.partition.joined(self.states)
 
     def seconds(self) -> float:
         """Return the wall time, earlier parts included."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def to_the_end(self, total: int, times: np.ndarray, checkpoint: "Checkpoint | None") -> None:
+    def to_the_end(self, total: int, times: np.ndarray) -> None:
         """Alternate chunks and records, until `total` steps are done or a callback ends the run."""
         past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
-        listens = any(records_something(callback) for callback in self.callbacks)
+        listens = any(callback.needs_records for callback in self.callbacks)
         self.stopped = self.stopped and listens and self.step in self.observed_at
         losses = self.infos[0].loss[:, :0]
 
@@ -139,7 +147,7 @@ class Run:
             for callback in self.callbacks:
                 getattr(callback, what)(*words)
 
-        with nullcontext(self.raise_signal) if self.local.alone else interrupts_later() as self.raise_signal:
+        with nullcontext(self.raise_signal) if self.partition.alone else interrupts_later() as self.raise_signal:
             try:
                 self._call(lambda: tell("begin", self.step, total, past))
                 self._agreed(None)
@@ -155,32 +163,32 @@ class Run:
                     source = self.batches.source(self.step)  # may wait for the host, so interrupts are not delayed
                     with interrupts_later():
                         losses = self.advance(min([total, *later[:1].tolist()]), source)
-                    if checkpoint is not None and self.unsaved >= min(self.save.seconds, self.first_write):
-                        self.write(checkpoint)
+                    if self.unsaved >= min(self.save.seconds, self.first_write):
+                        self.write()
             except BaseException as error:
                 lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
                 if not lost:
-                    self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
-                if not self.local.alone:
+                    self.write()  # an iterator, a callback or an interrupt ended the run between two chunks
+                if not self.partition.alone:
                     with suppress(BaseException):  # the others get the error, after all have written
                         distributed.all_gather(b"", error)
                 raise
             finally:
                 tell("close")
-            self.write(checkpoint)
+            self.write()
 
     def _call(self, function: Callable[[], Any]) -> None:
         """Call `function`; several processes store its error until `_agreed`."""
         try:
             function()
         except BaseException as error:
-            if self.local.alone:
+            if self.partition.alone:
                 raise
             self.error = self.error or error
 
     def _agreed(self, value: Any) -> list[Any]:
         """Return every process' value; raise in all if one has an error, an interrupt or other arguments."""
-        if self.local.alone:
+        if self.partition.alone:
             return [value]
         self._call(self.raise_signal)
         said = distributed.all_values([self.arguments, value], self.error)
@@ -191,16 +199,14 @@ class Run:
 
     def advance(self, target: int, source: tuple[Any, list[Any], Segment]) -> np.ndarray:
         """Run and record one chunk, at most up to step `target`, and return the losses."""
-        common, mapped, place = source
+        place = source[2]
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
-        calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
+        calls, per_call = (count, 1) if self.partition.member_map == "unroll" else (1, count)
         places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
-        goes = self.local.take(jnp.asarray(~self.frozen))
-        active = self.shards.split(goes) if self.frozen.any() else [None] * len(self.states)
-        layout, traced = self.layout, self.traced(place.size)
-        own = zip(self.keys, active, mapped, strict=True)
-        inputs = [(layout, traced, keys.loss, goes_on, mine, common) for keys, goes_on, mine in own]
+        goes = self.partition.take(jnp.asarray(~self.frozen))
+        active = self.partition.split(goes) if self.frozen.any() else [None] * len(self.states)
+        inputs = self._inputs(source, active)
         program = compiled(run_chunk, self.threads, (*inputs[0], places[0]), self.states[0])
 
         def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
@@ -211,13 +217,13 @@ class Run:
             return state, columns
 
         done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.threads)
-        columns, rows = [concatenate(jax.device_get(columns), axis=1) for _, columns in done], self.shards.num_members
+        columns, rows = [concatenate(jax.device_get(columns), axis=1) for _, columns in done], self.partition.number
         infos = jax.tree.map(lambda leaf: leaf[:rows, :count], concatenate(columns))
         seconds, self.unsaved = time.perf_counter() - began, time.perf_counter() - self.saved_at
-        if not self.local.alone:
+        if not self.partition.alone:
             times = distributed.all_values([seconds, self.unsaved])
             seconds, self.unsaved = max(one for one, _ in times), times[0][1]
-            infos = self.local.gather(infos)
+            infos = self.partition.gather(infos)
         self.states, self.step = [state for state, _ in done], self.step + count
         self.infos.append(infos)
         if count == self.chunk:  # a shorter chunk does not measure a whole one
@@ -225,29 +231,20 @@ class Run:
         self._notice_divergence(infos.loss)
         return infos.loss
 
-    def program_bytes(self) -> int:
-        """Return the bytes of the larger program, chunk or observation."""
-        programs: list[Any] = [(run_chunk, self._example())]
-        if self.observe is not None:
-            shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
-            programs.append((observe_members, shared))
-        compiled = [function.lower(inputs, self.states[0]).compile().compiled for function, inputs in programs]
-        return max(map(program_bytes, compiled))
-
     def record(self) -> None:
         """Record the observation at this step, and call the callbacks."""
         observed = None
         if self.observe is not None:
-            shared = self.layout, self.observe, jnp.asarray(self.step)
-            own = list(zip(self.keys, self.states, strict=True))
-            program = compiled(observe_members, self.threads, (*shared, own[0][0].observe), own[0][1])
+            shared = self.partition.how, self.observe, jnp.asarray(self.step)
+            program = compiled(observe_members, self.threads, (*shared, self.observe_keys[0]), self.states[0])
 
-            def observe(keys: Streams, state: State) -> Any:
+            def observe(keys: Array, state: State) -> Any:
                 # On the host before the next, so that a thread decomposes matrices of one member at a time.
-                return jax.device_get(program((*shared, keys.observe), state))
+                return jax.device_get(program((*shared, keys), state))
 
+            own = zip(self.observe_keys, self.states, strict=True)
             observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
-            observed = self.local.gather(take(observed, slice(self.shards.num_members)))
+            observed = self.partition.gather(take(observed, slice(self.partition.number)))
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [concatenate(self.infos, axis=1)]
@@ -292,13 +289,14 @@ class Run:
             observed = stack(self.observations, axis=1)
         return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
-    def write(self, checkpoint: "Checkpoint | None") -> None:
-        if checkpoint is None:
+    def write(self) -> None:
+        """Write the checkpoint, if there is one."""
+        if self.file is None:
             return
         header = {
             "format": FORMAT,
-            "layout": stored_layout(self.layout),
-            "run": checkpoint.identity,
+            "layout": self.partition.stored(),
+            "run": self.identity,
             "jax": jax.__version__,
             "step": self.step,
             "seconds": self.seconds(),
@@ -307,17 +305,16 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": self.diverged_at.tolist(),
         }
-        path = checkpoint.path
-        if not self.local.alone and path.exists() and self.written_at != self.step:
-            os.replace(path, _before(path))
-        checkpoints.save(path, (self.whole_state(), *self.history()[:4]), header)
+        if not self.partition.alone and self.file.exists() and self.written_at != self.step:
+            os.replace(self.file, checkpoints.before(self.file))
+        checkpoints.save(self.file, (self.whole_state(), *self.history()[:4]), header)
         self.written_at = self.step
         self.saved_at, self.first_write = time.perf_counter(), np.inf
 
-    def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
+    def resume(self, path: Path, total: int, times: np.ndarray) -> None:
         """Resume from the checkpoint, if there is one, with its records at `times`."""
-        path, found = checkpoint.path, {}
-        self._call(lambda: found.update(checkpoint.found()))
+        self.file, found = path, {}
+        self._call(lambda: found.update(checkpoints.files_by_step(path, self.check)))
         steps = self._agreed([*found])
         common = set.intersection(*map(set, steps))
         if not common:
@@ -326,7 +323,7 @@ class Run:
             return
         newest = found[max(common)]
         header = checkpoints.read_header(newest)
-        if header.get("layout") != stored_layout(self.layout):
+        if header.get("layout") != self.partition.stored():
             logger.warning("%s was written under another layout or none is known: bits may differ.", path)
         if newest != path:  # another process was killed before it wrote the newer one
             os.replace(newest, path)
@@ -342,10 +339,10 @@ class Run:
             observed = self._empty(self.observe.out, len(recorded))
         infos = self._empty(self.info, self.step - self.first)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
-        rows = self.shards.num_members
+        rows = self.partition.number
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
         state, loss, _, observed, metrics = checkpoints.restore(path, (own, *like))
-        self.states, self.written_at = self.shards.split(state), self.step
+        self.states, self.written_at = self.partition.split(state), self.step
         self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
         self.diverged_at = np.asarray(header["diverged_at"])
@@ -353,75 +350,51 @@ class Run:
         self.observed_at = [recorded[index] for index in kept]
         self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], observed) for i in kept]
 
+    def identify(self, state: State, step: Step, sampler: Sampler, key: Any, same_program: bool) -> None:
+        """Set the identity: digests of the program by part, with the precision of products, and of the inputs."""
+        self.same_program, precision = same_program, getattr(jax.config, "jax_default_matmul_precision", None)
+        given = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
+        fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
+        program, hosts = self.program.digests("sampler", "loss", "optimizer"), isinstance(sampler, HostBatches)
+        self.identity = {name: checkpoints.fingerprint(part) for name, part in given.items()} | {
+            "loss": [program["loss"], precision],
+            "optimizer": [program["optimizer"], precision],
+            "step": [program[""], step.micro_batches, precision],
+            "observe": None if self.observe is None else [self.observe.fingerprint(), precision],
+            "sampler": [type(sampler).__name__, fields, program["sampler"]],
+            "data": "the host's" if hosts else checkpoints.fingerprint(eqx.filter(sampler, eqx.is_array)),
+            "begin": [self.first, checkpoints.fingerprint(state.opt_state) if self.first else None],
+        }
+
+    def check(self, path: Path, header: dict[str, Any]) -> None:
+        """Raise unless a file with this header is of the same run."""
+        if (written := header.get("format", 0)) > FORMAT:
+            checks.fail("checkpoint", f"be a file of format {FORMAT} or lower", f"{path} of format {written}", UPDATE)
+        if "pieces" in header:
+            advice = "Delete it and its pieces, or name another file"
+            checks.fail("checkpoint", "be one process' file", f"{path}, of several and an earlier version", advice)
+        stored, version = header.get("run", {}), header.get("jax")
+        wanted = {k: value for k, value in self.identity.items() if not (self.same_program and k in TRACED)}
+        if self.same_program and written < 2:  # with another digest of the draw
+            stored, wanted = ({**run, "sampler": run.get("sampler", [])[:2]} for run in (stored, wanted))
+        different = [name for name, value in wanted.items() if stored.get(name, "unknown") != value]
+        if not different:
+            return
+        advice = "Delete it or name another file"
+        if set(different) <= set(TRACED):
+            cause = "" if version == jax.__version__ else f" (JAX {version} wrote it, this is {jax.__version__})"
+            cause = cause if written == FORMAT else " (an earlier version of this package wrote it)"
+            advice += f"; if it is the same program{cause}, pass same_program=True"
+        got = f"{path}, whose {checks.that_differ(different)}"
+        checks.fail("checkpoint", "be a file of the same run", got, advice)
+
     def _notice_divergence(self, losses: np.ndarray) -> None:
         bad = ~np.isfinite(losses)
         for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~self.frozen):
             column = int(bad[member].argmax())
             self.diverged_at[member] = self.step - losses.shape[1] + column
-            if not self.local.index:
+            if not self.partition.process:
                 message = (
                     f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
                 )
                 checks.warn(f"{message}; the other members go on.")
-
-
-def own_file(path: Path) -> Path:
-    """Return this process' file of a checkpoint: the path itself for one process."""
-    count = jax.process_count()
-    return path if count == 1 else path.with_name(f"{path.name}.{jax.process_index()}-of-{count}")
-
-
-def _before(own: Path) -> Path:
-    """Return the previous file of one of several processes."""
-    return own.with_name(f"{own.name}.before")
-
-
-class Checkpoint(NamedTuple):
-    """File of a run: path, identity, and acceptance of other programs."""
-
-    path: Path
-    identity: dict[str, Any]
-    same_program: bool
-
-    def found(self) -> dict[int, Path]:
-        """Return this process' files by step; raise if another number of processes wrote them."""
-        count = jax.process_count()
-        common = self.path if count == 1 else self.path.with_suffix("")
-        named = re.compile(rf"{re.escape(common.name)}\.\d+-of-(\d+)(\.before)?")
-        names = [named.fullmatch(other.name) for other in common.parent.glob(f"{glob.escape(common.name)}.*-of-*")]
-        counts = {int(name[1]) for name in names if name} | ({1} if common.exists() else set())
-        if wrong := counts - {count}:
-            wanted = f"be resumed by as many processes as wrote it ({min(wrong)})"
-            checks.fail("checkpoint", wanted, count, f"Delete {common} and files named {common}.*-of-* to start again")
-        found = {}
-        for file in [self.path] if count == 1 else [_before(self.path), self.path]:
-            if file.exists():
-                header = checkpoints.read_header(file)
-                self.check(header)
-                found[header["step"]] = file
-        return found
-
-    def check(self, header: dict[str, Any]) -> None:
-        """Raise unless a file with this header is of the same run."""
-        if header.get("format", 0) > FORMAT:
-            wanted = f"be a file of format {FORMAT} or lower"
-            checks.fail("checkpoint", wanted, f"{self.path} of format {header['format']}", "Update this package")
-        if "pieces" in header:
-            advice = "Delete it and its pieces, or name another file"
-            checks.fail("checkpoint", "be one process' file", f"{self.path}, of several and an earlier version", advice)
-        traced, stored, version = ("loss", "optimizer", "step", "observe"), header.get("run", {}), header.get("jax")
-        wanted = {k: value for k, value in self.identity.items() if not (self.same_program and k in traced)}
-        different = [name for name, value in wanted.items() if stored.get(name, "unknown") != value]
-        if not different:
-            return
-        advice = "Delete it or name another file"
-        if set(different) <= set(traced):
-            cause = "" if version == jax.__version__ else f" (JAX {version} wrote it, this is {jax.__version__})"
-            advice += f"; if it is the same program{cause}, pass same_program=True"
-        got = f"{self.path}, whose {checks.that_differ(different)}"
-        checks.fail("checkpoint", "be a file of the same run", got, advice)
-
-
-def records_something(callback: Callback) -> bool:
-    """Return True if a callback needs records for more than progress text."""
-    return type(callback).record is not Callback.record and not isinstance(callback, Progress)

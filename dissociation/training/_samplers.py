@@ -235,6 +235,12 @@ class HostBatches(Sampler):
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
 
 
+def streams(key: Array) -> Array:
+    """Split keys, one or one per member, for losses, observations, and the order of data: [3, ...]."""
+    split = jax.vmap(lambda k: jax.random.split(k, 3))(key) if key.ndim else jax.random.split(key, 3)
+    return jnp.moveaxis(split, -1, 0)
+
+
 def steps_per_epoch(num_samples: int, batch_size: int, *, drop_remainder: bool = False) -> int:
     """Return the number of steps in a pass over the data."""
     checks.check_count("batch_size", batch_size, minimum=1)

@@ -127,20 +127,22 @@ class Step(eqx.Module):
             return _evaluate(self.loss, eqx.combine(arrays, others, static), aux, batch, key)
 
         slopes = jax.value_and_grad(objective, has_aux=True)
-        if self.micro_batches == 1:
-            (value, (aux, metrics)), slope = slopes(arrays, state.aux, batch, key)
-        else:
-            value, aux, metrics, slope = self._accumulate(slopes, arrays, state.aux, batch, key)
+        with jax.named_scope("loss"):
+            if self.micro_batches == 1:
+                (value, (aux, metrics)), slope = slopes(arrays, state.aux, batch, key)
+            else:
+                value, aux, metrics, slope = self._accumulate(slopes, arrays, state.aux, batch, key)
 
         def value_of(arrays: Any) -> Array:  # for line searches
             if self.micro_batches == 1:
                 return objective(arrays, state.aux, batch, key)[0]
             return self._accumulate(slopes, arrays, state.aux, batch, key)[0]
 
-        optimizer = transformation(self.optimizer, state.hyperparams)
-        more = {"value": value, "grad": slope, "value_fn": value_of}
-        updates, opt_state = optimizer.update(slope, state.opt_state, arrays, **more)
-        arrays = eqx.combine(optax.apply_updates(arrays, updates), others)
+        with jax.named_scope("optimizer"):
+            optimizer = transformation(self.optimizer, state.hyperparams)
+            more = {"value": value, "grad": slope, "value_fn": value_of}
+            updates, opt_state = optimizer.update(slope, state.opt_state, arrays, **more)
+            arrays = eqx.combine(optax.apply_updates(arrays, updates), others)
         new = State(arrays, aux, opt_state, state.hyperparams, state.step + 1, state.static)
         if self.after_update is not None:
             new = _same_structure(self.after_update(new), new)

@@ -11,9 +11,9 @@ import optax
 import pytest
 from linear_regression import squared_error, trained, weights
 
-from dissociation.training import Callback, CsvLog, EarlyStop, FreezeDiverged, Layout, Progress, Save
-from dissociation.training import _callbacks as callbacks_module
-from dissociation.training._progress import Meter
+from dissociation.training import Callback, CsvLog, EarlyStop, FreezeDiverged, Progress, Save
+from dissociation.training._callbacks import numbers_of
+from dissociation.training._progress import Meter, described
 
 
 def rated(rate):
@@ -88,18 +88,17 @@ def test_progress_shows_records(key):
 
 def test_progress_shows_what_is_asked_by_short_names():
     records = {"loss": np.ones(2), "observed": {name: np.full(2, 3.0) for name in "abcdefgh"}}
-    described = callbacks_module.described
     assert described(records, None).count("\u00b1") == 7
     assert described(records, ("h", "b")) == "loss 1 \u00b1 0, h 3 \u00b1 0, b 3 \u00b1 0"
     ones = np.ones(2)
     records = {"loss": ones, "metrics": {"a": ones, "b": ones}, "observed": {"a": ones, "c": {"d": ones}}}
-    assert list(callbacks_module.numbers_of(records)) == ["loss", "metrics.a", "b", "observed.a", "c.d"]
+    assert list(numbers_of(records)) == ["loss", "metrics.a", "b", "observed.a", "c.d"]
 
 
 def test_members_that_wait_too_long_are_frozen(key):
     """Others go on as if they were alone: in turn, in the same bits."""
     rates, same = jnp.array([0.3, 0.0, 0.02]), np.testing.assert_array_equal
-    options = {"save": Save(lambda m, s, k: {"copy": m.weight}, range(0, 201, 2)), "layout": Layout("unroll")}
+    options = {"save": Save(lambda m, s, k: {"copy": m.weight}, range(0, 201, 2)), "member_map": "unroll"}
     run = partial(trained, key, optimizer=rated, num_steps=200, hyperparams=rates, **options)
     free, stopped = run(), run(callbacks=[EarlyStop("loss", 3, least_change=1e-3)])
     ends = stopped.state.step.tolist()  # by the rule of the next test
@@ -153,7 +152,7 @@ def test_a_phase_that_goes_on_is_not_stopped_for_what_it_has_not_seen(key):
 
 def test_diverged_members_are_frozen(key):
     def run(rates=(0.1, 1e4, 0.2), **options):
-        options |= {"save": Save(at=range(0, 61, 3)), "layout": Layout("vmap")}
+        options |= {"save": Save(at=range(0, 61, 3)), "member_map": "vmap"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             return trained(key, optimizer=rated, num_steps=60, hyperparams=jnp.asarray(rates), **options)

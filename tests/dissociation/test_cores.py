@@ -12,10 +12,10 @@ import optax
 import pytest
 
 from dissociation import bmap, member_mesh, use_all_cores
-from dissociation.training import Epochs, Layout, Save, fit, make_step
+from dissociation.training import Epochs, Save, fit, make_step
 from dissociation.training import _run as run_module
-from dissociation.training import _sharding as sharding
 from dissociation.training._cores import CALLBACKS, available_cores, number_of_threads, run_tasks, runs_in_parallel
+from dissociation.training._members import place_members
 
 pytestmark = pytest.mark.cpu
 
@@ -111,7 +111,7 @@ def test_what_is_chosen(three_cores, monkeypatch):
     monkeypatch.delenv("PJRT_NPROC")
     assert number_of_threads(5, ["svd"], None) == 1
     assert number_of_threads(5, ["dot_general"], None) == 3
-    over = sharding.place_members(jnp.ones((4, 2)), member_mesh())
+    over = place_members(jnp.ones((4, 2)), member_mesh())
     assert number_of_threads(5, [], {"spread": over, "text": "a"}) == 1
     assert number_of_threads(5, [], {"placed": jax.device_put(over, jax.devices()[1])}) == 3
     monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 9)
@@ -134,7 +134,7 @@ def test_no_step_calls_the_host(three_cores, monkeypatch, key, member_map):
     monkeypatch.setattr(run_module, "compiled", lambda function, threads, *example: function)
     step = make_step(lambda w, batch, key: jnp.mean((batch @ w - 1) ** 2), optax.adam(0.1))
     save = Save(lambda w, step, key: jnp.sum(w), at=[0, 3])
-    fit(jnp.ones((3, 4)), step, Epochs(jnp.ones((6, 4)), 3), num_steps=3, key=key, save=save, layout=Layout(member_map))
+    fit(jnp.ones((3, 4)), step, Epochs(jnp.ones((6, 4)), 3), num_steps=3, key=key, save=save, member_map=member_map)
     assert len(texts) >= 3
     for text in texts:
         assert "stablehlo" in text
@@ -158,7 +158,7 @@ def seen(monkeypatch):
         numbers.append((len(tasks), threads))
         return run_tasks(tasks, threads)
 
-    for module in ("dissociation.training._cores", "dissociation.training._run"):
+    for module in ("dissociation.training._partition", "dissociation.training._run"):
         monkeypatch.setattr(f"{module}.run_tasks", noted)
     return numbers
 
@@ -190,7 +190,7 @@ def test_members_in_parallel_agree_with_one_after_another(three_cores, seen, kin
 
     def trained(**layout):
         freeze = lambda step, records: np.arange(7) == 2 if step == 4 else None  # noqa: E731
-        options = {"save": Save(observe, at=[0, 4, 9]), "callbacks": [freeze], "layout": Layout(member_map, **layout)}
+        options = {"save": Save(observe, at=[0, 4, 9]), "callbacks": [freeze], "member_map": member_map, **layout}
         return fit(models, make_step(loss, optax.adam(0.1)), Epochs((x, y), 8), num_steps=9, key=key, **options)
 
     alone, over = trained(mesh=None), trained()
@@ -248,7 +248,7 @@ def test_bmap_in_parallel_stays_where_its_arrays_are(three_cores, seen, key):
 def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
     """Two that run at once, and wait for one another's parts, could wait for ever."""
     x = jax.random.normal(key, (4, 5))
-    over = sharding.place_members(x, member_mesh())
+    over = place_members(x, member_mesh())
     np.testing.assert_allclose(bmap(jnp.sum, batch_size=1)(over), x.sum(1), rtol=1e-6)
     step = make_step(lambda w, batch, key: jnp.mean((batch @ w - 1) ** 2), optax.sgd(0.1))
     result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, x))

@@ -17,7 +17,7 @@ import together
 import dissociation
 from dissociation import training
 from dissociation.figures._command import RunOptions
-from dissociation.training import Epochs, Layout, Save, fit, make_step
+from dissociation.training import Epochs, Save, fit, make_step
 from dissociation.training import _checkpoint as checkpoint
 from dissociation.training import _distributed as distributed
 from dissociation.training import _run as run_module
@@ -77,7 +77,7 @@ def small(key, members, width=16):
     return weights, make_step(loss, optax.adam(1e-2)), Epochs(data, 16)
 
 
-def program_of_a_step(monkeypatch, key, layout, members=8):
+def program_of_a_step(monkeypatch, key, mesh, members=8):
     """The text of the compiled chunk that `fit` runs."""
     texts = []
 
@@ -87,18 +87,18 @@ def program_of_a_step(monkeypatch, key, layout, members=8):
 
     monkeypatch.setattr(run_module, "run_chunk", looked_at)
     models, step, sampler = small(key, members)
-    fit(models, step, sampler, num_steps=2, key=key, layout=layout)
+    fit(models, step, sampler, num_steps=2, key=key, member_map="vmap", mesh=mesh)
     return texts[0]
 
 
 def test_no_parameters_are_gathered_inside_a_step(monkeypatch, key):
     """The compiled program of several devices holds no collective; with batches over two, one sum of gradients."""
     devices = jax.devices("cpu")[:4]
-    over_members = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=dissociation.member_mesh(devices)))
+    over_members = program_of_a_step(monkeypatch, key, dissociation.member_mesh(devices))
     assert "num_partitions=4" in over_members
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert f" {collective}" not in over_members
-    over_data = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=dissociation.member_mesh(devices, data=2)))
+    over_data = program_of_a_step(monkeypatch, key, dissociation.member_mesh(devices, data=2))
     assert " all-reduce" in over_data
     gathered = [line for line in over_data.splitlines() if " all-gather" in line]
     assert not any("[2,8,16]" in line or "[4,8,16]" in line for line in gathered)
@@ -117,7 +117,7 @@ def test_padding_reaches_no_result(key):
     save = Save(lambda model, step, key: jnp.sum(model[0]))
     options = {"num_epochs": 2, "key": key, "save": save, "callbacks": [look]}
     with pytest.warns(RuntimeWarning, match="the loss became nan") as warned:
-        spread = fit(models, step, sampler, layout=Layout("vmap", mesh=mesh), **options)
+        spread = fit(models, step, sampler, member_map="vmap", mesh=mesh, **options)
     assert [str(w.message).partition(":")[0] for w in warned] == ["member 4"]
     assert set(seen) == {((5,), (5,))}
     assert spread.history.loss.shape == (5, 8)

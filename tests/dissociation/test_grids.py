@@ -15,7 +15,7 @@ import pytest
 from linear_regression import Normalised, normalised_error, regression
 
 from dissociation._core.files import RefusedFile
-from dissociation.training import Epochs, Grid, Layout, Save, fit, fit_grid, make_step
+from dissociation.training import Epochs, Grid, Save, fit, fit_grid, make_step
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _grids as module
 from dissociation.training._run import Run
@@ -84,8 +84,8 @@ def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_th
 
 
 def test_groups_change_no_bit(few, tmp_path):
-    whole = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), layout=Layout("scan"))
-    parts = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), folder=tmp_path, layout=Layout("scan"))
+    whole = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), member_map="scan")
+    parts = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), folder=tmp_path, member_map="scan")
     assert len(parts.plan.groups) == 3
     np.testing.assert_array_equal(parts.history.loss, whole.history.loss)
     np.testing.assert_array_equal(parts.history.observed["norm"], whole.history.observed["norm"])

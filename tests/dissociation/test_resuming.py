@@ -29,7 +29,6 @@ from dissociation.training import (
     FreezeDiverged,
     FullBatch,
     HostBatches,
-    Layout,
     Online,
     Save,
     fit,
@@ -37,6 +36,7 @@ from dissociation.training import (
 )
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _run as run_module
+from dissociation.training._partition import Threads
 
 
 def same_run(first, second):
@@ -144,11 +144,8 @@ def resumable(key, path, num_steps=12, batch_size=4, target=0.0, power=2, rate=0
     step = make_step(loss, optimizer, **{"after_update": shrunk, **given("after_update", "micro_batches")})
     sampler = options.pop("sampler", None) or Epochs(data, batch_size, **given("drop_remainder", "shared", "shuffle"))
     save = Save(**{"observe": observe, **given("observe", "at")})
-    layout = Layout(**given("member_map", "mesh"))
     models = options.pop("models", models)
-    return fit(
-        models, step, sampler, num_steps=num_steps, key=key, checkpoint=path, save=save, layout=layout, **options
-    )
+    return fit(models, step, sampler, num_steps=num_steps, key=key, checkpoint=path, save=save, **options)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +166,7 @@ def stopped_run(tmp_path_factory):
         ({"scale": 2.0}, "observe"),
         ({"observe": None}, "observe"),
         ({"after_update": partial(shrunk, by=0.8)}, "step"),
-        ({"micro_batches": 2}, "step"),
+        ({"micro_batches": 2}, "loss, step"),
         ({"batch_size": 5}, "loss, sampler"),
         ({"shared": False}, "sampler"),
         ({"sampler": FullBatch(regression(jax.random.key(3)))}, "loss, sampler, data"),
@@ -263,7 +260,7 @@ def test_aux_metrics_and_frozen_members_resume_bit_for_bit(key, tmp_path):
     def observe(model, aux, step, key):
         return {"mean": aux.get(model.norm.batch_state_index)[0]}
 
-    options = {"num_steps": 24, "key": key, "aux": aux, "layout": Layout("vmap")}
+    options = {"num_steps": 24, "key": key, "aux": aux, "member_map": "vmap"}
     options["save"] = Save(observe, range(0, 25, 3))
     whole = fit(models, step, sampler, callbacks=[freeze], **options)
     with pytest.raises(KeyboardInterrupt):
@@ -352,7 +349,7 @@ x = jax.random.normal(jax.random.key(0), (500, 20))
 loss = lambda w, b, k: jnp.mean((b @ w - 1) ** 2) + 0.01 * jax.random.normal(k)
 result = training.fit(
     jnp.ones((3, 20)), training.make_step(loss, optax.adam(1e-3)), training.Epochs(x, 32), num_epochs=int(sys.argv[2]),
-    key=jax.random.key(1), save=training.Save(seconds=1e9), layout=training.Layout("scan"),
+    key=jax.random.key(1), save=training.Save(seconds=1e9), member_map="scan",
     checkpoint=None if sys.argv[1] == "none" else sys.argv[1],
 )
 np.save(sys.argv[3], np.concatenate([result.models, result.history.loss], axis=1))
@@ -434,20 +431,26 @@ TWO = dissociation.member_mesh(jax.devices("cpu")[:2])
 
 
 @pytest.mark.parametrize(
-    "first", [Layout("scan", threads=2), Layout("vmap", 2), Layout("unroll"), Layout("vmap", mesh=TWO)]
+    "first",
+    [
+        {"member_map": "scan", "mesh": Threads(2)},
+        {"member_map": "vmap", "members_per_batch": 2},
+        {"member_map": "unroll"},
+        {"member_map": "vmap", "mesh": TWO},
+    ],
 )
 def test_a_resume_takes_the_layout_of_the_checkpoint(key, tmp_path, monkeypatch, caplog, first):
     """The same bits, though another number of devices and cores is found."""
     run, path = noisy_run(key, 5), tmp_path / "run"
-    whole = run(num_steps=12, layout=first)
-    run(num_steps=5, layout=first, checkpoint=path)
+    whole = run(num_steps=12, **first)
+    run(num_steps=5, **first, checkpoint=path)
     stored = checkpoints.read_header(path)["layout"]
     monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
-    same_run(whole, run(num_steps=12, layout=Layout(members_per_batch="auto"), checkpoint=path))
+    same_run(whole, run(num_steps=12, members_per_batch="auto", checkpoint=path))
     assert not caplog.records
     assert checkpoints.read_header(path)["layout"] == stored
-    other = {"layout": Layout("scan", mesh=None, threads=3)}
-    if first.mesh is TWO:  # which is there no more
+    other = {"member_map": "scan", "mesh": None}
+    if first.get("mesh") is TWO:  # which is there no more
         monkeypatch.setattr(jax, "local_device_count", lambda *_: 1)
         other = {}
     run(num_steps=14, checkpoint=path, **other)
@@ -473,8 +476,8 @@ def test_a_checkpoint_from_before_layouts_were_stored_is_resumed(tmp_path, caplo
     np.testing.assert_allclose(run(checkpoint=path).history.loss, run().history.loss, rtol=1e-5)
     assert [record.message.endswith("bits may differ.") for record in caplog.records] == [True]
     header = checkpoints.read_header(path)
-    assert header["format"] == 1
+    assert header["format"] == 2
     state = np.zeros(3)
     checkpoints.save(path, state, header | {"format": 99, "layout": {"order": "other fields"}})
-    with pytest.raises(ValueError, match="`checkpoint` must be a file of format 1 or lower, got .* of format 99"):
+    with pytest.raises(ValueError, match="`checkpoint` must be a file of format 2 or lower, got .* of format 99"):
         run(checkpoint=path)

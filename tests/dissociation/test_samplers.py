@@ -14,7 +14,7 @@ import pytest
 from linear_regression import linear_members, mean_of_batch, noisy_error, regression, trained, weights
 
 import dissociation
-from dissociation.training import Epochs, FullBatch, HostBatches, Layout, Online, Sampler, fit, make_step
+from dissociation.training import Epochs, FullBatch, HostBatches, Online, Sampler, fit, make_step
 from dissociation.training import _samplers as samplers_module
 
 SEEN = make_step(mean_of_batch, optax.sgd(0.0))
@@ -133,16 +133,16 @@ def in_order(data, size, begun=None):
 @pytest.mark.parametrize(("member_map", "block"), [("vmap", 4), pytest.param("scan", 100, marks=pytest.mark.slow)])
 def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):
     models, data = linear_members(key), regression(key, samples=20)
-    step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(member_map)
-    inside = fit(models, step, Epochs(data, 4, shuffle=False), num_steps=33, key=key, layout=layout)
+    step, how = make_step(noisy_error, optax.adam(0.05)), {"member_map": member_map}
+    inside = fit(models, step, Epochs(data, 4, shuffle=False), num_steps=33, key=key, **how)
     sampler = HostBatches(in_order(data, 4), epoch_steps=5, block=block)
-    outside = fit(models, step, sampler, num_steps=33, key=key, layout=layout)
+    outside = fit(models, step, sampler, num_steps=33, key=key, **how)
     np.testing.assert_array_equal(weights(inside), weights(outside))
     np.testing.assert_array_equal(inside.history.loss, outside.history.loss)
-    first = fit(models, step, sampler, num_epochs=2, key=key, layout=layout)
+    first = fit(models, step, sampler, num_epochs=2, key=key, **how)
     begun = []
     again = HostBatches(in_order(data, 4, begun), block=block)
-    second = fit(first.state, step, again, num_steps=23, key=key, layout=layout)
+    second = fit(first.state, step, again, num_steps=23, key=key, **how)
     np.testing.assert_array_equal(weights(outside), weights(second))
     assert set(begun) == {first.num_steps} == {10}  # goes on where the state stands
 
@@ -178,14 +178,14 @@ def test_batches_of_several_shapes_are_refused(key):
 
 
 def batch_threads():
-    return [thread for thread in threading.enumerate() if "_fill" in thread.name]
+    return [thread for thread in threading.enumerate() if "(fill)" in thread.name]
 
 
 def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path):
     """At the end, after an error on the way, and where nothing begins."""
     data = regression(key, samples=20)
-    layout = Layout(mesh=dissociation.member_mesh(jax.devices("cpu")[:2]))
-    run = partial(trained, key, sampler=HostBatches(in_order(data, 4), block=2), num_steps=6, layout=layout)
+    mesh = dissociation.member_mesh(jax.devices("cpu")[:2])
+    run = partial(trained, key, sampler=HostBatches(in_order(data, 4), block=2), num_steps=6, mesh=mesh)
     run(checkpoint=tmp_path / "run")
     with pytest.raises(RuntimeError, match="on the way"):
         run(callbacks=[Mock(side_effect=RuntimeError("on the way"))])

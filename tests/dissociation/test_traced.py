@@ -1,5 +1,6 @@
 """Traced functions are equal if they compute the same, and compile once; and others are not."""
 
+import itertools
 import subprocess
 import sys
 
@@ -11,7 +12,8 @@ import pytest
 from compiled import compilations
 
 import dissociation
-from dissociation.training import Epochs, Layout, Save, fit, make_step
+from dissociation.training import Epochs, HostBatches, Save, fit, log_spaced_steps, make_step
+from dissociation.training._partition import Threads
 from dissociation.training._traced import trace
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -137,14 +139,60 @@ def test_equal_programs_compile_once(caplog):
     assert not np.array_equal(training(decimals=1).history.observed, training().history.observed)
 
 
+def batches_of_the_host(step):
+    return itertools.repeat(np.asarray(X[:2]))
+
+
+TWO = dissociation.member_mesh(jax.devices("cpu")[:2], data=2)
+WEAK = jax.vmap(lambda i: jnp.asarray(0.1))(jnp.arange(3))  # of a weak type, which no step returns
+COUNTS = {
+    "remainder": (2, 2, {"sampler": Epochs(X, 3)}),
+    "batches of the host": (1, 1, {"sampler": HostBatches(batches_of_the_host)}),
+    "aux": (1, 1, {"aux": jnp.ones(3)}),
+    "frozen": (1, 2, {"callbacks": [lambda step, records: np.arange(3) == step - 2]}),
+    "three members on two threads": (1, 1, {"mesh": Threads(2), "member_map": "scan"}),
+    "log-spaced records": (1, 1, {"save": Save(lambda model, *_: model, log_spaced_steps(9, 5))}),
+    "hyperparameters of a weak type": (1, 1, {"hyperparams": WEAK, "optimizer": lambda rate: optax.adam(rate)}),
+    "a checkpoint": (1, 1, {"checkpoint": "run"}),
+    "a checkpoint under a data axis": (2, 1, {"checkpoint": "run", "mesh": TWO}),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_step_is_traced_once_for_each_size_of_batch(name, caplog, tmp_path, monkeypatch):
+    """With a checkpoint too, and when it is resumed; a data axis needs a second trace."""
+    monkeypatch.chdir(tmp_path)
+    traces, compiled, options = COUNTS[name]
+    assert WEAK.weak_type
+    shift, calls = 1 + list(COUNTS).index(name) / 8, []  # another program than those of other tests
+
+    def loss(model, *words):
+        calls.append(1)
+        value = jnp.mean((words[-2] @ model - shift) ** 2)
+        return (value, words[0]) if len(words) == 3 else value
+
+    def run(num_steps):
+        calls.clear()
+        given = {"sampler": Epochs(X, 2), "save": Save(at=range(0, 10, 3)), **options}
+        step = make_step(loss, given.pop("optimizer", optax.adam(0.1)))
+        return fit(jnp.ones((3, 3)), step, key=jax.random.key(0), num_steps=num_steps, **given)
+
+    for programs, num_steps in ((compiled, 9), (0, 9 if "records" in name else 12)):
+        messages = compilations(caplog, lambda num_steps=num_steps: run(num_steps))
+        assert len(calls) == traces
+        assert sum("run_chunk" in message for message in messages) == programs
+        assert sum("observe_members" in message for message in messages) == ("records" in name and programs)
+
+
 def test_unrolled_members_share_one_members_program(caplog):
     """So their bits cannot depend on their number, nor does the time to compile."""
     devices, mesh = 2, dissociation.member_mesh(jax.devices()[:2])
 
     def unrolled(members):
         step = make_step(lambda model, batch, key: jnp.mean((batch @ model - devices) ** 2), optax.adam(0.3))
-        save, layout = Save(lambda model, step, key: model.sum()), Layout("unroll", mesh=mesh)
-        options = {"num_steps": 2, "key": jax.random.key(0), "save": save, "layout": layout}
+        save, how = Save(lambda model, step, key: model.sum()), {"member_map": "unroll", "mesh": mesh}
+        options = {"num_steps": 2, "key": jax.random.key(0), "save": save, **how}
         return fit(jnp.ones((members, 3)), step, Epochs(X, 2), **options)
 
     assert any("run_chunk" in message for message in compilations(caplog, lambda: unrolled(devices)))

@@ -24,7 +24,7 @@ from linear_regression import (
 )
 
 import dissociation
-from dissociation.training import Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
+from dissociation.training import Epochs, FullBatch, Online, Progress, Save, fit, make_step
 from dissociation.training import _chunk as chunk_module
 from dissociation.training import _run as run_module
 from dissociation.training._progress import Meter
@@ -61,10 +61,9 @@ def test_equals_a_plain_loop(key):
 
 TWO = dissociation.member_mesh(jax.devices("cpu")[:2])
 FOUR = dissociation.member_mesh(jax.devices("cpu")[:4])
-LAYOUTS = [Layout("vmap"), Layout("vmap", 2), Layout("vmap", mesh=TWO), Layout("unroll")]
-LAYOUTS += [Layout("unroll", mesh=TWO), Layout("scan", mesh=FOUR)]
+LAYOUTS = [("vmap",), ("vmap", "auto", 2), ("vmap", TWO), ("unroll",), ("unroll", TWO), ("scan", FOUR)]
 BOTH = dissociation.member_mesh(jax.devices("cpu")[:4], data=2)
-DATA = [Layout("vmap", mesh=BOTH), Layout("scan", mesh=BOTH), Layout("unroll", mesh=BOTH)]
+DATA = [("vmap", BOTH), ("scan", BOTH), ("unroll", BOTH)]
 
 
 @pytest.mark.parametrize(
@@ -80,19 +79,20 @@ def test_members_agree_with_members_in_turn(key, shared, size, layouts):
     keys, step = key if shared else jax.random.split(key, 5), make_step(noisy_error, optax.sgd(0.05))
 
     def run(layout, models=models, keys=keys):
+        how = dict(zip(("member_map", "mesh", "members_per_batch"), layout, strict=False))
         sampler = Epochs(data, size, drop_remainder=size < 10, shared=shared)
-        return fit(models, step, sampler, num_steps=10, key=keys, layout=layout)
+        return fit(models, step, sampler, num_steps=10, key=keys, **how)
 
     def close(result, wanted, rtol=1e-5, atol=1e-6):
         np.testing.assert_allclose(weights(result), wanted[0], rtol=rtol, atol=atol)
         np.testing.assert_allclose(result.history.loss, wanted[1], rtol=rtol)
 
-    first = run(Layout("scan"))
+    first = run(("scan",))
     wanted = weights(first), first.history.loss
     for layout in layouts:
-        close(run(layout), wanted, *(() if layout.member_map == "vmap" or size < 10 else (0, 0)))
+        close(run(layout), wanted, *(() if layout[0] == "vmap" or size < 10 else (0, 0)))
     if not shared:
-        alone = run(Layout("scan"), jax.tree.map(lambda leaf: leaf[3:4], models), keys[3:4])
+        alone = run(("scan",), jax.tree.map(lambda leaf: leaf[3:4], models), keys[3:4])
         close(alone, [leaf[3:4] for leaf in wanted])
 
 
@@ -106,10 +106,10 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch):
     )
     monkeypatch.setattr(run_module, "largest_batch", lambda *args: sizes.append(largest(*args)) or sizes[-1])
 
-    def run(budget, *layout):
+    def run(budget, member_map, size=None):
         monkeypatch.setattr(chunk_module, "free_memory", lambda arrays: budget)
-        step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(*layout, mesh=TWO)
-        return weights(fit(models, step, Epochs(data, 200), num_epochs=2, key=key, layout=layout))
+        step, how = make_step(noisy_error, optax.adam(0.05)), {"mesh": TWO, "members_per_batch": size}
+        return weights(fit(models, step, Epochs(data, 200), num_epochs=2, key=key, member_map=member_map, **how))
 
     plain = run(None, "vmap")
     np.testing.assert_allclose(run(2**40, "vmap", "auto"), plain, rtol=1e-5, atol=1e-6)
@@ -130,7 +130,7 @@ def test_chunks_leave_no_trace(key, monkeypatch, member_map):
             monkeypatch.setattr(module, "MAX_CHUNK", longest)
         jax.clear_caches()
         step = make_step(noisy_error, optax.adam(0.05))
-        result = fit(models, step, Epochs(data, 3), num_epochs=2, key=key, layout=Layout(member_map))
+        result = fit(models, step, Epochs(data, 3), num_epochs=2, key=key, member_map=member_map)
         return weights(result), result.history.loss
 
     whole = run(1e9, 512)
@@ -173,7 +173,7 @@ def test_observations_are_by_epoch_unless_told(key):
 
 def test_a_diverging_member_is_named_and_poisons_no_other(key):
     def run(rates):
-        options = {"hyperparams": jnp.asarray(rates), "layout": Layout("vmap")}
+        options = {"hyperparams": jnp.asarray(rates), "member_map": "vmap"}
         return trained(key, optimizer=lambda rate: optax.sgd(rate), num_steps=60, **options)
 
     with pytest.warns(RuntimeWarning, match=r"member 1: the loss became (inf|nan) at step \d+"):
@@ -197,7 +197,7 @@ def with_sign(model, batch, key):
 
 @pytest.mark.parametrize("member_map", ["vmap", "unroll"])
 def test_metrics_are_kept_step_by_step(key, member_map):
-    models, options = linear_members(key), {"num_steps": 7, "layout": Layout(member_map)}
+    models, options = linear_members(key), {"num_steps": 7, "member_map": member_map}
     found, plain = (trained(key, loss=loss, **options) for loss in (with_sign, squared_error))
     np.testing.assert_array_equal(found.history.loss, plain.history.loss)
     metrics = found.history.metrics
@@ -243,17 +243,6 @@ def test_another_optimiser_begins_anew_and_the_same_goes_on(key):
     np.testing.assert_array_equal(weights(momentum), weights(fresh))
     assert momentum.state.step.tolist() == [10] * 3
     assert fresh.state.step.tolist() == [5] * 3
-
-
-def test_one_program_serves_all_steps_and_observations(key, caplog):
-    rates = jax.vmap(lambda i: jnp.asarray(0.1))(jnp.arange(3))  # of a weak type, which no step returns
-    assert rates.weak_type
-    save = Save(lambda model, step, key: jnp.sum(model.weight), at=range(0, 41, 10))
-    with jax.log_compiles():
-        trained(key, optimizer=lambda rate: optax.adam(rate), num_steps=40, hyperparams=rates, save=save)
-    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
-    for name in ("run_chunk", "observe_members"):
-        assert sum(name in message for message in compiled) == 1, name
 
 
 @pytest.mark.cpu
@@ -341,7 +330,7 @@ def two_kinds(model, step, key):
         ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
         ({"mesh": 3}, TypeError, '`mesh` must be a mesh of `member_mesh`, None or "auto", got 3'),
         ({"mesh": jax.make_mesh((1,), ("batch",))}, ValueError, "`mesh` must have the axis 'members', and 'data' at"),
-        ({"threads": None}, TypeError, "`threads` must be a Python integer .*, got None"),
+        ({"layout": ("vmap", 2)}, TypeError, r"The call is fit\(..., mesh=None, member_map="),
         ({"keys": jax.random.split(jax.random.key(0), (2, 2))}, ValueError, r"`key` must .* keys of shape \(2, 2\)"),
         ({"hyperparams": [1e-2, 1e-3]}, TypeError, "`hyperparams` must hold arrays, .* first, got float 0.01 at hyp"),
         ({"seconds": np.nan}, ValueError, "`save` must have `seconds` of at least 0, got nan"),
@@ -355,12 +344,17 @@ def two_kinds(model, step, key):
 def test_wrong_arguments_are_named(key, change, error, message):
     options = {"num_steps": 2, "sampler": Epochs(regression(key), 4), **change}
     given = {name: options.pop(name) for name in list(options) if name in ("observe", "at", "seconds")}
-    layout = {name: options.pop(name) for name in list(options) if name in Layout._fields}
     shown = {name: options.pop(name) for name in list(options) if name in ("progress", "shown")}
     if shown:
         options["callbacks"] = [Progress(shown.pop("progress"), **shown)]
     with pytest.raises(error, match=message):
-        trained(key, save=Save(**given), layout=Layout(**layout), **options)
+        trained(key, save=Save(**given), **options)
+
+
+def test_the_class_of_layouts_is_named_with_the_new_call():
+    words = r"Layout was removed. Pass its fields to `fit` or `fit_grid`: fit\(..., mesh=None, member_map="
+    with pytest.raises(ImportError, match=words):
+        from dissociation.training import Layout  # noqa: F401
 
 
 @pytest.mark.parametrize("names", [{"inner": {"a/b": 1}}, {"a": {"b": 1}, "a_b": 2}, {"at": 1}])

@@ -236,7 +236,7 @@ def test_old_calls_raise_errors_with_the_new_ones(trajectories):
     with pytest.raises(TypeError, match=r"`model` must come first.*Call train_encoders\(lambda key: FeatureMap\(5"):
         train_encoders("vamp", trajectories[0], key=jax.random.key(0))
     for name, loss in (("train_autoencoders", "reconstruction"), ("train_classifiers", "classes")):
-        with pytest.raises(ImportError, match=rf"koopman.{name} is gone: call train_encoders\(.*'{loss}'"):
+        with pytest.raises(ImportError, match=rf"koopman.{name} was removed. Call train_encoders\(.*'{loss}'"):
             getattr(koopman, name)
 
 

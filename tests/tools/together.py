@@ -79,7 +79,7 @@ def fit(options: dict[str, str]) -> None:
     import optax
 
     import dissociation
-    from dissociation.training import Epochs, Layout, Save, make_step
+    from dissociation.training import Epochs, Save, make_step
     from dissociation.training import _checkpoint as checkpoint
     from dissociation.training import fit as train
 
@@ -114,7 +114,8 @@ def fit(options: dict[str, str]) -> None:
         num_steps=int(options.get("steps", 40)),
         key=jax.random.split(key, members) if "own" in options else key,
         save=Save(observe, seconds=0),
-        layout=Layout(options.get("member_map", "auto"), mesh=mesh),
+        member_map=options.get("member_map", "auto"),
+        mesh=mesh,
         callbacks=[look],
         checkpoint=options.get("checkpoint"),
     )
@@ -134,11 +135,12 @@ def maps(options: dict[str, str]) -> None:
     import dissociation
     from dissociation import bmap
     from dissociation.training import _distributed as distributed
-    from dissociation.training import _sharding as sharding
+    from dissociation.training import _members as members
+    from dissociation.training._partition import Partition
 
     number = 5
     x = {"a": jnp.arange(3.0 * number).reshape(number, 3), "key": jax.random.split(jax.random.key(1), number), "n": 2}
-    local = distributed.LocalMembers(number)
+    local = Partition.over_processes(number)
 
     def function(own):
         return bmap(lambda one: {"sum": one["a"].sum() * one["n"], "drawn": jax.random.normal(one["key"])})(own)
@@ -161,7 +163,7 @@ def maps(options: dict[str, str]) -> None:
     assert mesh.size == jax.local_device_count()
     of_all = jax.make_mesh((jax.device_count(),), ("members",))
     with pytest.raises(ValueError, match="`mesh` must hold devices of this process, got devices of several"):
-        sharding.check_mesh(of_all)
+        members.check_mesh(of_all)
     with pytest.raises(ValueError, match="`fit` must be called with the same models, hyperparameters, key and steps"):
         fit({"members": str(4 + index)})
     with pytest.raises((ValueError, ConnectionError), match=r"by as many processes as wrote it \(1\), got 2\."):

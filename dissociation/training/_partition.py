@@ -1,0 +1,225 @@
+"""Partition of the member axis: over processes, into shards for worker threads, and over the devices of a mesh."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from dissociation._core import checks
+from dissociation.training._cores import compiled, number_of_threads, run_tasks
+from dissociation.training._distributed import all_gather
+from dissociation.training._members import (
+    DATA_AXIS,
+    MEMBER_MAPS,
+    check_mesh,
+    member_devices,
+    member_mesh,
+    place_members,
+)
+from dissociation.training._members import per_batch as at_once
+from dissociation.training._traced import Traced
+
+
+class Threads(NamedTuple):
+    """Number of shards that worker threads train on one device: what `mesh="auto"` becomes without a mesh."""
+
+    shards: int
+
+
+class Partition(NamedTuple):
+    """Cut of the member axis: a contiguous range per process, in shards of equal size, each on a mesh.
+
+    Copies of the last member fill the last shard.
+
+    Attributes:
+        total: Number of members of all processes.
+        member_map: Mapping of the members of a shard, "auto" until `chosen`.
+        members_per_batch: With "vmap", number of members batched at once, None for all, or "auto".
+        mesh: Mesh of `member_mesh`, `Threads`, or until `chosen` None or "auto".
+        processes: Number of processes that share the members.
+        process: Index of this process.
+    """
+
+    total: int
+    member_map: str = "auto"
+    members_per_batch: int | str | None = None
+    mesh: Mesh | Threads | str | None = "auto"
+    processes: int = 1
+    process: int = 0
+
+    @classmethod
+    def over_processes(cls, total: int, *how: Any) -> "Partition":
+        """Return the partition with all processes that have joined."""
+        return cls(total, *how, processes=jax.process_count(), process=jax.process_index())
+
+    @property
+    def alone(self) -> bool:
+        """Return True without other processes."""
+        return self.processes == 1
+
+    @property
+    def bounds(self) -> list[int]:
+        """Return the first member of every process, and the total."""
+        return [self.total * i // self.processes for i in range(self.processes + 1)]
+
+    @property
+    def local(self) -> slice:
+        """Return the members of this process, at least one."""
+        start = min(self.bounds[self.process], self.total - 1)
+        return slice(start, max(self.bounds[self.process + 1], start + 1))
+
+    @property
+    def number(self) -> int:
+        """Return the number of members of this process."""
+        return self.local.stop - self.local.start
+
+    @property
+    def devices(self) -> Mesh | None:
+        """Return the mesh, or None for a single device."""
+        return self.mesh if isinstance(self.mesh, Mesh) else None
+
+    @property
+    def data_mesh(self) -> Mesh | None:
+        """Return the mesh if it splits the samples of a batch, else None."""
+        return self.devices if self.devices is not None and DATA_AXIS in self.devices.axis_names else None
+
+    @property
+    def how(self) -> tuple[str, Any, Mesh | None]:
+        """Return mapping, members per batch and mesh: all that a program of one shard depends on."""
+        return self.member_map, self.members_per_batch, self.devices
+
+    @property
+    def size(self) -> int:
+        """Return the number of members in a shard."""
+        devices, shards = member_devices(self.devices), self.mesh.shards if isinstance(self.mesh, Threads) else 1
+        # With "unroll", a shard is one member of every device, so that one program serves all shards.
+        return devices if self.member_map == "unroll" else devices * -(-self.number // (devices * shards))
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of shards of this process' members."""
+        return -(-self.number // self.size)
+
+    def take(self, tree: Any) -> Any:
+        """Return this process' members of a PyTree with all members first."""
+        rows, number = self.local, self.number
+
+        def one(leaf: Any) -> Any:
+            return leaf[rows] if eqx.is_array(leaf) and len(leaf) != number else leaf
+
+        return jax.tree.map(one, tree)
+
+    def gather(self, tree: Any) -> Any:
+        """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""
+        if self.alone:
+            return tree
+        return jax.tree.map(lambda leaf: self._gathered(leaf) if eqx.is_array(leaf) else leaf, tree)
+
+    def _gathered(self, leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(self._gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        counts = np.diff(self.bounds)
+        rows = zip(all_gather(np.asarray(leaf)[: counts[self.process]].tobytes()), counts, strict=True)
+        return np.concatenate([np.frombuffer(row, leaf.dtype).reshape(count, *leaf.shape[1:]) for row, count in rows])
+
+    def split(self, stacked: Any) -> list[Any]:
+        """Cut this process' members into shards; leaves that are not arrays go to every shard."""
+        arrays, rest = eqx.partition(stacked, eqx.is_array)
+        shards, size = [], self.size
+        for start in range(0, self.number, size):
+            rows = np.minimum(np.arange(start, start + size), self.number - 1)
+            own = arrays if len(rows) == self.number else jax.tree.map(itemgetter(rows), arrays)
+            shards.append(eqx.combine(own if self.devices is None else place_members(own, self.devices), rest))
+        return shards
+
+    def joined(self, shards: Sequence[Any]) -> Any:
+        """Undo `split`."""
+        whole = shards[0] if len(shards) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *shards)
+        return jax.tree.map(lambda leaf: leaf[: self.number] if eqx.is_array(leaf) else leaf, whole)
+
+    def everywhere(self, tree: Any) -> Any:
+        """Place arrays of all members on every device of the mesh."""
+        return tree if self.devices is None else place_members(tree, self.devices, PartitionSpec())
+
+    def chosen(self, arrays: Any, step: Traced, *others: Traced) -> tuple["Partition", int]:
+        """Return the partition, with only `members_per_batch` perhaps "auto", and the number of worker threads."""
+        member_map, per_batch, mesh = self.how
+        checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
+        if isinstance(per_batch, str):
+            checks.check_choice("members_per_batch", per_batch, ("auto",))
+        elif per_batch is not None:
+            checks.check_count("members_per_batch", per_batch, minimum=1)
+        if mesh is not None:
+            check_mesh(mesh)
+        elif not (self.mesh is None or self.mesh == "auto" or isinstance(self.mesh, Threads)):
+            checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(self.mesh))
+        if member_map == "auto":
+            platform = None if mesh is None else mesh.devices.flat[0].platform
+            sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
+            member_map = sequential if at_once(platform) == 1 else "vmap"
+        chosen = self._replace(member_map=member_map, mesh=mesh or Threads(1))
+        if member_map == "vmap":
+            return chosen, 1
+        if per_batch not in (None, "auto"):
+            wanted = f"be None with sequential mapping (member_map={member_map!r})"
+            checks.fail("members_per_batch", wanted, per_batch)
+        chosen = chosen._replace(members_per_batch=None)
+        if mesh is not None or self.mesh is None:
+            return chosen, 1
+        operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
+        threads = number_of_threads(self.number, operations, (arrays, step, *others))
+        # Bits depend on the shards, so fewer cores compute the same shards with fewer threads.
+        shards = min(self.mesh.shards, self.number) if isinstance(self.mesh, Threads) else threads
+        return chosen._replace(mesh=Threads(shards)), threads
+
+    def stored(self) -> dict[str, Any]:
+        """Return how members are mapped, for JSON; a mesh becomes its numbers of devices for members and data."""
+        mesh, members = self.devices, member_devices(self.devices)
+        sizes = None if mesh is None else [members, mesh.size // members]
+        shards = self.mesh.shards if isinstance(self.mesh, Threads) else 1
+        how = {"member_map": self.member_map, "members_per_batch": self.members_per_batch}
+        return {**how, "mesh": sizes, "threads": shards}
+
+    def resumed(self, stored: dict[str, Any]) -> "Partition":
+        """Return the partition with "auto" entries from a stored one."""
+        if self.member_map not in ("auto", stored["member_map"]):
+            return self
+        partition = self._replace(member_map=stored["member_map"])
+        if self.members_per_batch == "auto":
+            partition = partition._replace(members_per_batch=stored["members_per_batch"])
+        if self.mesh != "auto":
+            return partition
+        if not isinstance(stored["mesh"], list):
+            return partition if stored["threads"] == "auto" else partition._replace(mesh=Threads(stored["threads"]))
+        size = math.prod(stored["mesh"])
+        if size > jax.local_device_count():
+            return partition
+        return partition._replace(mesh=member_mesh(jax.local_devices()[:size], data=stored["mesh"][1]))
+
+
+def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threads: int) -> Any:
+    """Return `function(shared, stacked)` of a `filter_jit`, with a shard per worker thread."""
+    partition = Partition(num_members, "scan", None, Threads(threads))
+    each = partition.split(stacked)
+    program = compiled(function, threads, shared, each[0])
+    return partition.joined(run_tasks([partial(program, shared, one) for one in each], threads))
+
+
+def without_layout(function: Callable[..., Any]) -> Any:
+    """Decorate a function so that the earlier argument `layout` raises an error with the new call."""
+
+    @wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if "layout" in kwargs:
+            advice = 'The call is fit(..., mesh=None, member_map="vmap", members_per_batch=2)'
+            checks.fail_kind("layout", "be given by its fields", repr(kwargs["layout"]), advice)
+        return function(*args, **kwargs)
+
+    return refusing
