@@ -94,6 +94,7 @@ class _Kind(NamedTuple):
 
     numbers: frozenset[str]  # kinds among "bool", "int", "float", "complex"
     axes: tuple[str, ...]  # names, fixed lengths, and "..." or "*name" for any number of axes
+    variadic: int | None  # position of any number of axes
     shaped: Any  # jaxtyping's class of such shapes, whatever the numbers
     place: Any  # NumPy alone, JAX alone, or None
 
@@ -101,11 +102,6 @@ class _Kind(NamedTuple):
     def shape(self) -> str:
         """Return the axes in brackets."""
         return f"[{', '.join('...' if axis.startswith('*') else axis for axis in self.axes)}]"
-
-    @property
-    def variadic(self) -> int | None:
-        """Return the position of any number of axes, if there are such."""
-        return next((i for i, axis in enumerate(self.axes) if axis.startswith(("...", "*"))), None)
 
     @property
     def words(self) -> str:
@@ -117,12 +113,12 @@ class _Kind(NamedTuple):
         return ndim == len(self.axes) if self.variadic is None else ndim >= len(self.axes) - 1
 
     def sizes(self, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Return the lengths of the named axes of a shape that fits, a tuple for "*name"."""
+        """Return the lengths of the axes of a shape that fits, a tuple for "*name"."""
         lengths: tuple[Any, ...] = shape
         if (at := self.variadic) is not None:
             end = len(shape) - len(self.axes) + at + 1
             lengths = (*shape[:at], shape[at:end], *shape[end:])
-        return {axis: size for axis, size in zip(self.axes, lengths, strict=False) if axis.lstrip("*").isidentifier()}
+        return dict(zip(self.axes, lengths, strict=False))
 
 
 class _Bound(NamedTuple):
@@ -146,7 +142,7 @@ class _Bound(NamedTuple):
         where = ""
         for axis, size in kind.sizes(shape).items():
             first, known = self.first(axis)
-            if first != name and known != size and not where:
+            if first != name and known != size and axis.lstrip("*").isidentifier() and not where:
                 where = f" with {axis.lstrip('*')} = {known} as in `{first}`"
         fail(name, f"be of shape {kind.shape}{where}", f"shape {shape}")
 
@@ -284,8 +280,8 @@ class _Rule:
 
     def _admit_labels(self, name: str, value: Any, kind: Labels, bound: _Bound) -> Any:
         width = self.arrays[0].axes[-1]  # one name for classes, or their number
-        num_classes = int(width) if width.isdigit() else bound.first("classes")[1]
         if kind.one_hot:
+            num_classes = int(width) if width.isdigit() else bound.first("classes")[1]
             labels = as_one_hot(name, value, num_classes, soft=kind.soft)
         else:
             labels = as_classes(name, value, may_be_empty=self.may_be_empty)
@@ -370,4 +366,6 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 def _kind(annotation: Any) -> _Kind:
     known, words = annotation.dtype.dtypes, annotation.dim_str
     numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
-    return _Kind(numbers, tuple(words.split()), Shaped[Any, words], annotation.array_type)
+    axes = tuple(words.split())
+    variadic = next((i for i, axis in enumerate(axes) if axis.startswith(("...", "*"))), None)
+    return _Kind(numbers, axes, variadic, Shaped[Any, words], annotation.array_type)
