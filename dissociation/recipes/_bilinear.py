@@ -55,7 +55,7 @@ def train_bilinear(
         noise: Standard deviation of the noise; pixels lie in [0, 1].
         num_observed: Number of first training images to observe loss and accuracy on.
         network: Options of `BilinearNetwork`.
-        **options: `callbacks`, `checkpoint`, `layout` of `training.fit`.
+        **options: `callbacks`, `checkpoint`, `mesh`, `member_map` of `training.fit`.
 
     Returns:
         Result of `fit`; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and

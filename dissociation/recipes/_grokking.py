@@ -97,7 +97,7 @@ def train_grokking(
         options: Options of `models.MLP` or `models.CNN`.
         measures: Slow measures, `measures(model, key)`.
         measure_at: Steps of `measures`, out of `observation_steps(num_steps)`.
-        **fit_options: `callbacks`, `checkpoint`, `layout` of `training.fit`.
+        **fit_options: `callbacks`, `checkpoint`, `mesh`, `member_map` of `training.fit`.
 
     Returns:
         Result of `fit`, members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. `history.observed` has

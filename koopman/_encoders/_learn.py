@@ -26,7 +26,7 @@ from koopman._operators._pairs import lagged_pairs
 States = Float[Array | np.ndarray, "n *state"]
 Trajectories = Annotated[Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()]
 
-FIT_OPTIONS = ("hyperparams", "callbacks", "checkpoint", "layout", "same_program")
+FIT_OPTIONS = ("hyperparams", "callbacks", "checkpoint", "mesh", "member_map", "same_program")
 """Options of `fit` that `train_encoders` accepts."""
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
@@ -129,7 +129,7 @@ def train_encoders(
         num_epochs: Passes over the data.
         batch_size: Samples in a batch. The last batch of an epoch may be smaller.
         validation: Other data, whose loss, of all samples at once, is observed after every epoch.
-        **options: Options of `dissociation.training.fit`: `hyperparams`, `callbacks`, `checkpoint`, `layout`,
+        **options: Options of `dissociation.training.fit`: `hyperparams`, `callbacks`, `checkpoint`, `mesh`, `member_map`,
             `same_program`.
 
     Returns:
