@@ -129,8 +129,8 @@ def train_encoders(
         num_epochs: Passes over the data.
         batch_size: Samples in a batch. The last batch of an epoch may be smaller.
         validation: Other data, whose loss, of all samples at once, is observed after every epoch.
-        **options: Options of `dissociation.training.fit`: `hyperparams`, `callbacks`, `checkpoint`, `mesh`, `member_map`,
-            `same_program`.
+        **options: Options of `dissociation.training.fit`: `hyperparams`, `callbacks`, `checkpoint`, `mesh`,
+            `member_map`, `same_program`.
 
     Returns:
         Result of `fit`; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
