@@ -61,9 +61,9 @@ class Labels:
         return save_results(self.to_xarray(over), path)
 
 
-def check_names(name: str, tree: Any, beginning: str) -> None:
-    """Raise if a file of results cannot hold the arrays of a tree, whose names start with `beginning`."""
-    names = [each for each, *_ in _fields(tree, beginning)]
+def check_names(name: str, tree: Any, beginning: str, *taken: str) -> None:
+    """Raise if a file of results with the axes `taken` cannot hold a tree, whose names start with `beginning`."""
+    names = [*taken, *(each for each, *_ in _fields(tree, beginning))]
     try:
         for each in names:
             check_name(each)

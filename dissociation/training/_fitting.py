@@ -166,7 +166,7 @@ def fit(
     partition = partition if path is None else _resumed(partition, path)
     with terminations_interrupt(), ExitStack() as held:
         run = Run(state, step, sampler, keys, save, partition, heard)
-        check_names("save", run.observe and run.observe.out, "observed")
+        check_names("save", run.observe and run.observe.out, "observed", "observed_at")
         check_names("step", run.info[1], "metrics")
         partition = run.partition
         if not partition.alone:

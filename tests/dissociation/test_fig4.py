@@ -150,5 +150,6 @@ def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch)
 
 def test_the_modules_offer_the_pinned_names():
     assert mnist_module.mnist_data is mnist_data
-    for name in set(mnist_module.__all__) - {"mnist_data"}:
+    assert mnist_module.fit_mnist is recipe.fit_classifiers
+    for name in set(mnist_module.__all__) - {"mnist_data", "fit_mnist"}:
         assert getattr(mnist_module, name) is getattr(recipe, name)
