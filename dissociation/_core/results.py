@@ -176,8 +176,9 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
         return value, named
     if front.grid:
         if shape[0] != int(np.prod(front.grid)):
-            wanted = f"hold arrays of {int(np.prod(front.grid))} members, of a grid of {front.grid}"
-            checks.fail("tree", wanted, f"{shape} in {name}")
+            members = int(np.prod(front.grid))
+            wanted = f"have {members} members on the first axis of every array, as the grid has shape {front.grid}"
+            checks.fail("tree", wanted, f"shape {shape} in {name}")
         value = np.asarray(value).reshape(*front.grid, *shape[1:])
     return value, (*front.axes, *named)
 

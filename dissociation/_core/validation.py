@@ -223,7 +223,7 @@ class _Rule:
     @property
     def _number_words(self) -> str:
         kinds = set(self.numbers)
-        return "a number" if {float, complex} & kinds else "True or False" if kinds == {bool} else "a whole number"
+        return "a number" if {float, complex} & kinds else "a boolean" if kinds == {bool} else "an integer"
 
     def _admit_array(
         self, name: str, value: Any, kinds: tuple[_Kind, ...], bound: _Bound, deepest: int | None = None
@@ -261,7 +261,7 @@ class _Rule:
             return value
         array = as_array(name, value, words, bare=True)
         if array.ndim:
-            fail(name, f"be {words}", f"shape {array.shape}")
+            fail(name, f"be {words}, not an array", f"shape {array.shape}")
         if any(kind.fits(0) for kind in self.arrays) and (float in kinds or complex in kinds or is_traced(array)):
             return _placed(name, as_numbers(name, array, self.arrays[0].numbers), self.arrays[0])
         if is_traced(array):

@@ -125,7 +125,7 @@ def compact_forms(
     index = layer % count
     chosen = model.layers[index]
     if chosen.gate != "none":
-        fail("model", "have layers without a gate", f"{chosen.gate!r}", "A gated layer is no quadratic form")
+        fail("model", "have layers without a gate", f"{chosen.gate!r}", "A gated layer is not a quadratic form")
     if space == "input" and index:
         fail("space", "be 'hidden' for every layer but the first", f"'input' for layer {index}")
     if directions is None:

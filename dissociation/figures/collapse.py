@@ -284,7 +284,7 @@ def caption(dataset: "xarray.Dataset") -> str:
 
 
 def headline(dataset: "xarray.Dataset") -> str:
-    """Return a line with the data, and the slope of collapse time by weight decay."""
+    """Return a line with the data, and the exponents of weight decay in collapse time and in delay after fitting."""
     decays, seeds, data = dataset.weight_decays.values, dataset.seeds.values, json.loads(dataset.attrs["data"])
     names = [f"weight decay {decay:g} seed {seed}" for decay in decays for seed in seeds]
     return (

@@ -231,7 +231,7 @@ def draw(dataset: "xarray.Dataset") -> Figure:
 
 
 def _known(values: "xarray.DataArray") -> np.ndarray:
-    """Return the values of pairs, without the diagonal and diverged networks."""
+    """Return the finite entries of a matrix of pairs, flat; the diagonal and diverged networks are NaN."""
     return values.values[np.isfinite(values.values)]
 
 

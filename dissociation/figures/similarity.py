@@ -266,7 +266,7 @@ def headline(dataset: "xarray.Dataset") -> str:
 
 
 def table(dataset: "xarray.Dataset") -> list[list[str]]:
-    """Return a header and a row per measure: between seeds by layer, by chance, and under rewrites."""
+    """Return a header and a row per measure. Columns: pairs of seeds in each layer, chance, and each rewrite."""
     layers = layers_of(dataset)
     names = dict.fromkeys((*dataset.measures.values, *dataset.rewrite_measures.values))
     shown = [["measure", *(f"{layer}, seeds" for layer in layers), "chance", *REWRITES]]

@@ -115,7 +115,7 @@ def _convolve(x: Float[Array, "h w i"], weight: Float[Array, "k l i o"], *, padd
 
 @validated
 def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
-    """Return the maximum of every 2 x 2 square of one image."""
+    """Return the maximum of each disjoint 2 x 2 square of one image."""
     if x.shape[0] % 2 or x.shape[1] % 2:
         fail("x", "have sides of even length", f"shape {x.shape}")
     # The gradient of three elementwise maxima is several times faster than that of `reduce_window`.

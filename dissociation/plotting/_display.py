@@ -137,5 +137,6 @@ def table(rows: Sequence[Sequence[str]]) -> Table:
         0     1.89 %
     """
     if not rows or len({len(row) for row in rows}) > 1:
-        checks.fail("rows", "be some, of one length", [len(row) for row in rows])
+        lengths = [len(row) for row in rows]
+        checks.fail("rows", "be at least one row, all of the same length", f"row lengths {lengths}")
     return Table(rows)

@@ -93,7 +93,7 @@ class Atoms:
         return atom
 
     def reason(self, atom: int) -> str:
-        """Return the reason why an atom is frozen; empty if it is free."""
+        """Return the reason why a symbolic dimension is fixed; an empty string if it is permutable."""
         return self._reasons[self.find(atom)]
 
     def resolve(self, axis: Axis) -> Axis:

@@ -214,7 +214,11 @@ def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int
     # Other groups write to a residual stream too: their scale is theirs, so only settled slots have a length.
     lengths = np.linalg.norm(_rows(leaves, group, firm or makes), axis=1)
     if (alive & (lengths == 0)).any():
-        fail("model", f"make all neurons of {group.name} by more than what other groups write to them", "some by that")
+        fail(
+            "model",
+            f"write to all neurons of {group.name} by its own weights",
+            "some of residual branches only",
+        )
     lengths = np.where(lengths > 0, lengths, 1.0)
     for arrays in (leaves, sizes):
         for slot, exponent in zip(group.slots, exponents, strict=True):

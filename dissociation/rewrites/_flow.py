@@ -261,7 +261,7 @@ class Flow:
         elif single and shape:
             return [Product(single), *[UNIT] * (len(shape) - 1)]
         elif single:
-            self.freeze(value, "it is an axis no more")
+            self.freeze(value, "it is no longer an axis")
         found: list[Axis | None] = []
         while old or new:
             group, targets = [old.pop(0)], [new.pop(0)]

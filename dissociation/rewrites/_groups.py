@@ -470,7 +470,7 @@ def _root(parent: dict[tuple[int, ...], tuple[int, ...]], name: tuple[int, ...])
 
 
 def _eliminate(matrix: np.ndarray) -> list[int]:
-    """Run Gauss-Jordan elimination in place, right-hand side last; return the pivot columns."""
+    """Run Gauss-Jordan elimination in place and return the pivot columns; the last column is the right-hand side."""
     pivots: list[int] = []
     for column in range(matrix.shape[1] - 1):
         row = len(pivots)

@@ -69,11 +69,11 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
 def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = True) -> None:
     if group.sharing is None:
         why = "a statistic is taken over its neurons" if group.normalised else "no product is summed over its neurons"
-        fail("group", "be one that can grow", f"{group.name}, which cannot: {why}")
+        fail("group", "be a group that can be widened", f"{group.name}: {why}")
     if new and not (group.sharing.min() < 0 and np.all((group.sharing >= -1) & (group.sharing <= 0))):
-        fail("group", "be one whose neurons are silent where what reads them is zero", group.name)
+        fail("group", "have neurons without effect if their outgoing weights are zero", group.name)
     if neurons_per_group > 1 and not group.cancelling:
-        wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
+        wanted = f"be 1 for {group.name}, whose outgoing weights do more than multiply and sum"
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
@@ -253,7 +253,7 @@ def add_phantom(
         fail("group", "be made by one matrix, and a bias or none", group)
     seen = layer_inputs(model, inputs, matrices[0].path, call=group.call)
     if len(seen.rows) != len(pattern):
-        fail("pattern", f"have a row for every vector that {group.name} sees ({len(seen.rows)})", len(pattern))
+        fail("pattern", f"have a row for every input vector of {group.name} ({len(seen.rows)})", len(pattern))
     # A bias is the incoming weight of an input that is always 1.
     rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
     found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T

@@ -120,7 +120,7 @@ def gather(flow: Flow, step: Step) -> list[Value]:
         batch = [None] * (len(where.shape) - 1)  # constant, wherever it is read
     kept: list[Axis | None] = []
     flow.freeze(where, "it says where to read", [k for k, n in enumerate(where.shape) if n == 1])
-    flow.freeze(value, "it is an axis no more", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
+    flow.freeze(value, "it is no longer an axis", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
     value, _ = _without(value, _referred(flow, where, value, numbers.start_index_map, sizes))
     for k, size in enumerate(sizes):
         axis, start = value.axes[k], starts[k]

@@ -261,7 +261,7 @@ def rotate(
 
 def _check_rotates(group: NeuronGroup) -> None:
     if group.linear is None:
-        fail("group", "have nothing but sums and products between what makes and what reads it", group.name)
+        fail("group", "have only sums and matrix products between its incoming and outgoing weights", group.name)
 
 
 class NullSpace(NamedTuple):

@@ -163,7 +163,7 @@ def _broadcast(flow: Flow, step: Step) -> list[Value]:
 def _squeeze(flow: Flow, step: Step) -> list[Value]:
     value = step.operands[0]
     gone = [k % len(value.shape) for k in step.params["dimensions"]]
-    flow.freeze(value, "it is an axis no more", gone)
+    flow.freeze(value, "it is no longer an axis", gone)
     return [Value(step.shapes[0], [axis for k, axis in enumerate(value.axes) if k not in gone], value.zero)]
 
 

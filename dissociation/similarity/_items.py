@@ -32,7 +32,7 @@ class Items(NamedTuple):
     single: bool = False  # one array of one network
 
     def shown(self, place: int) -> str:
-        """Return the name of an item in messages."""
+        """Return the text by which messages name a representation: its layer or argument, and its member."""
         layer, member = self.labels[place]
         return self.name if len(self.labels) == 1 and not layer else f"{layer or self.name} {member}"
 

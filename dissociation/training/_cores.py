@@ -74,7 +74,7 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 
 
 def runs_in_parallel(operations: Iterable[str]) -> bool:
-    """Return True if a CPU can run several such programs at once."""
+    """Return True if worker threads can run programs of these operations in parallel without a deadlock."""
     # In a batch of decompositions XLA's threads wait for others: for ever, without more threads than programs.
     pool = os.environ.get(_POOL, "")
     enough = pool.isdecimal() and int(pool) > jax.local_device_count("cpu")

@@ -194,7 +194,7 @@ class Run:
         said = distributed.all_values([self.arguments, value], self.error)
         if different := [i for i, (arguments, _) in enumerate(said) if arguments != said[0][0]]:
             wanted = "be called with the same models, hyperparameters, key and steps in all processes"
-            checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
+            checks.fail("fit", wanted, f"other arguments in process {different[0]} than in process 0")
         return [own for _, own in said]
 
     def advance(self, target: int, source: tuple[Any, list[Any], Segment]) -> np.ndarray:

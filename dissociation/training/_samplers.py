@@ -242,7 +242,7 @@ def streams(key: Array) -> Array:
 
 
 def steps_per_epoch(num_samples: int, batch_size: int, *, drop_remainder: bool = False) -> int:
-    """Return the number of steps in a pass over the data."""
+    """Return the number of batches in a pass over the data, with the smaller last batch if it is kept."""
     checks.check_count("batch_size", batch_size, minimum=1)
     if batch_size > num_samples:
         checks.fail("batch_size", f"be at most the number of samples ({num_samples})", batch_size)

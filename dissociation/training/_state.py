@@ -154,7 +154,10 @@ class Step(eqx.Module):
         checks.check_call("loss", self.loss, ("model", *([] if aux is None else ["aux"]), "batch", "key"), advice)
 
     def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
-        """Return means over micro-batches of value, metrics and gradient; `aux` passes through all."""
+        """Return means over micro-batches of value, metrics and gradient, and the last `aux`.
+
+        Each micro-batch takes `aux` from the previous one.
+        """
         count = self.micro_batches
         for leaf in jax.tree.leaves(batch):
             if not leaf.ndim or leaf.shape[0] % count:

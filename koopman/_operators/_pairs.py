@@ -309,7 +309,7 @@ def moments(
         The moments.
 
     Raises:
-        ValueError: If known data are not finite (the error names the row).
+        ValueError: If concrete (not traced) data are not finite (the error names the row).
     """
     return _moments(*_parts(x, y, observable, center), center)
 
@@ -410,7 +410,7 @@ def scan_moments(
         The `moments` of all rows, up to rounding. If they do not fit in memory, use `merge_moments`.
 
     Raises:
-        ValueError: If known data are not finite (the error names the batch and the row).
+        ValueError: If concrete (not traced) data are not finite (the error names the batch and the row).
     """
     return _scan_moments(_parts(x, y, observable, center), center)
 

@@ -314,7 +314,7 @@ def test_what_has_no_canonical_form_is_refused_by_name():
     model, inputs, _ = one("residual")
     firm = lambda m: [m.embed.weight, m.embed.bias, *(layer.bias for layer in m.second)]  # noqa: E731
     unmade = eqx.tree_at(firm, model, replace_fn=lambda x: x.at[0].set(0))
-    with pytest.raises(ValueError, match="make all neurons of embed by more than what other groups write to them"):
+    with pytest.raises(ValueError, match="write to all neurons of embed by its own weights"):
         fingerprint(unmade, inputs[0])
     counts = Gain(lambda x, gain: x / len(x))
     canonical(counts, inputs[0][:4])

@@ -53,7 +53,7 @@ def test_a_table_is_html_and_text():
     Tags.of(shown._repr_html_())
     assert repr(shown).splitlines() == ["seed  error", "0     < 2 %"]
     for rows in ([], [["a", "b"], ["c"]]):
-        with pytest.raises(ValueError, match="`rows` must be some, of one length"):
+        with pytest.raises(ValueError, match="`rows` must be at least one row, all of the same length"):
             table(rows)
     with pytest.raises(ValueError, match="`value` must have elements"):
         show(np.zeros((0, 3)))

@@ -66,8 +66,8 @@ def test_neurons_that_are_alone_are_found_where_asked_for():
 
     arrays = jnp.ones((1, 3)), jnp.ones(4), jnp.ones((2, 4))
     for move, reason in (
-        (lambda h, gain: h[0] * gain, "it is an axis no more"),
-        (lambda h, gain: jnp.squeeze(h) * gain, "it is an axis no more"),
+        (lambda h, gain: h[0] * gain, "it is no longer an axis"),
+        (lambda h, gain: jnp.squeeze(h) * gain, "it is no longer an axis"),
         (lambda h, gain: jnp.broadcast_to(h, (4,)) * gain, "it is broadcast"),
         (lambda h, gain: jnp.take(h, jnp.array([0]) * 1) * gain[:1] + gain, "it is"),
         (lambda h, gain: (h[None] * gain[:, None]).reshape(-1), ""),  # read where it was flattened

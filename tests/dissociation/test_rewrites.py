@@ -241,9 +241,9 @@ def test_what_cannot_be_is_refused_by_name():
     stream, hidden = groups["embedding"], groups["blocks[0].first"]
     other, _ = made("perceptron")
     for call, message in (
-        (lambda: duplicate(stream, 2), "can grow, got embedding, which cannot: a statistic is taken over"),
+        (lambda: duplicate(stream, 2), "can be widened, got embedding: a statistic is taken over"),
         (lambda: scale(hidden, 2.0), "can be scaled, got .*its activation is not homogeneous"),
-        (lambda: rotate(hidden, key=jax.random.key(0)), "nothing but sums and products"),
+        (lambda: rotate(hidden, key=jax.random.key(0)), "only sums and matrix products"),
         (lambda: scale(stream, -1.0), "`factor` must be positive"),
         (lambda: scale(stream, 2.0, scaling=3), "be one of the 3 scalings of embedding"),
         (lambda: permute(stream, np.zeros(16, int)), "`permutation` must hold each of 0, ..., 15 once"),
@@ -279,12 +279,12 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     (linear,) = neuron_groups(made[0], x[0]).values()
     turn = rotate(linear, key=jax.random.key(0))
     assert change(made[1], turn(made[1]), x) < 1e-5
-    with pytest.raises(ValueError, match="nothing but sums and products"):
+    with pytest.raises(ValueError, match="only sums and matrix products"):
         turn(model)
     weights = {name: jax.random.normal(jax.random.key(i), (5, 5)) for i, name in enumerate("abv")}
     largest = lambda p, x: jnp.maximum(x @ p["a"], x @ p["b"]) @ p["v"]  # noqa: E731
     (maxout,) = neuron_groups(weights, x[0], call=largest).values()
-    with pytest.raises(ValueError, match="nothing but sums and products"):
+    with pytest.raises(ValueError, match="only sums and matrix products"):
         rotate(maxout, key=jax.random.key(0))
     norm = eqx.nn.LayerNorm(8, use_weight=False, use_bias=False)
     chain = eqx.nn.Sequential([model.layers[0], eqx.nn.Lambda(relu), norm, model.layers[1]])
