@@ -94,7 +94,7 @@ class Operator(eqx.Module):
     given: bool = eqx.field(static=True, default=True)
 
     def __repr__(self) -> str:
-        """Return one line with rank, regularisation and number of dropped directions; all of it if `alpha` is traced."""
+        """Return one line with rank, regularisation and number of dropped directions."""
         if is_traced(self.alpha) or jnp.ndim(self.alpha):
             return eqx.tree_pformat(self)
         rank, held = self.core.shape[0], int(self.effective_rank)
