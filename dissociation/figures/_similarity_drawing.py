@@ -64,7 +64,7 @@ def _matrix(panel: Axes, matrix: "xarray.DataArray", layers: list[str], *, first
 def _rewrites(panel: Axes, calibrated: "xarray.DataArray") -> None:
     """Draw 1 for measures that a rewrite does not move, 0 for chance."""
     table = calibrated.values
-    plotting.heat(panel, table, [[_short(value) for value in row] for row in table])
+    plotting.heat(panel, table, [[_short(value) for value in row] for row in table.tolist()])
     panel.set_xticks(range(len(REWRITES)), REWRITES, rotation=30, ha="right", rotation_mode="anchor")
     panel.set_yticks(range(len(table)), calibrated.rewrite_measures.values, fontsize=5)
     panel.set_title("one function, rewritten\n1: unmoved, 0: chance")

@@ -194,7 +194,7 @@ def test_noise_figure_is_as_specified(noise):
     assert [len(shown) for shown in names] == [6, 5, 5, 4]
     moved = next(line for line in below[0].lines if line.get_label() == "null-perturbed")
     paired = results.input_error.sel(variants="null-perturbed") - results.input_error.sel(variants="trained")
-    np.testing.assert_allclose(moved.get_ydata(), paired.mean(0))
+    np.testing.assert_allclose(moved.get_ydata(), paired.values.mean(0))
     for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "nuisance"):
         assert part in robustness.caption(results)
 
