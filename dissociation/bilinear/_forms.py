@@ -177,7 +177,7 @@ def _has_constant(model: BilinearNetwork, layer: int) -> bool:
 
 @validated(finite=("importance",))
 def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
-    """Return the same components, the most important first."""
+    """Return a spectrum with components sorted by descending `importance`."""
     if importance.shape != spectrum.values.shape:
         fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
@@ -210,7 +210,7 @@ def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
 
 
 def check_single(name: str, spectrum: Spectrum) -> None:
-    """Raise if a spectrum is a stack of spectra."""
+    """Raise `ValueError` if a spectrum is stacked."""
     # The first axis of a stack would silently be taken for outputs.
     if spectrum.values.ndim != 2 or spectrum.vectors.ndim != 3:
         wanted = "be one spectrum, of values [outputs, components]"
@@ -218,7 +218,7 @@ def check_single(name: str, spectrum: Spectrum) -> None:
 
 
 def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> None:
-    """Raise if eigenvectors are not among inputs, or with `known` if their space is None."""
+    """Raise `ValueError` if the spectrum's space is "hidden", or with `known` if it is None."""
     check_single(name, spectrum)
     if spectrum.space == "hidden" or (known and spectrum.space is None):
         advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
@@ -227,7 +227,7 @@ def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> No
 
 @validated
 def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
-    """Return v_i . x of every component."""
+    """Return v_i . x of every component; a constant coordinate is added."""
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
     if x.shape[1] != width:
@@ -246,7 +246,7 @@ def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Fl
 
 @validated
 def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
-    """Return |lambda_i| E (v_i . x)^2 over examples, an order of components that depends on data."""
+    """Return the mean of |lambda_i| (v_i . x)^2 over examples, an `importance` for `reorder`."""
     return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
 
 
@@ -254,14 +254,11 @@ def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -
 def truncated_outputs(
     spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, "n components_and_none outputs"]:
-    """Return the outputs of the leading 0, 1, ..., all components.
+    """Return the outputs of the leading 0, 1, ... and of all components.
 
     Args:
         spectrum: Components in the order to keep them.
         x: Examples.
-
-    Returns:
-        Outputs by number of components.
     """
     return jnp.pad(jnp.cumsum(contributions(spectrum, x), 2), ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
 

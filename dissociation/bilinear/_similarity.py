@@ -1,4 +1,4 @@
-"""Compare the components of two spectra: by rank, by the best matching, and as whole forms."""
+"""Compare two spectra by rank, by matching and as whole forms."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from dissociation.bilinear._forms import Spectrum, check_single, truncate
 
 @validated
 def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a components_b"]:
-    """Return |cosine| of every component of one spectrum with every one of the other, output by output."""
+    """Return |cosine| of all pairs of components of two spectra, by output."""
     check_single("a", a)
     check_single("b", b)
     if None not in (a.space, b.space) and a.space != b.space:
@@ -101,7 +101,7 @@ def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
 
 @validated
 def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
-    """Return the indices of all pairs of members, no member with itself."""
+    """Return first and second indices of all pairs: within one ensemble, or with `other` between two."""
     if other is None:
         check_count("num_members", num_members, minimum=2)
         return np.triu_indices(num_members, 1)
@@ -138,7 +138,7 @@ def bootstrap_interval(
     level: float = 0.9,
     num_resamples: int = 1000,
 ) -> Interval:
-    """Return a percentile bootstrap over members for a statistic of their weights, [members]."""
+    """Return `statistic` of unit member weights with its percentile bootstrap interval over members."""
     groups = (num_members,) if isinstance(num_members, int) else num_members
     for count in groups:
         check_count("num_members", count, minimum=2)
@@ -171,7 +171,7 @@ def pair_mean(
     Args:
         values: A value per pair.
         first: One member of each pair, as from `member_pairs`.
-        second: The other.
+        second: The other member of each pair.
 
     Returns:
         A function of weights. It returns NaN if weights leave no pair, and raises `ValueError` if there are fewer

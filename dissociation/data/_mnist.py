@@ -1,4 +1,4 @@
-"""MNIST from its four original IDX files, which are found or downloaded, and verified by SHA-256.
+"""MNIST from its four original IDX files.
 
 References:
     LeCun, Cortes and Burges (1998), The MNIST database of handwritten digits.

@@ -35,13 +35,13 @@ def scale_neurons(
     Args:
         w_in: Incoming weights.
         w_out: Outgoing weights.
-        scale_factor: a, positive: one for all neurons, or [hidden]. May be traced.
+        scale_factor: a, positive, a scalar or [hidden]. May be traced.
 
     Returns:
         `(w_in, w_out)`, of the given shapes; NaN for neurons whose traced factor is not positive and finite.
 
     Raises:
-        ValueError: If the shapes do not fit or a known `scale_factor` is not positive and finite.
+        ValueError: If the shapes do not fit or a concrete `scale_factor` is not positive and finite.
 
     References:
         Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
@@ -64,7 +64,7 @@ def duplicate_neurons(
     w_out: Float[Array | np.ndarray, "outputs hidden"],
     duplicate_multiplier: float | int = 1.2,
 ) -> Pair:
-    """Duplicate hidden neurons and divide the outgoing weights equally among the copies of each.
+    """Duplicate hidden neurons and divide the outgoing weights of each equally among its copies.
 
     With multiplier m every neuron occurs floor(m) times, and the first round((m - floor(m)) hidden) once more. Row i of
     the result is neuron i mod hidden. The function does not change, for any activation.
@@ -99,10 +99,10 @@ def add_random_zero_neurons(
     incoming_std: Scalar = 1.0,
     outgoing_std: Scalar | None = None,
 ) -> Pair:
-    """Append groups of neurons that cancel: the neurons of a group share their incoming weights.
+    """Append groups of neurons with equal incoming weights, whose outgoing weights add up to zero.
 
-    Incoming weights are draws of N(0, incoming_std^2). Outgoing weights of a group of one are zero. Those of g neurons
-    are draws of N(0, outgoing_std^2) less their mean, times sqrt(g / (g - 1)). New neurons come last, group by group.
+    Incoming weights are draws of N(0, incoming_std^2). Outgoing weights of a group of one are zero, of g neurons they
+    are draws of N(0, outgoing_std^2) less their mean, times sqrt(g / (g - 1)). New neurons come last, by group.
     The function does not change, for any activation, up to rounding.
 
     Args:
@@ -112,7 +112,8 @@ def add_random_zero_neurons(
         neurons_per_group: Neurons of each group, 1 or more.
         key: A PRNG key.
         incoming_std: Standard deviation of incoming weights; 1 as published, which is large for a trained layer.
-        outgoing_std: Standard deviation of outgoing weights of larger groups; None is the root mean square of `w_out`.
+        outgoing_std: Standard deviation of outgoing weights in groups of two or more; None is the root mean
+            square of `w_out`.
 
     Raises:
         TypeError: If a count is not a Python integer.
@@ -155,19 +156,19 @@ def add_phantom_zero_neurons(
     """Append neurons without effect whose preactivations on given inputs show a given pattern.
 
     The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|. The new outgoing weights are
-    zero, so the function does not change. Linearly independent inputs attain any pattern, others its projection on
-    their span. Nearly dependent ones need large weights.
+    zero, so the function does not change. Linearly independent inputs attain any pattern, other inputs its projection
+    on their span. Nearly dependent inputs need large weights.
 
     Args:
         w_in: Incoming weights.
         w_out: Outgoing weights.
         inputs: Layer inputs, constants for derivatives.
-        pattern: Preactivations of the new neurons, one column each.
+        pattern: Preactivations, one column per new neuron.
         rtol: Relative cut-off of singular values of `inputs`; larger values give smaller weights and a coarser pattern.
             None is the machine epsilon times the square root of the larger side.
 
     Raises:
-        ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.
+        ValueError: If the shapes do not fit, or concrete `inputs` or `pattern` are not finite.
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     incoming = least_squares(jnp.asarray(inputs, w_in.dtype), jnp.asarray(pattern, w_in.dtype), rtol).T

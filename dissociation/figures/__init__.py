@@ -1,4 +1,4 @@
-"""Compute and draw the figures, one module each, with the functions that figures share."""
+"""Compute and draw the figures, one module each."""
 
 from typing import TYPE_CHECKING
 

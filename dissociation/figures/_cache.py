@@ -35,7 +35,7 @@ _RUN, _CHECKSUM = "run_digest", "checksum"
 
 
 def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], digest: str) -> None:
-    """Write an `.npz` file that `read_part` accepts only with this digest and under this name."""
+    """Write an `.npz` file that `read_part` accepts only with the same digest and name."""
     values = {name: np.asarray(value) for name, value in arrays.items()}
     marks = {_RUN: np.asarray(digest), _CHECKSUM: np.asarray(_checksum(path, values, digest))}
     with replacing(path) as file:
@@ -43,7 +43,7 @@ def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], di
 
 
 def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
-    """Return the arrays that `save_part` wrote."""
+    """Return the arrays that `save_part` wrote; raise `RefusedFile` for others."""
     try:
         with open(path, "rb") as opened, np.load(opened) as file:
             arrays = dict(file)
@@ -176,7 +176,7 @@ class Cache:
         return None if self.folder is None else self.folder / name
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Save the part `name`, if there is a folder; replace an earlier one."""
+        """Save the part `name` if there is a folder, in place of an earlier part."""
         if (path := self.path(f"{name}.npz")) is not None and jax.process_index() == 0:
             save_part(path, arrays, self.digest)
 

@@ -118,7 +118,7 @@ def _against_steps(axis: Axes, steps: np.ndarray, *, log: bool = False) -> None:
 
 
 def _floor(values: np.ndarray) -> float:
-    """Return half the least positive value, for the lower edge of bands."""
+    """Return half the least positive value, the lower limit of bands."""
     positive = values[np.isfinite(values) & (values > 0)]
     return 0.5 * float(positive.min()) if positive.size else 1e-12
 

@@ -1,4 +1,4 @@
-"""Harness of figures: from configuration, data and cache to a dataset, and from a dataset to its settings."""
+"""Compute datasets of figures, and read their settings."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def described(dataset: "xarray.Dataset", config: Any) -> "xarray.Dataset":
 
 
 def decoded(value: Any) -> Any:
-    """Return an attribute of a dataset as it was before it became JSON."""
+    """Return `value` decoded from JSON, or unchanged if it is not JSON."""
     try:
         return json.loads(value)
     except (TypeError, ValueError):  # a number or a sentence

@@ -1,4 +1,4 @@
-"""Environment of a run: versions, devices, switches, commit of the sources."""
+"""Environment of a run."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Rendered figures for notebooks, and the report of a run: one HTML file that fetches nothing."""
+"""Rendered figures for notebooks, and the HTML report of a run."""
 
 import base64
 import html

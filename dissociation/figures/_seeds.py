@@ -1,4 +1,4 @@
-"""Numbers of networks, some of which diverged: NaN, and means over the others."""
+"""Mask diverged networks with NaN, and average over the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -44,7 +44,7 @@ STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
 
 UNCLEAR = "function changed"
-"""Variant moved in a null space by a float32 cut-off, as is usual, which is too large."""
+"""Variant moved in a null space that the usual float32 cut-off makes too large."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,12 +38,12 @@ STEM = "similarity"
 SHOWS = "Similarity of representations between seeds and layers, under rewrites and through training."
 
 REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
-"""Measures on which rewrites are tried: of representations, measured once."""
+"""Measures of representations that do not need repeated measurements."""
 
 SIMILARITIES = tuple(
     name for name in REPRESENTATIONAL if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
 )
-"""Measures on one scale, at most 1."""
+"""Measures that are larger for closer representations, at most 1."""
 
 MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
 """Features of the widest layer that does not depend on `width`."""

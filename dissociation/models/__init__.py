@@ -1,4 +1,4 @@
-"""Networks of one example, and named hidden representations of any model."""
+"""Networks that take one example, and named representations of any model."""
 
 from typing import TYPE_CHECKING
 

@@ -23,7 +23,7 @@ GATES: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
 }
-"""Functions of W x; with any but "none" the layer is not bilinear."""
+"""Functions applied to W x + b; only "none" keeps the layer bilinear."""
 
 
 class BilinearLayer(eqx.Module):
@@ -149,7 +149,7 @@ class BilinearNetwork(Network):
             num_layers: Bilinear layers, at least 1.
             bias: If True, layers have biases.
             gate: One of `GATES`.
-            residual: If True, layers add their input.
+            residual: If True, every layer adds its input to its output.
             init: One of `_initial.INITS`, or a function `(key, shape, fan_in) -> array`.
             key: Key of the weights.
         """

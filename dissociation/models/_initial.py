@@ -19,7 +19,7 @@ INITS = ("pytorch", "lecun")
 def draw_weights(
     init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
 ) -> Float[Array, "*shape"]:
-    """Draw the weights of a layer."""
+    """Draw weights by a name in `INITS` or a function `(key, shape, fan_in) -> array`."""
     fan_in = check_count("fan_in", fan_in, minimum=1)
     if not isinstance(init, str):
         weights = init(key, shape, fan_in)

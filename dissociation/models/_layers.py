@@ -88,7 +88,7 @@ class Convolution(eqx.Module):
         return _convolve(x, self.weight, padding=2) + self.bias[None, None]
 
     def upsampled(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "2*h 2*w o"]:
-        """Return the output after nearest upsampling of the input by 2."""
+        """Upsample the input by 2 with nearest neighbours and return its convolution."""
         x = as_example("x", x, "height", "width", self.weight.shape[-2])
         height, width, _ = x.shape
         # Of the 5 x 5 entries under the kernel at most 3 x 3 differ. Weights of equal entries are added before the

@@ -17,7 +17,7 @@ from dissociation._core.checks import fail, fail_kind
 from dissociation._core.conversion import describe
 
 MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
-"""Operations whose results are still the weights."""
+"""Operations that move or convert weights without computing with them."""
 
 
 class _Single(eqx.nn.Linear):
@@ -51,7 +51,7 @@ def called(model: Any, example: Any) -> Any:
 
 
 def function_of(name: str, model: Any) -> Callable[[Any], Any]:
-    """Return `called` as a function of one example; raise `TypeError` for anything else."""
+    """Return `called` as a function of one example; raise `TypeError` if `model` cannot be called."""
     if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
         fail_kind(name, "be a function", describe(model), "A model with state is a pair (model, state)")
     return functools.partial(called, model)
@@ -68,7 +68,7 @@ def parameters_in(model: Any, where: Any = None) -> Any:
 
 
 def with_draws(model: Any, noise: Any) -> Any:
-    """Return noise with zeros for parameters without a draw; raise unless shapes fit."""
+    """Return `noise` with zeros for parameters where it is None; raise `ValueError` unless shapes fit."""
     is_none = lambda leaf: leaf is None  # noqa: E731
     parameters = parameters_in(model)
     places = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0] for tree in (parameters, noise)]
@@ -96,7 +96,7 @@ class Program(NamedTuple):
 
 
 def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
-    """Return a model as a function of its arrays; see `rewrites.neuron_groups`."""
+    """Return a model as a function of its arrays, evaluated by `call`, default `called`."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     named, tree = jax.tree_util.tree_flatten_with_path(arrays)
     run = functools.partial(_run, called if call is None else call, tree, rest)
@@ -109,7 +109,7 @@ def _run(apply: Callable[[Any, Any], Any], tree: Any, rest: Any, leaves: list[An
 
 
 def inner_program(params: dict[str, Any]) -> Any:
-    """Return the program that an operation calls, if any."""
+    """Return the closed jaxpr in an operation's `params`, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = params.get(name)
         if isinstance(inner, jex.ClosedJaxpr):
@@ -124,10 +124,10 @@ class Walk:
 
     @abstractmethod
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """Return the results of an operation and their mark."""
+        """Return an operation's results and their mark."""
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]) -> list[Any]:
-        """Return pairs (value, mark) of results; constants have mark None."""
+        """Return a pair (value, mark) for every output; constants have mark None."""
         env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
         env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
 
@@ -150,6 +150,6 @@ class Walk:
 
 
 def bound(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the results of an operation."""
+    """Apply an operation to `values` and return its results as a list."""
     results = equation.primitive.bind(*values, **equation.params)
     return list(results) if equation.primitive.multiple_results else [results]

@@ -36,7 +36,7 @@ class Layers(dict[str, Array]):
 
     @classmethod
     def tree_unflatten(cls, static: Any, arrays: Any) -> "Layers":
-        """Return the dictionary of these arrays."""
+        """Return the dictionary from `static` and `arrays`."""
         names, ranks = static
         return cls(zip(names, arrays, strict=True), dict(ranks))
 
@@ -49,11 +49,11 @@ def named(hidden: Sequence[Array], logits: Array) -> Layers:
 
 
 class Network(eqx.Module):
-    """Network of one example with named representations."""
+    """Base of networks that take one example and name their representations."""
 
     @abstractmethod
     def representations(self, x: Any) -> dict[str, Array]:
-        """Return hidden layers and logits by name, see `named`."""
+        """Return hidden layers and logits of one example by name."""
 
     def __call__(self, x: Float[Array | np.ndarray, "..."]) -> Float[Array, " classes"]:
         """Return the logits of one example."""
@@ -66,9 +66,9 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
 
     Args:
         model: A model with a method `representations(x)`, or of a registered type: both return arrays with features
-            (channels) last. For any other model, see `rewrites.neuron_groups`, hidden layers are the inputs of its
-            weights in matrix products and convolutions outside of loops, each once, without the model's input, with the
-            contracted axes last.
+            (channels) last. Hidden layers of any other model are the arrays that weights multiply in matrix products
+            and convolutions outside of loops, each array once, without the model's input, contracted axes
+            last.
         x: One example.
 
     Raises:
@@ -82,7 +82,7 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
 
 
 def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
-    """Return the inputs of the weights of any model for one example; see `representations_of_example`."""
+    """Return the arrays that weights multiply, and the logits, by name."""
     _, leaves, program = program_of(model, None)
     traced = jax.make_jaxpr(program)(leaves, x)
     if len(traced.out_avals) != 1:
@@ -108,13 +108,13 @@ class _Mark(NamedTuple):
 
 
 class _Look(Walk):
-    """Walk that records inputs of weights."""
+    """Walk that records in `found` the arrays that weights multiply."""
 
     def __init__(self) -> None:
         self.found: list[Array] = []
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
-        """Return the results of an operation and their origin."""
+        """Return an operation's results and their mark."""
         name = equation.primitive.name
         side = None
         if name in ("dot_general", "conv_general_dilated"):

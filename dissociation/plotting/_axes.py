@@ -23,7 +23,7 @@ from dissociation._core import checks
 from dissociation._core.files import write_bytes
 
 LEVEL = 0.95
-"""Coverage of drawn intervals."""
+"""Coverage of drawn intervals, as a fraction."""
 
 FEW = 6
 """Number of members below which each member is drawn."""
@@ -52,7 +52,7 @@ def house_style() -> Iterator[None]:
 
 
 class Summary(NamedTuple):
-    """Mean, standard deviation and number of finite members."""
+    """Mean, standard deviation and number of finite values over members."""
 
     mean: Float[np.ndarray, "..."]
     deviation: Float[np.ndarray, "..."]
@@ -66,7 +66,7 @@ class Summary(NamedTuple):
 
 
 def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
-    """Return mean, standard deviation and number of finite members.
+    """Summarise finite values over members.
 
     Args:
         values: Numbers, [members, ...].
@@ -90,7 +90,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
-    """Return True if every member is drawn, because an interval would mislead."""
+    """Return True if members are few or in two groups."""
     curves = np.asarray(curves, float).reshape(len(curves), -1)
     curves = curves[np.isfinite(curves).any(1)]
     if len(curves) < FEW:
@@ -117,7 +117,7 @@ def band(
     Args:
         axes: Axes to draw on.
         x: Positions, [points].
-        curves: Curves, [members, points]. Non-finite members are omitted per point.
+        curves: Curves, [members, points]. Values that are not finite are left out.
         label: Name in the legend.
         within: Limits of the band: the quantity's range, or the lowest value on a logarithmic axis.
         line: Options of `Axes.plot`, for example `look(i)`.
@@ -163,7 +163,7 @@ def differences(
     names: Mapping[str, str] | None = None,
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Draw each variant less the first, paired by members, and name variants that hardly differ from it.
+    """Draw each variant minus the first, member by member, and name variants within 5 % of the largest difference.
 
     Args:
         axes: Axes to draw on.
@@ -225,7 +225,7 @@ def log_height(axes: Axes) -> None:
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return `look` of several curves, with a broad first line."""
+    """Return the options of `look` by curve name, with a broad first line."""
     found = {name: look(index) for index, name in enumerate(names)}
     # Curves that coincide with the first one stay visible on a broad line.
     found[next(iter(found))] |= {"linewidth": 2.0, "alpha": 0.6}

@@ -120,13 +120,10 @@ class Table:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table to show in a notebook.
+    """Return a table that notebooks show and `print` writes.
 
     Args:
         rows: Text cells in rows of equal length, names of columns first.
-
-    Returns:
-        An object that notebooks show and `print` writes.
 
     Raises:
         ValueError: If there are no rows, or rows differ in length.

@@ -123,7 +123,7 @@ def loss_and_accuracy(
 
 
 class NoisyCrossEntropy(eqx.Module):
-    """Cross entropy of a batch of noisy images."""
+    """Loss: mean cross entropy of noisy images."""
 
     noise: Float[Array, ""]
 
@@ -142,7 +142,7 @@ class LossAndAccuracy(eqx.Module):
     labels: Float[Array, "m classes"]
 
     def __call__(self, model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
-        """Return the four numbers."""
+        """Return loss and accuracy of both splits."""
         train = loss_and_accuracy(model, self.train_images, self.train_labels)
         validation = loss_and_accuracy(model, self.images, self.labels)
         names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")

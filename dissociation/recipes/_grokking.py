@@ -259,7 +259,7 @@ class CheapMeasures(eqx.Module):
 
 
 class Observation(eqx.Module):
-    """Cheap measures at every observation, expensive ones at some `steps`."""
+    """Observation: `cheap` measures always, `expensive` measures at `steps` and NaN elsewhere."""
 
     cheap: CheapMeasures
     expensive: Any

@@ -1,4 +1,4 @@
-"""Axes of arrays as trees of atoms, the symbolic dimensions that a symmetry may permute.
+"""Axes of arrays as trees of symbolic dimensions ("atoms" in code), which a symmetry may permute.
 
 None is an axis along which an array is constant.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Leaf(NamedTuple):
-    """An occurrence of an atom; refinement keeps its name."""
+    """An occurrence of a symbolic dimension in an axis; names of its refined parts start with `name`."""
 
     name: tuple[int, ...]
     atom: int
@@ -20,19 +20,19 @@ class Leaf(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Nested parts, the last one fastest; none for an axis of length 1."""
+    """An axis flattened from `parts`, the last one fastest; without parts its length is 1."""
 
     parts: tuple["Axis", ...]
 
 
 class Sum(NamedTuple):
-    """Concatenated parts."""
+    """An axis concatenated from `parts`."""
 
     parts: tuple["Axis", ...]
 
 
 class Order(NamedTuple):
-    """A reordered part: `order` is the index at each place."""
+    """A reordered axis: entry i is entry `order[i]` of `part`."""
 
     part: "Axis"
     order: np.ndarray
@@ -46,7 +46,7 @@ class Order(NamedTuple):
 Axis = Leaf | Product | Sum | Order
 UNIT = Product(())
 Placed = tuple[Leaf, np.ndarray]
-"""An occurrence and the places of its indices, [size of its atom, repetitions]."""
+"""An occurrence and the positions of its indices along the axis, [size of the occurrence, repetitions]."""
 
 
 def rebuilt(axis: Any, parts: tuple[Any, ...]) -> Any:
@@ -62,7 +62,7 @@ def _instance(part: Axis, name: tuple[int, ...], count: Iterator[int]) -> Axis:
 
 
 class Atoms:
-    """All atoms of a program."""
+    """The symbolic dimensions of a program."""
 
     def __init__(self, *, single: bool = False) -> None:
         self.single = single  # if True, axes of length 1 have atoms too
@@ -74,7 +74,7 @@ class Atoms:
         self.even: list[Axis] = []  # axes along which arrays are constant
 
     def new(self, size: int, reason: str = "") -> Axis:
-        """Return an axis of one new atom, frozen if a reason is given."""
+        """Return an axis of one new dimension, fixed if `reason` is not empty."""
         if size == 1 and not self.single:
             return UNIT
         self._parent.append(len(self._parent))
@@ -86,7 +86,7 @@ class Atoms:
         return Leaf((self._names,), atom, size)
 
     def find(self, atom: int) -> int:
-        """Return the representative of an atom."""
+        """Return the representative of the dimensions united with `atom`."""
         while self._parent[atom] != atom:
             self._parent[atom] = self._parent[self._parent[atom]]
             atom = self._parent[atom]
@@ -97,7 +97,7 @@ class Atoms:
         return self._reasons[self.find(atom)]
 
     def resolve(self, axis: Axis) -> Axis:
-        """Return the axis in current atoms, without needless nesting."""
+        """Return the axis with united and refined dimensions replaced."""
         if isinstance(axis, Leaf):
             atom = self.find(axis.atom)
             if atom not in self._parts:
@@ -111,26 +111,26 @@ class Atoms:
         return parts[0] if len(parts) == 1 else type(axis)(tuple(parts))
 
     def leaves(self, axis: Axis | None) -> list[Leaf]:
-        """Return the occurrences in an axis, by first place, outer before inner."""
+        """Return the occurrences in an axis by first position, outer before inner."""
         if axis is None:
             return []
         axis = self.resolve(axis)
         return [leaf for leaf, _ in self.occurrences(axis)] if has_order(axis) else _leaves(axis)
 
     def copied(self, axis: Axis) -> Axis:
-        """Return the same atoms in new occurrences."""
+        """Return the axis with new occurrences of the same dimensions."""
         axis = self.resolve(axis)
         if isinstance(axis, Leaf):
             return self._occurrence(axis.atom, axis.size)
         return rebuilt(axis, tuple(self.copied(part) for part in axis.parts))
 
     def freeze(self, axis: Axis | None, reason: str) -> None:
-        """Freeze all atoms of an axis."""
+        """Fix all dimensions of an axis."""
         for leaf in self.leaves(axis):
             self._reasons[leaf.atom] = self._reasons[leaf.atom] or reason
 
     def unite(self, first: Axis | None, second: Axis | None) -> None:
-        """Unite two axes of one length; None fits every axis."""
+        """Unite two axes of equal length; do nothing if one is None."""
         if first is None or second is None:
             return
         a, b = self.resolve(first), self.resolve(second)
@@ -164,7 +164,7 @@ class Atoms:
             self.freeze(parts, self._reasons[atom])
 
     def _turn(self, atom: int, order: np.ndarray) -> None:
-        """Unite an atom with a reordering of itself: cycles of equal length stay free."""
+        """Unite a dimension with a reordering of itself: cycles of equal length stay permutable."""
         cycles: dict[int, list[list[int]]] = {}
         seen = np.zeros(len(order), bool)
         for start in range(len(order)):
@@ -235,21 +235,21 @@ class Atoms:
 
     @staticmethod
     def _met(own: list[Placed], others: list[Placed], size: int) -> list[tuple[Leaf, np.ndarray]]:
-        """Return the other leaf at each index of each leaf, -1 for none."""
+        """Return each occurrence in `own` with the number in `others` at each index, or -1."""
         owner = np.full(size, -1)
         for number, (_, places) in enumerate(others):
             owner[places[:, 0]] = number
         return [(leaf, owner[places[:, 0]]) for leaf, places in own]
 
     def _part(self, leaf: Leaf, classes: np.ndarray) -> None:
-        """Refine the atom of a leaf by classes of its indices."""
+        """Split the dimension of an occurrence into one for each class in `classes`, [size]."""
         order = np.argsort(classes, kind="stable")
         reason = self._reasons[leaf.atom]
         sizes = np.unique(classes, return_counts=True)[1].tolist()
         self._refine(leaf.atom, Order(Sum(tuple(self.new(size, reason) for size in sizes)), np.argsort(order)))
 
     def taken(self, axis: Axis | None, indices: np.ndarray) -> Any:
-        """Return the axis read at given indices."""
+        """Return the axis of a result that reads `axis` at `indices`."""
         if axis is None:
             return None
         axis = self.resolve(axis)
@@ -328,7 +328,7 @@ class Atoms:
             self.unite(one, other)
 
     def cut(self, axis: Axis, sizes: list[int]) -> list[Axis]:
-        """Return the axis as concatenated parts of these lengths."""
+        """Return the axis split into consecutive parts of lengths `sizes`, without empty ones."""
         axis = self.resolve(axis)
         sizes = [size for size in sizes if size]
         if len(sizes) == 1:
@@ -364,7 +364,7 @@ class Atoms:
         return pieces
 
     def factored(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:
-        """Return the axis as nested parts of these lengths."""
+        """Return the axis unflattened into parts of lengths `sizes`, outer first."""
         axis = self.resolve(axis)
         if isinstance(axis, Order) and isinstance(axis.part, Leaf):
             own = tuple(self.new(size, self._reasons[axis.part.atom]) for size in sizes)
@@ -406,7 +406,7 @@ class Atoms:
         return [self.new(outer, "parts that were put end to end"), rows[0]]
 
     def occurrences(self, axis: Axis | None) -> list[Placed]:
-        """Return `leaves` of an axis with their places."""
+        """Return the `leaves` of an axis with their positions."""
         if axis is None:
             return []
         axis = self.resolve(axis)
@@ -414,7 +414,7 @@ class Atoms:
         return sorted(found, key=lambda each: int(each[1].min())) if has_order(axis) else found
 
     def placed(self, axis: Axis, places: np.ndarray | None = None) -> list[Placed]:
-        """Return occurrences of a resolved axis with their places, in the order of its parts."""
+        """Return occurrences of a resolved axis with their positions, by part."""
         places = np.arange(size_of(axis))[:, None] if places is None else places
         if isinstance(axis, Leaf):
             return [(axis, places)]
@@ -441,7 +441,7 @@ def _leaves(axis: Axis) -> list[Leaf]:
 def spread(
     axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
 ) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
-    """Return the old place of each entry of a resized axis, and its neuron by name, or -1."""
+    """Return the old position of each entry of a resized axis and, by name, its new neuron or -1."""
     if isinstance(axis, Leaf):
         if axis.name not in neurons:
             return np.arange(axis.size), {}
@@ -475,7 +475,7 @@ def spread(
 
 
 def resized(axis: Any, sizes: dict[tuple[int, ...], int]) -> Any:
-    """Return an axis with other sizes of named parts."""
+    """Return an axis whose parts have the sizes given by name."""
     if isinstance(axis, Leaf):
         return axis._replace(size=sizes.get(axis.name, axis.size))
     return type(axis)(tuple(resized(part, sizes) for part in axis.parts))

@@ -31,7 +31,7 @@ from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
 PASSES = 50
-"""Largest number of passes over all groups: a neuron dropped in one may leave neurons of another dead."""
+"""Largest number of passes over all groups: dropped neurons of one may leave neurons of another without weights."""
 
 SLOPE = 0.5
 """Slope of the waves in `_features`."""
@@ -48,26 +48,26 @@ def canonical(
     inputs: Any = None,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
-    """Return the canonical form of a network: one with the same function and dtypes.
+    """Return the canonical form of a network, with the same function and dtypes.
 
     Neurons without incoming or outgoing weights are dropped, incoming weights are scaled to length one, neurons with
     equal incoming weights are merged, or dropped if their outgoing weights cancel. Neurons are ordered by incoming
-    weights, from the first layer on. An empty group keeps one neuron of zeros. Ties up to rounding, as in layers of
-    thousands, come in any order, which `fingerprint` ignores.
+    weights, from the first layer on. An empty group keeps one neuron of zeros. Neurons tied up to rounding, as in
+    layers of thousands, have an arbitrary order, which `fingerprint` ignores.
 
     Args:
         model: A network whose groups are homogeneous of degree one and can be widened: perceptrons, convolutional and
             residual networks with ReLU-like activations, without normalisation or layers stacked in a scan. Pairs
             relu(z) - relu(-z) = z are not merged, rotations of linear layers not undone.
         example: One example, see `rewrites.neuron_groups`.
-        tolerance: Distance of normalised incoming weights below which neurons are merged; share of outgoing weights
-            that counts as cancelled.
+        tolerance: Distance of normalised incoming weights below which neurons are merged. Merged outgoing weights below
+            this fraction of their absolute sum count as cancelled.
         inputs: Examples, samples first. Neurons that are zero on all of them are dropped; the function is kept on these
-            alone.
+            inputs alone.
         call: See `rewrites.neuron_groups`.
 
     Raises:
-        ValueError: If a group does not qualify, the program depends on its number of neurons, or neurons of a residual
+        ValueError: If a group lacks these properties, the program depends on its size, or neurons of a residual
             stream are written by its blocks alone.
         TypeError: If the network is traced.
     """
@@ -93,8 +93,9 @@ def fingerprint(
 ) -> Float[Array, " numbers"]:
     """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 
-    It does not depend on the order of neurons: every axis of neurons is summed with as many weights, functions of the
-    incoming weights. Arrays that are not normalised are divided by their root mean square, whose logarithm comes last.
+    It does not depend on the order of neurons: every axis of neurons is multiplied by functions of the incoming
+    weights, [neurons, neurons]. All but the normalised arrays are divided by their common root mean square, whose
+    logarithm comes last.
     The length depends on the numbers of neurons. Arguments and errors are those of `canonical`.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
@@ -128,7 +129,7 @@ def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Arra
 def _reduced(
     model: Any, example: Any, tolerance: float, inputs: Any, call: Any
 ) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
-    """Return the reduced arrays of a network, its groups, and their order with the slots that order uses."""
+    """Return the arrays of a network after merging, its groups, and by group the slots that order neurons."""
     check_positive("tolerance", tolerance)
     # A group may shrink to one neuron and must still be found.
     groups = neuron_groups(model, example, call=call, single=True)
@@ -206,7 +207,7 @@ def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
 
 
 def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float) -> np.ndarray:
-    """Normalise and merge neurons of a group in place; return those that are left."""
+    """Normalise and merge neurons of a group in place; return the indices of neurons to keep."""
     exponents: Any = group.scaling
     makes, reads = (np.flatnonzero(side * exponents > 0).tolist() for side in (1, -1))
     alive = np.linalg.norm(_rows(leaves, group, makes), axis=1) > 0
@@ -285,7 +286,7 @@ def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarr
 
 
 def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
-    """Order groups from the inputs on, with the slots that do not depend on later groups."""
+    """Return groups from the inputs on, with indices of slots that do not depend on later groups."""
     owners: dict[tuple[int, int], set[str]] = {}
     for name, group in groups.items():
         for slot in group.slots:
@@ -317,7 +318,6 @@ def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[
 
 
 def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]) -> list[str]:
-    """Return the groups along the other axes of a slot's array."""
     others = [axis for axis in range(len(slot.shape)) if axis != slot.axis]
     return [name for axis in others for name in owners.get((slot.leaf, axis), ())]
 

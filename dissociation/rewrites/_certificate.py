@@ -18,9 +18,9 @@ class Certificate(NamedTuple):
 
     Attributes:
         max_abs_change: Largest change of any output on any input; NaN if an output is NaN.
-        max_rel_change: The same over the largest absolute output of the original model.
-        changed_predictions: Number of inputs whose largest output (or sign of a single output) changed, or is NaN or
-            infinite in either model.
+        max_rel_change: `max_abs_change` over the largest absolute output of the original model.
+        changed_predictions: Number of inputs for which the index of the largest output (or the sign of a single output)
+            changed, or the largest output is not finite in either model.
         num_inputs: Number of inputs.
     """
 
@@ -88,5 +88,4 @@ def certify(
 
 
 def _prediction(outputs: Array) -> Array:
-    """Return the predicted class of one example, or the sign of a single output."""
     return outputs[0] > 0 if outputs.size == 1 else jnp.argmax(outputs)

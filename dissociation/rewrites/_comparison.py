@@ -20,7 +20,7 @@ KEPT_SIZE = (
 
 
 def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raise unless both models are one program that does not depend on the number of neurons of a group."""
+    """Raise unless the programs of both models are equal up to the number of neurons of a group."""
     (one, results), (other, others) = (_flow(model, group) for model in (before, after))
     same = one.lengths == other.lengths and _same_steps(one.steps, other.steps) and _same_known(results, others)
     same = same and [value.shape for value in results] == [value.shape for value in others]
@@ -33,7 +33,7 @@ PARTIAL = {"sqrt", "rsqrt", "log", "log1p", "pow", "div", "integer_pow", "acos",
 
 
 def check_defined(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raise if new neurons make outputs NaN or infinite."""
+    """Raise if new neurons make outputs NaN or infinite; do not check traced models."""
     numbers = [jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)) for model in (before, after)]
     if any(map(is_traced, [*numbers[0], *numbers[1]])):
         return
@@ -59,7 +59,6 @@ def _drawn_like(leaf: Any) -> Any:
 
 
 def _flow(model: Any, group: NeuronGroup) -> tuple[Flow, list[Value]]:
-    """Return the operations of a model and its outputs."""
     _, leaves, program = program_of(model, group.call)
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
     try:
@@ -92,7 +91,7 @@ def _same_step(one: Step, other: Step) -> bool:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    """Test whether a parameter is numbers or text; functions and programs differ between traces."""
+    """Test whether a parameter holds numbers or text, which do not differ between traces."""
     return name != "branches" and isinstance(value, int | float | str | tuple) and " at 0x" not in repr(value)
 
 

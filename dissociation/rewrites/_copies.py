@@ -20,10 +20,10 @@ Label = np.ndarray
 """Integers shaped like a value; -1 for entries of no neuron, or constant along neurons."""
 
 Marks = dict[int, Label]
-"""Labels by atom."""
+"""Labels by symbolic dimension ("atom")."""
 
 Labels = list[Any]
-"""Labels by operand or result; None if the atom does not occur."""
+"""Labels by operand or result; None if the dimension does not occur."""
 
 
 class Copies:
@@ -41,7 +41,7 @@ class Copies:
         self._known: dict[int, dict[int, int]] = {}
 
     def marks(self, value: Value) -> Marks:
-        """Return the labels of a value, by atom."""
+        """Return the labels of a value by dimension, without tied dimensions."""
         return {atom: label for atom, label in self._marks.get(id(value), {}).items() if atom not in self.tied}
 
     def mark(self, value: Value, marks: Marks) -> None:
@@ -52,7 +52,7 @@ class Copies:
         self._marks[id(value)] = marks
 
     def axis(self, value: Value, atom: int) -> int:
-        """Return the axis of a value that has an atom; -1 if it is not unique."""
+        """Return the number of the axis that has a dimension; -1 if it is not unique."""
         if id(value) not in self._known:
             own: dict[int, int] = {}
             for k, axis in enumerate(value.axes):
@@ -83,7 +83,7 @@ class Copies:
         self.mark(value, marks)
 
     def same(self, labels: Sequence[Label], shape: Sequence[int] | None = None) -> Label:
-        """Unite labels that broadcast against each other."""
+        """Unite labels at the same entries and return them, broadcast to `shape`."""
         shape = np.broadcast_shapes(*(label.shape for label in labels)) if shape is None else tuple(shape)
         wide = [np.broadcast_to(label, shape) for label in labels]
         # Axes along which all labels are broadcast stay of length 1: activations may be large.
@@ -97,7 +97,7 @@ class Copies:
         return np.broadcast_to(first, shape)
 
     def along(self, label: Label, axes: Sequence[int]) -> Label:
-        """Unite labels along some axes, which become of length 1."""
+        """Unite labels along some axes, which have length 1 in the result."""
         shape = tuple(1 if k in axes else size for k, size in enumerate(label.shape))
         small = thin(label)
         first = small.max(tuple(axes), keepdims=True) if axes else small
@@ -178,7 +178,6 @@ def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through an operation along some axes."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
     label, params = copies.same([label for label in labels if label is not None], step.operands[0].shape), step.params
@@ -196,7 +195,6 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
 
 
 def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through an operation that only moves entries."""
     return [MOVES[step.name](step, labels[0])]
 
 
@@ -240,7 +238,6 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
 
 
 def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through a partial update."""
     place = 1 if step.name == "dynamic_update_slice" else 2
     if place == 2 and labels[1] is not None:
         return None
@@ -278,7 +275,6 @@ def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
 
 
 def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through a concatenation or stack."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
     pairs = zip(labels, step.operands, strict=True)
@@ -335,7 +331,6 @@ def _dot(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int)
 
 
 def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Propagate labels through a convolution, as a product over channels."""
     numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
     names = ("image", "in"), ("out", "in")
     flat: Labels = [None, None]
@@ -366,7 +361,6 @@ def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], at
 
 
 def _scan(copies: Copies, step: Step) -> None:
-    """Propagate labels through a loop."""
     (part,), params = step.parts, step.params
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     carry, slices, over = part.inputs[first:last], part.inputs[last:], step.operands[last:]
@@ -472,7 +466,7 @@ RULES: dict[str, Rule] = {
 def copies_told_apart(
     flow: Flow, made: Sequence[Value], free: set[int]
 ) -> tuple[dict[int, int], dict[tuple[int, tuple[int, ...]], np.ndarray]]:
-    """Return the number of independent copies of each atom, and the copy at each parameter entry."""
+    """Return the number of independent copies of each dimension, and the copy at each parameter entry."""
     copies = Copies(flow)
     for index, value in enumerate(made):
         # Every row starts as its own copy; operations that add or multiply two rows unite them.

@@ -20,14 +20,14 @@ class Value:
 
     Attributes:
         shape: Shape.
-        axes: Axes; None if the array is constant along one.
+        axes: One axis per dimension of `shape`, None if the array is constant along it.
         zero: True if all entries are zero.
-        known: Entries, if they are constants and few.
+        known: Entries of a constant with at most `FEW` entries, otherwise None.
         endless: True if no entry is finite.
-        refers: Axis whose indices the entries are, as after an argmax.
-        shifted: True if indices may be offset, or the first of a tie.
-        column: Position of these indices among others along the last axis; None if alone.
-        pair: Token shared by largest values and their indices if only zeros tie.
+        refers: Axis that the entries index, as after an argmax, or None.
+        shifted: True if the indices may be offset, or depend on the order of tied entries.
+        column: Position of these indices along the last axis; None if alone.
+        pair: Object shared by the values and indices of a `top_k` in which only zeros tie.
         level: Ties between entries: 0 none, 1 only of zeros, as after a ReLU, 2 of any value.
     """
 
@@ -44,7 +44,7 @@ class Value:
 
 
 class Equation(NamedTuple):
-    """The equation sum of coefficient * exponent = 0, or -1 for a contraction over duplicated neurons."""
+    """An equation for exponents: sum of coefficient * exponent = 0; -1 if `adds_up` and neurons are duplicated."""
 
     terms: tuple[tuple[Axis, float], ...]
     adds_up: bool = False
@@ -65,7 +65,7 @@ def _broadcast(operands: Sequence[Value]) -> Value:
 
 @dataclass
 class Step:
-    """An operation with its values; `shapes` are those of results."""
+    """An operation with operands and results; `shapes` are the shapes of results."""
 
     name: str
     params: dict[str, Any]
@@ -77,10 +77,10 @@ class Step:
 
 @dataclass
 class Flow:
-    """Everything read off a program.
+    """Axes, equations and operations found in a program.
 
     Attributes:
-        atoms: All atoms.
+        atoms: Symbolic dimensions.
         equations: Equations for exponents.
         uneven: Axes whose linear maps do not commute with an operation.
         counted: Axes that a statistic is computed over.
@@ -102,11 +102,11 @@ class Flow:
     large: list[np.ndarray] = field(default_factory=list)
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
-        """Return a value of new atoms, frozen if a reason is given."""
+        """Return a value of new dimensions, fixed if `reason` is not empty."""
         return Value(tuple(shape), [self.atoms.new(size, reason) for size in shape])
 
     def constant(self, array: Any) -> Value:
-        """Return the value of a known array."""
+        """Return the value of a constant; axes along which it varies are fixed."""
         if jnp.issubdtype(getattr(array, "dtype", type(array)), jax.dtypes.prng_key):
             return self.array(array.shape, "a key differs along it")
         array = np.asarray(array)
@@ -123,7 +123,7 @@ class Flow:
         return Value(array.shape, axes, not array.any(), known, endless)
 
     def unknown(self, step: Step) -> list[Value]:
-        """Freeze everything that an operation touches."""
+        """Return fixed results, and fix all operands."""
         # Only symmetries that rules prove are reported: a missing rule costs groups, not correctness.
         reason = f"`{step.name}` is not known to leave its order open"
         for value in step.operands:
@@ -131,7 +131,7 @@ class Flow:
         return [self.array(shape, reason) for shape in step.shapes]
 
     def even(self, size: int) -> Axis:
-        """Return an axis along which nothing differs."""
+        """Return a new permutable axis with exponent zero."""
         axis = self.atoms.new(size)
         self.equal(axis)
         return axis
@@ -148,19 +148,19 @@ class Flow:
             self.equal(axis)
 
     def freeze(self, value: Value, reason: str, axes: Sequence[int] | None = None) -> None:
-        """Freeze some axes of a value, or all."""
+        """Fix the axes of a value at positions `axes`; None is all."""
         for k in range(len(value.axes)) if axes is None else axes:
             self.atoms.freeze(value.axes[k], reason)
 
     def lined_up(self, axes: Sequence[Axis | None]) -> Axis | None:
-        """Return united axes in a new occurrence; None if all are None."""
+        """Unite axes and return a new occurrence; None if all are None."""
         there = [axis for axis in axes if axis is not None]
         for axis in there[1:]:
             self.atoms.unite(there[0], axis)
         return self.atoms.copied(there[0]) if there else None
 
     def summed(self, operands: Sequence[Value], *, linear: bool = True) -> Value:
-        """Follow a function that is homogeneous of degree one: a sum, or a choice if not `linear`."""
+        """Return the result of a sum or, if not `linear`, of a choice such as a maximum."""
         found = _broadcast(operands)
         found.zero = all(value.zero for value in operands)
         for axis, own in self._aligned(found, operands):
@@ -174,7 +174,7 @@ class Flow:
         return found
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
-        """Follow a product of powers of arrays."""
+        """Return the product of powers of arrays."""
         found = _broadcast(operands)
         for axis, own in self._aligned(found, operands):
             terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
@@ -185,7 +185,7 @@ class Flow:
         return found
 
     def mixed(self, operands: Sequence[Value], *, ordered: bool = False) -> Value:
-        """Follow an elementwise function; if `ordered`, a comparison, which allows a common factor."""
+        """Return the result of an elementwise function; a comparison (`ordered`) allows a common factor."""
         found = _broadcast(operands)
         for axis, own in self._aligned(found, operands):
             self.bend(axis, still=True)
@@ -221,7 +221,7 @@ class Flow:
         return copy
 
     def contract(self, a: Axis | None, b: Axis | None) -> None:
-        """Sum products over an axis of two arrays."""
+        """Record a sum of products over an axis of two arrays."""
         self.atoms.unite(a, b)
         terms = tuple((axis, 1.0) for axis in (a, b) if axis is not None)
         self.contracted += [axis for axis, _ in terms]
@@ -234,13 +234,13 @@ class Flow:
             self.reduce(terms[0][0])
 
     def reduce(self, axis: Axis | None) -> None:
-        """Compute a statistic over an axis."""
+        """Record a statistic over an axis."""
         if axis is not None:
             self.counted.append(axis)
             self.bend(axis, still=True)
 
     def referring(self, value: Value, axis: Axis | None) -> Axis | None:
-        """Unite an axis that is read or written at the indices of a value with the axis they index."""
+        """Unite `axis` with the axis that `value` indexes and return it; None if either is None."""
         if value.refers is None or axis is None:
             return None
         self.atoms.unite(value.refers, axis)
@@ -249,7 +249,7 @@ class Flow:
         return axis
 
     def regrouped(self, value: Value, shape: tuple[int, ...]) -> list[Axis | None]:
-        """Return the axes after a reshape."""
+        """Return the axes of a value reshaped to `shape`."""
         if value.shape == shape:
             return list(value.axes)
         old = [(axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1]

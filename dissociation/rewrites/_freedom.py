@@ -38,11 +38,11 @@ class Freedom(NamedTuple):
     """Attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
     Attributes:
-        measured: Value of the representation as it is.
+        measured: CKA of the representation as it is.
         low: Smallest value, approached as one neuron outgrows all others.
         high: Largest value.
         low_weights: Squared factors of the neurons that approach `low`, [neurons]; 0 for unused neurons.
-        high_weights: The same for `high`.
+        high_weights: Squared factors that attain `high`, [neurons]; 0 for unused neurons.
         residual: Relative residual of the Karush-Kuhn-Tucker conditions at `high`, which certifies the maximum.
         constant: Mask of neurons that are constant on the data, [neurons].
         lengths: Length of the centred activity of each neuron, [neurons].
@@ -63,7 +63,7 @@ class Freedom(NamedTuple):
         """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.scale`.
 
         Raises:
-            ValueError: If `end` is unknown, or the group is not homogeneous of a positive degree in one way.
+            ValueError: If `end` is unknown, or the group does not have one scaling, of positive degree.
         """
         check_choice("end", end, ENDS)
         factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)
@@ -77,7 +77,7 @@ class Freedom(NamedTuple):
 
 
 def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Rewrite:
-    """Return the rewrite that multiplies activities by factors [neurons], rounded to powers of two if `free`."""
+    """Return the rewrite that multiplies activities by factors [neurons], by the nearest powers of two where `free`."""
     if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
         fail("group", "be homogeneous of a positive degree, in one way", group)
     # Activities scale by factor^degree. Powers of two round no weight, so they are taken if any factor will do.
@@ -93,7 +93,7 @@ def cka_freedom(
     """Return the attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
     If the activation is homogeneous, networks of one function fill the range and `Freedom.rewrite` approaches both
-    ends. Duplicated neurons do not change it, neurons without effect may extend it. With squared factors w >= 0,
+    ends. Duplicated neurons do not change the range, neurons without effect may extend it. With squared factors w >= 0,
     centred activities h_i (a column per position) and the Gram matrix K0 of the reference,
 
         CKA(w) = b^T w / (|K0| sqrt(w^T G w)),   G_ij = |h_i^T h_j|^2,   b_i = tr(h_i^T K0 h_i).
@@ -103,7 +103,7 @@ def cka_freedom(
     Args:
         x: The representation, [samples, neurons] or [samples, neurons, *positions]. Positions, as those of a channel,
             share the factor of the neuron.
-        reference: Another one of the same samples, not scaled.
+        reference: Another representation of the same samples, not scaled.
 
     Raises:
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
@@ -142,8 +142,8 @@ class LinearFreedom(NamedTuple):
         measured: Value of the representation as it is.
         low: Smallest value.
         high: Largest value.
-        low_matrix: M that approaches `low`, as in x M^T.
-        high_matrix: The same for `high`.
+        low_matrix: M, [neurons, neurons], for which x M^T approaches `low`.
+        high_matrix: M for which x M^T approaches `high`.
     """
 
     measured: float
@@ -183,7 +183,7 @@ def linear_cka_freedom(
 
     Args:
         x: The representation.
-        reference: Another one of the same samples, not mapped.
+        reference: Another representation of the same samples, not mapped.
         smallest: Factor of unused directions at an end, 0 to 1. Ends are missed by about its square; rounding of the
             function grows as its inverse.
 
@@ -255,7 +255,7 @@ def _inner_squares(unit: np.ndarray) -> np.ndarray:
 
 
 def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return centred columns over their largest entry, a mask of constant ones, and that entry."""
+    """Return centred columns over their largest absolute entry, a mask of constant columns, and that entry."""
     if is_traced(given):
         raise TypeError(f"`{name}` must be known: freedom is a step of the host, got a traced array.")
     columns = np.asarray(given, np.float64).reshape(len(given), -1)
@@ -295,15 +295,15 @@ def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 class Bounds(NamedTuple):
-    """Values of a measure that networks of the same functions attain; others may lie outside.
+    """Range of a measure found over scaled networks of the same functions; the true range may be wider.
 
     Attributes:
         measured: Value of the representations as they are.
         low: Smallest value found.
         high: Largest value found.
         low_factors: Factors of the neurons of x and of y at `low`; ones for a representation that is not scaled.
-        high_factors: The same at `high`.
-        ends: Value from each start, minimised and maximised, [2, starts]. If they differ much, more starts find more.
+        high_factors: Factors of x and of y at `high`.
+        ends: Minimum (row 0) and maximum (row 1) from each start, [2, starts]. If a row varies much, use more starts.
     """
 
     measured: Float[Array, ""]
@@ -351,15 +351,15 @@ def similarity_bounds(
 
     Args:
         x: A representation whose neurons may be scaled.
-        y: Another one of the same samples.
-        measure: A name in `similarity.MEASURES`, or a function of both. Without a derivative, as for neighbours or
+        y: Another representation of the same samples.
+        measure: A name in `similarity.MEASURES`, or a function of x and y. Without a derivative, as for neighbours or
             ranks, only starts are compared. The overall scale dominates measures that depend on it, as the Procrustes
             distance. Measures that are invariant to the scale of a neuron, as CCA, have one value.
         free: "both", or "x" to keep y as it is.
         largest_factor: Largest length of centred activity, in units of the mean over neurons, more than 1. The smallest
             length is its inverse.
-        num_starts: At least 4: lengths as they are, equal lengths, the single neurons of x least and most similar to y,
-            then random ones.
+        num_starts: Number of starts, at least 4: lengths as they are, equal lengths, the single neurons of x least and
+            most similar to y, then random lengths.
         num_steps: Steps of Adam from each start.
         key: Key of the random starts.
 

@@ -35,10 +35,10 @@ class Slot(NamedTuple):
         positions: Positions along the axis, [neurons, positions of each].
         outgoing: True for outgoing weights, False for incoming ones.
         shape: Shape of the array.
-        layout: Parts of the axis; the neurons are part `name`.
-        name: Name of the part in the layout.
-        copy: Copy at each entry. Broadcasts to the array, with one entry per position of a neuron along `axis`; zeros
-            for one copy.
+        layout: Parts of the axis.
+        name: Name of the part of `layout` that holds the neurons.
+        copy: Index of the copy at each entry. Broadcasts to the array, with one entry per position of a neuron along
+            `axis`; zeros for one copy.
     """
 
     path: str
@@ -103,8 +103,9 @@ class NeuronGroup:
             under a statistic over neurons.
         cancelling: True if neurons with equal incoming weights cancel when their outgoing weights add up to zero.
         normalised: True if a statistic is computed over the neurons.
-        linear: Sides of a linear symmetry, one per slot: 1 is multiplied by an invertible M [neurons, neurons], -1 by
-            its inverse transposed. None if there is more than sums and products between incoming and outgoing weights.
+        linear: Linear symmetry, one number per slot: 1 if an invertible M [neurons, neurons] multiplies the slot, -1 if
+            the transposed inverse of M does. None if there is more than sums and products between incoming and
+            outgoing weights.
         example: Shapes and dtypes that the model was traced with.
         call: Function that calls the model, see `neuron_groups`.
         copies: Number of independent copies, such as heads or stacked layers. 1 also if all copies must move together.
@@ -127,7 +128,7 @@ class NeuronGroup:
     structure: Any = None
 
     def resized(self, original: np.ndarray) -> Iterator[tuple[int, int, np.ndarray, dict[int, np.ndarray]]]:
-        """Yield array, axis, old place of each entry, and neuron at each by slot index, for neurons `original`."""
+        """Yield each array and axis, the old position of its entries, and by slot index their new neuron."""
         found: dict[tuple[int, int], list[int]] = {}
         for index, slot in enumerate(self.slots):
             found.setdefault((slot.leaf, slot.axis), []).append(index)
@@ -137,7 +138,7 @@ class NeuronGroup:
             yield leaf, axis, places, {index: owners[name] for index, name in names.items()}
 
     def places(self) -> set[tuple[int, int, bytes]]:
-        """Return arrays, axes and positions of the neurons, to compare groups of two models."""
+        """Return array, axis and positions of each slot, to compare groups of two models."""
         return {(slot.leaf, slot.axis, np.sort(slot.positions, 1).tobytes()) for slot in self.slots}
 
     def __repr__(self) -> str:
@@ -167,7 +168,7 @@ class GroupReport(NamedTuple):
 
     Attributes:
         groups: Groups by name.
-        frozen: Reason for every array and axis that cannot be permuted as a whole.
+        frozen: Reason for each axis, "path[axis]", of which at least a part is fixed.
     """
 
     groups: dict[str, NeuronGroup]
@@ -218,14 +219,14 @@ def neuron_groups(
 
 
 def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
-    """Return the floating-point arrays of a model, their tree, and everything else."""
+    """Return the floating-point arrays of a model, their tree structure, and the model without them."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     leaves, tree = jax.tree.flatten(arrays)
     return leaves, tree, rest
 
 
 def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
-    """Return the parameters of a model in float64; raise unless they are known, real and finite."""
+    """Return the parameters of a model in float64; raise unless they are concrete, real and finite."""
     leaves = parameters_of(model)[0]
     if any(map(is_traced, leaves)):
         raise TypeError(f"`{name}` must be known: {what} of the host, got traced arrays.")
@@ -244,7 +245,7 @@ class _Any:
 
 
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
-    """Return everything about a model but its parameters: tree, shapes, constants, other leaves."""
+    """Return everything about a model except parameter values: tree, shapes, constants, other leaves."""
     is_state = lambda part: isinstance(part, eqx.nn.State)  # noqa: E731
     states = [part for part in jax.tree.leaves(model, is_leaf=is_state) if is_state(part)]
     in_state = {id(leaf) for leaf in jax.tree.leaves(states)}
@@ -309,7 +310,7 @@ def flow_of(traced: Any, leaves: Sequence[Any], *, single: bool = False) -> tupl
 
 
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
-    """Build groups from the atoms of a program."""
+    """Build groups from the symbolic dimensions of a program."""
     atoms, structure = flow.atoms, structure_of(model)
     # Groups have the same names with and without a state.
     start = "[0]" if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State) else ""
@@ -380,7 +381,7 @@ Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]
 
 
 def _rows(flow: Flow) -> dict[int, list[Row]]:
-    """Return the equations of each atom: terms (name, coefficient) and their sum."""
+    """Return the equations of each dimension: terms (name, coefficient) and their sum."""
     rows: dict[int, list[Row]] = {}
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
     for terms, adds_up in (*flow.equations, *ties, *[Equation(((axis, 1.0),)) for axis in flow.atoms.even]):
@@ -423,7 +424,7 @@ def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: floa
 
 
 def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a basis of exponents of slots that keep every contraction, and those for duplicated neurons."""
+    """Return a basis of the exponents of scalings [scalings, slots], and exponents for duplicated neurons or None."""
     parent: dict[tuple[int, ...], tuple[int, ...]] = {}
     left = []
     for terms, total in rows:

@@ -24,7 +24,7 @@ from dissociation.rewrites._sizes import refit
 
 
 def copies_of(hidden: int, multiplier: float | int, name: str = "duplicate_multiplier") -> np.ndarray:
-    """Return the original of each duplicated neuron: whole layers in order, then the first neurons again."""
+    """Return the original index of each neuron after duplication: whole layers, then the first neurons again."""
     multiplier = float(multiplier)
     if not (math.isfinite(multiplier) and multiplier >= 1):
         fail(name, "be finite and at least 1", multiplier, "Fewer neurons would change the function")
@@ -50,7 +50,7 @@ def _duplicated(model: Any, group: NeuronGroup, multiplier: float) -> Any:
 def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
     """Return the rewrite that duplicates the neurons of a group and divides their outgoing weights among the copies.
 
-    Copies are appended as whole groups; see `fig4.expand.duplicate_neurons`.
+    Copies are appended as whole groups, for a fractional multiplier also of the first neurons alone.
 
     Args:
         group: Group of the model.
@@ -78,7 +78,7 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
 
 
 Owners = dict[tuple[int, int], dict[int, np.ndarray]]
-"""By array and axis, and by slot index: the neuron at each place, or -1."""
+"""By (array, axis) and slot index: the neuron at each position, or -1."""
 
 
 def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array]) -> Any:
@@ -108,7 +108,7 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callabl
 
 
 def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
-    """Raise unless both models are one program and the second has the group at the places of its owners."""
+    """Raise unless both models are one program and `after` has the group at the positions in `owners`."""
     # A number of neurons in the code, as in a mean over them, would make it another function.
     check_same_program(before, after, group)
     pairs = [(place, owner) for place, own in owners.items() for owner in own.values()]
@@ -183,8 +183,8 @@ def add_nuisance(
     """Return the rewrite that appends random neurons without effect to a group, in sets that cancel.
 
     Neurons of one set share incoming weights. Matrices and kernels are draws of N(0, incoming_std^2), in magnitude if
-    all present entries are positive. Biases, gains and variances are those of a present neuron. Outgoing weights of a
-    set add up to zero; see `fig4.expand.add_random_zero_neurons`.
+    all present entries are positive. Biases, gains and variances are copied from a random present neuron. Outgoing
+    weights of a set add up to zero; see `fig4.expand.add_random_zero_neurons`.
 
     Args:
         group: Group of the model.
@@ -192,7 +192,8 @@ def add_nuisance(
         neurons_per_group: Neurons of each set, 1 or more.
         key: A PRNG key.
         incoming_std: Standard deviation of incoming weights; may be traced.
-        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the present root mean square.
+        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the root mean square of present
+            ones.
 
     Raises:
         ValueError: If the group cannot be widened, an option is out of range or, on application, new neurons are not
@@ -238,12 +239,12 @@ def add_phantom(
         group: Group of the model, with one incoming matrix and at most one bias.
         model: The model.
         inputs: Examples, see `rewrites.layer_inputs`.
-        pattern: Preactivations of the new neurons, one column each.
+        pattern: Preactivations, one row per layer input and one column per new neuron.
         rtol: See `fig4.expand.add_phantom_zero_neurons`.
 
     Raises:
-        ValueError: If the group cannot be widened, has other incoming weights, or `pattern` does not have one row per
-            layer input.
+        ValueError: If the group cannot be widened, has other incoming weights, or `pattern` has another number of
+            rows.
     """
     _check_grows(group)
     made = [slot for slot in group.slots if not slot.outgoing]

@@ -1,4 +1,4 @@
-"""Rules for operations that read or write at places, and for indices of an axis, as those of the largest neurons."""
+"""Rules for operations that read or write at indices, which may be computed, as of the largest neurons."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ from dissociation.rewrites._flow import Flow, Rule, Step, Value
 
 WRITES = {"scatter": True, "scatter-add": True, "scatter-sub": True, "scatter-min": False, "scatter-max": False,
           "scatter-mul": False}  # fmt: skip
-"""Primitives that write; True if linear."""
+"""Primitives that write at indices; True if linear."""
 ASKED = "its indices are what is asked for"
 COMPUTED = "it is read at places that are computed"
 WRITTEN = "it is written at some places"
 READS = ("gather", "scatter", "scatter-add")
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "slice", "transpose", "convert_element_type", "copy")
-"""Operations that keep indices what they are."""
+"""Operations that move indices without changing their values."""
 
 
 def take(flow: Flow, step: Step) -> list[Value]:
@@ -32,7 +32,7 @@ def take(flow: Flow, step: Step) -> list[Value]:
 
 
 def cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
-    """Return a slice of an axis."""
+    """Return the slice of an axis from `start` to `stop`."""
     return None if axis is None else flow.atoms.cut(axis, [start, stop - start, length - stop])[int(start > 0)]
 
 
@@ -148,7 +148,7 @@ def gather(flow: Flow, step: Step) -> list[Value]:
 
 
 def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes: Sequence[int]) -> int | None:
-    """Return the axis that is read or written at indices of an axis, if any."""
+    """Return the number of the axis of `value` that `where` indexes, or None."""
     if where.refers is None:
         return None
     if where.column is None and len(read) > 1:  # several indices give one place
@@ -164,7 +164,7 @@ def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes
 
 
 def _without(value: Value, k: int | None) -> tuple[Value, Axis | None]:
-    """Return an array with axis `k` forgotten, and that axis."""
+    """Return an array with axis `k` set to None, and the old axis."""
     if k is None:
         return value, None
     axes = [None if j == k else axis for j, axis in enumerate(value.axes)]
@@ -172,7 +172,7 @@ def _without(value: Value, k: int | None) -> tuple[Value, Axis | None]:
 
 
 def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
-    """Return the axes of a result that come from indices."""
+    """Return the axes of a result that come from the indices `where`."""
     axes = []
     for axis in where.axes[:-1]:
         axes.append(flow.lined_up([axis]))
@@ -181,7 +181,7 @@ def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
 
 
 def _picked(flow: Flow, axis: Axis | None, place: Axis | None) -> Axis | None:
-    """Return the axis of a result that reads each index at its place."""
+    """Return the common axis of an array and its indices in a result."""
     found = flow.lined_up([axis, place])
     flow.equal(found, axis)
     if place is not None:
@@ -192,7 +192,7 @@ def _picked(flow: Flow, axis: Axis | None, place: Axis | None) -> Axis | None:
 def _starts(
     where: Value, dimensions: Sequence[Any], shape: Sequence[int], sizes: Sequence[int], clip: bool
 ) -> list[np.ndarray | None]:
-    """Return the starts of slices along every axis; None if unknown or out of bounds."""
+    """Return the starts of slices along every axis, [slices]; None if traced or out of bounds."""
     found: list[np.ndarray | None] = [np.zeros(math.prod(where.shape[:-1]), int)] * len(shape)
     for place, k in enumerate(dimensions):
         found[k] = None if where.known is None else where.known[..., place].astype(int).reshape(-1)
@@ -272,7 +272,6 @@ def _written(
     starts: list[np.ndarray | None],
     singles: Sequence[Any],
 ) -> Value:
-    """Follow the partial update of an array."""
     axes: list[Axis | None] = []
     lengths = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
     partial = [k for k, size in enumerate(value.shape) if lengths[k] != size or k in singles]
@@ -305,7 +304,6 @@ def _written(
 
 
 def _united(flow: Flow, name: str, value: Value, update: Value, axes: Sequence[Axis | None]) -> Axis | None:
-    """Unite axes of an array and its update at the same places."""
     if name == "scatter-mul":
         flow.bend(axes[1], still=True)
         return _picked(flow, *axes)
@@ -327,7 +325,7 @@ RULES: dict[str, Rule] = {
 
 
 def on_indices(flow: Flow, step: Step) -> list[Value] | None:
-    """Return results of operations that read at indices of an axis; freeze the axis for any other operation."""
+    """Return the results of an operation on indices of an axis, or None; fix the axis if they do more than read."""
     found, name, operands, shape = None, step.name, step.operands, step.shapes[0]
     first, other = operands[0], operands[1] if len(operands) > 1 else None
     # The condition is known to be false, as in the guard against negative indices.
@@ -357,7 +355,7 @@ def on_indices(flow: Flow, step: Step) -> list[Value] | None:
 
 
 def _beside(operands: list[Value], shape: tuple[int, ...]) -> list[Value] | None:
-    """Join indices of an axis with known ones, as coordinates to read at."""
+    """Concatenate indices of an axis with constant ones, as coordinates to read at."""
     first, others = operands[0], operands[1:]
     if not shape or first.shape != (*shape[:-1], 1) or any(value.known is None for value in others):
         return None

@@ -32,9 +32,9 @@ class Matching(NamedTuple):
 
     Attributes:
         permutations: By group: neuron `permutations[name][i]` of the second matches neuron i of the first, [neurons] or
-            [copies, neurons]. They apply in order: heads before the neurons in each.
+            [copies, neurons]. `apply` follows this order: heads before the neurons in each head.
         value: Maximised objective: the inner product of weights, or the mean correlation of neurons.
-        converged: True if no single group could be improved.
+        converged: True if no single group could be improved; always True for activations.
     """
 
     permutations: dict[str, np.ndarray]
@@ -60,16 +60,17 @@ class Matching(NamedTuple):
 def match_weights(
     a: Any, b: Any, groups: dict[str, NeuronGroup], *, num_starts: int = 2, key: PRNGKey | None = None
 ) -> Matching:
-    """Match b with a by weights: maximise sum <a, P(b)> over their parameters.
+    """Match b with a by weights: find permutations P that maximise sum <a, P(b)> over parameters.
 
-    Coordinate ascent over groups, each an exact linear assignment, from several starts. The start by sorted weights
+    Coordinate ascent solves one linear assignment per group exactly, from several starts. The start by sorted weights
     finds a permuted copy at once.
 
     Args:
         a: A network.
-        b: Another of the same structure.
-        groups: Groups of either, from `rewrites.neuron_groups`.
-        num_starts: 1 is b as it is, 2 adds neurons paired by sorted weights, more add random orders.
+        b: A network of the same structure.
+        groups: Groups of a or b, from `rewrites.neuron_groups`.
+        num_starts: Number of starts. The first is b as it is, the second pairs neurons by sorted weights, others are
+            random orders.
         key: Key of the random orders.
 
     Raises:
@@ -101,7 +102,7 @@ def match_weights(
 
 
 def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
-    """Return the copy of `group` that comes to the place of each if the group `by` is permuted, [copies]."""
+    """Return the copy of `group` that moves to each copy if the group `by` is permuted, [copies]."""
     found = np.arange(group.copies)
     for slot in group.slots if group.copies > 1 else ():
         labels = slot.with_blocks(np.full(slot.shape, -1), np.moveaxis(slot.copy, slot.axis, 0)[None])
@@ -113,7 +114,7 @@ def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray)
 
 
 def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
-    """Order groups so that those that permute copies of others come first, as heads do."""
+    """Order groups so that a group that permutes copies of another, as heads do, comes first."""
     left, ordered = dict(groups), {}
     while left:
         free = (k for k, own in left.items() if not any(_moves(by, own) for by in left.values() if by is not own))
@@ -134,14 +135,12 @@ def _moves(group: NeuronGroup, other: NeuronGroup) -> bool:
 
 
 def _check_alike(a: Any, b: Any) -> None:
-    """Raise unless two networks have arrays of the same shapes."""
     first, second = ([np.shape(leaf) for leaf in parameters_of(model)[0]] for model in (a, b))
     if first != second:
         fail("b", f"have arrays of the shapes that `a` has, {first}", second)
 
 
 def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
-    """Raise unless groups fit the arrays of a network."""
     paths, leaves, _ = program_of(model, None)
     shapes = dict(zip(paths, map(np.shape, leaves), strict=True))
     for name, group in groups.items():
@@ -171,7 +170,6 @@ def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutations: np.nda
 def _by_signatures(
     first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup]
 ) -> dict[str, np.ndarray]:
-    """Pair neurons by sorted weights, group by group."""
     found = {}
     for name, group in groups.items():
         likeness = np.zeros((group.copies, group.size, group.size))
@@ -231,8 +229,8 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
 
     Args:
         a: A network.
-        b: Another of the same structure.
-        groups: From `rewrites.neuron_groups`.
+        b: A network of the same structure.
+        groups: Groups of a or b.
         inputs: Examples, samples first.
 
     Returns:
@@ -267,7 +265,7 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
 
 
 def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]) -> dict[int, np.ndarray]:
-    """Return standardised activity [rows, neurons] by copy; products over rows are correlations."""
+    """Return activity [rows, neurons] by copy, centred and of length one, so that products are correlations."""
     found: dict[int, np.ndarray] = {}
     refusal = None
     for slot in reads:
@@ -305,7 +303,7 @@ def interpolate(a: Any, b: Any, share: Scalar) -> Any:
 
     Args:
         a: A network.
-        b: Another, with its neurons in the order of a (`Matching.apply`).
+        b: A network with its neurons in the order of a (`Matching.apply`).
         share: Weight of b, from 0 to 1; may be traced.
 
     Returns:
@@ -327,7 +325,7 @@ class Barrier(NamedTuple):
     """Loss along the line between two networks.
 
     Attributes:
-        height: Largest excess over the line between the end losses, not negative.
+        height: Largest excess over the line between the losses at both ends, not negative.
         losses: Loss at each point, [points].
         shares: Weight of the second network at each point, from 0 to 1, [points].
     """
@@ -346,7 +344,7 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
     Args:
         loss: Function from a network to a real number.
         a: A network.
-        b: Another of the same structure.
+        b: A network of the same structure.
         num_points: Points on the line, ends included; at least 3.
 
     References:
@@ -423,7 +421,7 @@ def barriers(
         key: See `match_weights`.
 
     Raises:
-        ValueError: If there is one member alone.
+        ValueError: If there are fewer than two members.
     """
     number = count(models)
     if number < 2:
@@ -450,11 +448,11 @@ def _height(loss: Callable[[Any], Array], a: Any, b: Any, num_points: int) -> Ar
 def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     """Return the state of a network with batch normalisation statistics recomputed on all examples at once.
 
-    Merged weights need new means and variances. All else is in inference mode.
+    Interpolated weights need new means and variances. Other layers run in inference mode.
 
     Args:
         model: A network with `eqx.nn.BatchNorm`, in any mode.
-        state: Its `eqx.nn.State`.
+        state: `eqx.nn.State` of the network, not changed.
         inputs: Examples, samples first.
 
     Raises:

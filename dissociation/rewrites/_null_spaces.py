@@ -24,10 +24,10 @@ class NullSpectrum(NamedTuple):
 
     Attributes:
         basis: Orthonormal directions orthogonal to all samples, [null dimension, *sample shape], float64.
-        singular_values: All, descending, one per feature, float64.
+        singular_values: Singular values, descending, [features], float64.
         rank: Number of singular values above the cut-off.
         gap: Smallest kept singular value over the largest cut one, large if the rank is clear. Infinite if either is
-            missing or the latter is zero.
+            missing or the cut one is zero.
     """
 
     basis: Float[np.ndarray, "null ..."]

@@ -51,7 +51,7 @@ Stretch = tuple[Any, int, np.ndarray]
 
 
 def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
-    """Return the operations that results depend on, with the `Stretch` that one joins, if any."""
+    """Return the operations that results depend on, each with the `Stretch` that it joins, or None."""
     stretches: dict[Any, Stretch] = {}
     joined: dict[int, Stretch] = {}
     for number, equation in enumerate(jaxpr.eqns):
@@ -114,7 +114,7 @@ def _called(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
 
 
 def _ruled(flow: Flow, step: Step) -> list[Value]:
-    """Apply the rule of an operation, and keep it as a step."""
+    """Apply the rule of an operation and append it to the steps unless results are constants."""
     results = on_indices(flow, step) or RULES.get(step.name, Flow.unknown)(flow, step)
     if any(value.known is not None for value in results):  # constants have no labels
         return results
@@ -139,7 +139,7 @@ def _level(name: str, operands: list[Value]) -> int:
 
 
 def _follow_part(flow: Flow, step: Step, program: Any, args: list[Value]) -> list[Value]:
-    """Follow a loop body or branch, with its own list of steps."""
+    """Follow a loop body or branch, append it to `step.parts`, and return its results."""
     outer, flow.steps = flow.steps, []
     found = _called(flow, program, args)
     step.parts.append(Part(flow.steps, args, found))
@@ -174,7 +174,7 @@ def _while(flow: Flow, step: Step) -> list[Value]:
 
 
 def _carried(flow: Flow, start: list[Value]) -> list[Value]:
-    """Return initial values of a loop's carry, with new atoms."""
+    """Return initial values of a loop's carry, with new dimensions."""
     # The body may return other axes than it receives: new atoms are united with both.
     carry = [flow.array(value.shape) for value in start]
     _close(flow, carry, start)

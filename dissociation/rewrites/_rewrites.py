@@ -46,7 +46,7 @@ class Rewrite(eqx.Module):
 
 @validated
 def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
-    """Return one rewrite that applies several in order. Groups that an earlier one widened are found again."""
+    """Return one rewrite that applies several in order and finds widened groups again."""
     for index, rewrite in enumerate(rewrites):
         if not isinstance(rewrite, Rewrite):
             fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
@@ -103,7 +103,7 @@ def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: PR
 
 
 def _each_copy(name: str, given: Any, group: NeuronGroup, rank: int) -> Array:
-    """Broadcast an argument for all copies of a group, or with one entry per copy, to one entry per copy."""
+    """Broadcast an argument for all copies of a group, or for each copy, to [copies, ...]."""
     if given.shape[-1:] != (group.size,):
         fail(name, f"have {group.size} entries, one per neuron of {group.name}", given.shape)
     if given.ndim > rank and len(given) != group.copies:
@@ -181,8 +181,8 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
         scaling: Index into `group.scalings`; None uses `group.scaling`.
 
     Raises:
-        ValueError: If the group cannot be scaled, or a known factor is not positive and finite. A traced factor that is
-            not gives NaN weights.
+        ValueError: If the group cannot be scaled, or a concrete factor is not positive and finite. Other traced
+            factors give NaN weights.
 
     References:
         Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
@@ -204,7 +204,7 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
 
 
 def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
-    """Raise if a power of a known factor is not a normal number of `dtype`."""
+    """Raise if a power of a concrete factor is not a normal number of `dtype`."""
     if is_traced(factor):
         return
     limits = jnp.finfo(dtype)
@@ -246,7 +246,7 @@ def rotate(
     attention heads, their values and outputs, hidden layers of linear networks.
 
     Args:
-        group: Group of the model, with `linear`.
+        group: Group of the model whose `linear` is not None.
         matrix: M, invertible, [neurons, neurons] or [copies, neurons, neurons].
         key: Key of a uniform random rotation for each copy.
 
@@ -268,11 +268,11 @@ class NullSpace(NamedTuple):
     """Directions of a layer's weights that are orthogonal to all its inputs.
 
     Attributes:
-        path: Path of the weights, as in slots of groups.
+        path: Path of the weights, as in `Slot.path`.
         leaf: Index of the weights among the model's floating-point arrays.
         axes: Axes of the weights that are contracted with the inputs.
         basis: Orthonormal directions, [null dimension, features], features in the order of `axes`.
-        shape: Shape of the weights; None is one axis more than `axes`, of any length.
+        shape: Shape of the weights; None stands for any shape with one axis more than `axes`.
     """
 
     path: str
@@ -320,7 +320,7 @@ def _null_perturbed(
 def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
     """Return the rewrite that adds Gaussian noise to a layer's weights within a null space.
 
-    The function does not change on the examples of the null space, but changes elsewhere.
+    The function does not change on the examples that the null space was computed from, but changes elsewhere.
 
     Args:
         space: Null space, from `null_space`.

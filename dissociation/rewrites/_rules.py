@@ -1,4 +1,4 @@
-"""Rules for operations on entries, along axes and over them, and for products of arrays."""
+"""Rules for elementwise operations, operations along axes, reductions, and products of arrays."""
 
 from typing import Any
 
@@ -105,7 +105,7 @@ def _argument(flow: Flow, step: Step) -> list[Value]:
 
 
 def _sort(flow: Flow, step: Step) -> list[Value]:
-    """Follow a sort; with several operands the first reorders the others, whatever its scale."""
+    """Follow a sort; the first of several operands reorders all, whatever its scale."""
     operands, along = step.operands, step.params["dimension"] % len(step.shapes[0])
     if len(operands) == 1:
         flow.reduce(operands[0].axes[along])
@@ -216,7 +216,6 @@ def _concatenate(flow: Flow, step: Step) -> list[Value]:
 
 
 def _summed(flow: Flow, operands: list[Value]) -> Value:
-    """Sum operands and unite axes of zero operands too."""
     found = flow.summed(operands)
     for value in operands:
         for axis, own in zip(found.axes, value.axes, strict=True) if value.zero else ():
@@ -257,7 +256,7 @@ def _dot(flow: Flow, step: Step) -> list[Value]:
 
 
 def _along_both(flow: Flow, size: int, first: Axis | None, second: Axis | None) -> Axis | None:
-    """Return the axis that both factors of a product have."""
+    """Unite an axis of two factors and return the axis of their product."""
     return flow.multiplied([Value((size,), [first]), Value((size,), [second])], (1.0, 1.0)).axes[0]
 
 

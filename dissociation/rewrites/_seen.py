@@ -20,7 +20,7 @@ class LayerInputs(NamedTuple):
     """Inputs of a layer.
 
     Attributes:
-        path: Path of the weights, as in slots of groups.
+        path: Path of the weights, as in `Slot.path`.
         leaf: Index of the weights among the model's floating-point arrays.
         axes: Axes of the weights that are contracted with the inputs.
         rows: A row per example and position of use, such as a pixel or a token, [rows, features], features in the order
@@ -55,7 +55,7 @@ def layer_inputs(
 
     Raises:
         TypeError: If the model does not accept the examples.
-        ValueError: If there is no such array, or no product uses it as a whole: a loop may not run over it.
+        ValueError: If there is no such array, or no product uses it as a whole, as in a loop over it.
     """
     paths, leaves, program = program_of(model, call)
     if path not in paths:
@@ -87,7 +87,7 @@ def layer_inputs(
 
 
 class _Watch(Walk):
-    """Recorder of the vectors multiplied with given weights; marks are places in the weights."""
+    """Recorder of the vectors that given weights multiply; marks are flat indices into the weights."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -112,7 +112,7 @@ class _Watch(Walk):
         return bound(equation, values), mark
 
     def _in_loop(self, params: Any, values: list[Any], marks: list[Any]) -> list[Any]:
-        """Return the results of a loop with constant weights."""
+        """Return the results of a loop, the same weights in every iteration, and record rows."""
         num_consts, num_carry, inner = params["num_consts"], params["num_carry"], params["jaxpr"]
         consts, carry, xs = np.split(np.arange(len(values)), [num_consts, num_consts + num_carry])
         own = [*marks[:num_consts], *(None for _ in (*carry, *xs))]
@@ -132,7 +132,7 @@ class _Watch(Walk):
         return [*last, *each]
 
     def _note(self, rows: Array, places: np.ndarray) -> None:
-        """Record rows that are multiplied with weights at these places."""
+        """Record rows that weights at flat indices `places` multiply."""
         # Features come in the order of the weights, which the program may transpose.
         order = np.argsort(places)
         coordinates = np.unravel_index(places[order], self.shape)

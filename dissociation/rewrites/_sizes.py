@@ -10,7 +10,7 @@ import jax
 
 
 def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
-    """Return a module with other static sizes and the same arrays."""
+    """Return a module with static fields `sizes` and the same arrays."""
     if all(getattr(module, name) == value for name, value in sizes.items()):
         return module
     fields = dataclasses.fields(module)
@@ -33,7 +33,7 @@ def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
 
 @functools.singledispatch
 def refitted(module: Any) -> Any:
-    """Return a module with the static sizes of its arrays, which a rewrite changed.
+    """Return a module whose static sizes fit its arrays, which a rewrite changed.
 
     For modules of your own, `refitted.register(type)` a function that returns `with_sizes(module, ...)` or a new
     module. Inner modules are refitted first.
