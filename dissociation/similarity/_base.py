@@ -28,14 +28,15 @@ Score = Float[Array, ""]
 class Prepared(NamedTuple):
     """Representation that is compared by an inner product."""
 
-    entries: Array
+    entries: Any  # PyTree of arrays
     # The product's mean over all orders of one representation's samples is the product of both means.
     mean: Array
 
 
 def inner(a: Prepared, b: Prepared) -> Array:
     """Return the inner product, of which tables are one product of matrices."""
-    return jnp.vdot(a.entries, b.entries, precision=lax.Precision.HIGHEST)
+    products = jax.tree.map(partial(jnp.vdot, precision=lax.Precision.HIGHEST), a.entries, b.entries)
+    return jnp.sum(jnp.stack(jax.tree.leaves(products)))
 
 
 def inner_mean(a: Prepared, b: Prepared) -> Array:
@@ -53,6 +54,7 @@ class Form(NamedTuple):
     # The measure as `inner` of symmetric matrices over samples, of norm 1 and with rows of sum 0, so that the moments
     # of the null are known.
     gram: Callable[[Array], Prepared] | None = None
+    half: Callable[[Array], Prepared] | None = None  # `gram` from about half of its entries
     minimum: int = 1  # samples
 
 
@@ -61,7 +63,7 @@ def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int =
     p, q = max(p, q), min(p, q)
     if form.gram is None or n * (items * p + pairs) >= p * (items * p + pairs * q):
         return form
-    return Form(form.gram, inner, inner_mean, form.gram)
+    return Form(form.half or form.gram, inner, inner_mean, form.gram)
 
 
 @dataclass(frozen=True)

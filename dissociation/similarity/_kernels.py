@@ -16,6 +16,9 @@ from dissociation._core.validation import validated
 from dissociation.similarity import _base as base
 from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
 
+BLOCKS = 4
+"""Blocks of rows of a symmetric matrix, of which 5 / 8 are then computed."""
+
 LONG = 8
 """Number of longest samples that debiased products over features separate."""
 
@@ -57,6 +60,27 @@ def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array
     matrix = gram(x)
     entries = base.unit(base.apart_from_rounding(centring(matrix), matrix))
     return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
+
+
+def _half_gram(debiased: bool, x: Array) -> Prepared:
+    """Prepare K without its blocks below the diagonal; `inner` is that of whole matrices."""
+    x, _ = base.centred(x)
+    number, width = x.shape[0], -(-x.shape[0] // BLOCKS)
+    lengths, entries = jnp.sum(x**2, 1), []
+    shift = (0.5 * jnp.sum(lengths) / (number - 1) - lengths) / (number - 2)  # as `u_centred`, where rows sum to zero
+    for start in range(0, number, width):
+        rows, count = slice(start, start + width), number - start
+        weights = jnp.where(jnp.arange(count) < width, 1, 2**0.5)
+        block = product(x[rows], (x[start:] * weights[:, None]).T)
+        if debiased:
+            off = jnp.eye(block.shape[0], count, dtype=bool)
+            block = jnp.where(off, 0, block - (shift[rows, None] + shift[None, start:]) * weights[None])
+        entries.append(block)
+    largest = base.apart_from_rounding(jnp.stack([jnp.max(jnp.abs(block)) for block in entries]), lengths)[0]
+    norm = jnp.sqrt(sum(jnp.sum(block**2) for block in entries)) + 0 * largest
+    return Prepared(
+        [block / norm for block in entries], _mean_part((0 if debiased else jnp.sum(lengths)) / norm, number)
+    )
 
 
 def _mean_part(trace: Array, number: int) -> Array:
@@ -120,6 +144,7 @@ LINEAR_CKA = Form(
     lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),
     base.inner_mean,
     eqx.Partial(_unit_gram, linear_gram, lambda gram: gram),  # of centred features
+    half=eqx.Partial(_half_gram, False),
 )
 
 DEBIASED_CKA = Form(
@@ -127,6 +152,7 @@ DEBIASED_CKA = Form(
     lambda a, b: jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0),
     lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
     eqx.Partial(_unit_gram, linear_gram, u_centred),
+    half=eqx.Partial(_half_gram, True),
 )
 
 DISTANCE_CORRELATION = Form(

@@ -107,7 +107,7 @@ def _outer(function: Any, a: Any, b: Any) -> Array:
 def _block(form: Form, a: Any, b: Any, *, symmetric: bool) -> Array:
     """Return one measure of all pairs of two stacks of prepared representations."""
     if form.compare is inner:
-        return _products(a.entries, b.entries)
+        return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(_products, a.entries, b.entries))), 0)
     sizes = [jax.tree.leaves(one)[0].shape[0] for one in (a, b)]
     # A comparison takes some four times the memory of one prepared representation.
     side = int((TILE_BYTES * sizes[0] / (4 * _bytes(a))) ** 0.5)

@@ -194,7 +194,7 @@ def test_matchings_say_that_they_have_no_derivative():
 def test_features_and_samples_agree_and_the_cheaper_form_is_taken(form):
     few, many = of_sizes(form, 10_000, 50, 50), of_sizes(form, 100, 5000, 5000)
     assert few is form
-    assert many.prepare is of_sizes(form, 100, 50, 50, items=50, pairs=1225).prepare is form.gram
+    assert many.prepare is of_sizes(form, 100, 50, 50, items=50, pairs=1225).prepare is form.half
     x, y = jnp.asarray(X), jnp.asarray(Y)
     np.testing.assert_allclose(compared(many, x, y), compared(few, x, y), atol=1e-12)
     means = [one.expected(one.prepare(x), one.prepare(y)) for one in (few, many)]
