@@ -22,7 +22,7 @@ _LARGE_OFFSET = 100.0
 
 
 class ClassMoments(Result):
-    """Moments of features by class. A class without samples has count, mean and spread 0, and affects no measure.
+    """Moments of features by class. A class without samples has count, mean and spread 0 and does not affect measures.
 
     Attributes:
         counts: Number of samples n_c, [classes].
@@ -31,12 +31,12 @@ class ClassMoments(Result):
         spread: sum_i |z_i - mu_c|^2 / unit^2 over the samples of a class, [classes].
         norms: sum_i |z_i| over all samples.
         scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T / unit^2 over all samples, [d, d], or None.
-        unit: 1, or a power of two near the largest feature if squares of features leave the dtype.
+        unit: 1, or a power of two near the largest feature if squares of features may leave the dtype's range.
     """
 
     counts: Float[Array, " classes"]
     means: Float[Array, "classes d"]
-    # With an offset that features share, this is as large as the differences between classes.
+    # If all features share a large offset, these errors are as large as the differences between classes.
     rest: Float[Array, "classes d"]
     spread: Float[Array, " classes"]
     norms: Float[Array, ""]
@@ -53,8 +53,8 @@ class Collapse(Result):
         scale: Mean norm of features, sum_i |z_i| / n.
         nc1: within / (between + 1e-8).
         rnc1: within / (scale^2 + 1e-10), which is also small if classes are not separated.
-        nc2: Condition number of the matrix of uncentred class means, from 1 (orthogonal) to infinity (more classes
-            than dimensions, or linearly dependent means).
+        nc2: Condition number of the matrix of uncentred class means, from 1 (orthogonal, of one norm) to infinity (more
+            classes than dimensions, or linearly dependent means).
     """
 
     within: Float[Array, ""]
@@ -67,6 +67,8 @@ class Collapse(Result):
 
 class Frame(Result):
     """Distances of centred class means from a simplex equiangular tight frame, 0 at the frame.
+
+    All are NaN for a single class or equal means, and the last two also if a centred mean is zero, up to rounding.
 
     Attributes:
         equinorm: Standard deviation of the means' norms over their mean norm.
@@ -90,7 +92,8 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
         scatter: If True, the [d, d] matrix for `trace_ratio` is computed, at a cost of n d^2.
 
     Returns:
-        The moments; NaN if a traced feature is not finite, or a traced label is not a class.
+        The moments. For a traced feature that is not finite or label that is not a class, all but counts, means and
+        norms are NaN.
 
     Raises:
         ValueError: If shapes disagree, a feature is not finite, or a label is not below `num_classes`.
@@ -104,7 +107,8 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
 def _class_moments(features: Array, labels: Array, count: int, scatter: bool) -> ClassMoments:
     member = jax.nn.one_hot(labels, count, dtype=features.dtype)
     counts = jnp.sum(member, 0)
-    place = jnp.where((labels >= 0) & (labels < count), labels, count)  # beyond the last class: NaN
+    # An index beyond the last class is filled with NaN below.
+    place = jnp.where((labels >= 0) & (labels < count), labels, count)
 
     def mean(of: Array) -> Array:
         return product(member.T, of) / jnp.maximum(counts, 1.0)[:, None]
@@ -112,7 +116,7 @@ def _class_moments(features: Array, labels: Array, count: int, scatter: bool) ->
     def of_sample(table: Array) -> Array:
         return table.at[place].get(mode="fill", fill_value=jnp.nan)
 
-    # The difference from a number of like size is exact. What rounding made of the means is in the mean of the rest.
+    # The difference of two numbers of similar size is exact, so the mean of the differences is the means' rounding.
     means = mean(features)
     apart = features - of_sample(means)
     rest = mean(apart)
@@ -135,14 +139,14 @@ def _class_moments(features: Array, labels: Array, count: int, scatter: bool) ->
 @validated
 @jax.jit
 def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
-    """Return the moments of two sets of samples together.
+    """Return the joint moments of two sets of samples.
 
     Args:
-        a: Moments.
-        b: Moments of other samples of the same classes.
+        a: Moments of some samples.
+        b: Moments of other samples, of the same classes and dimensions.
 
     Returns:
-        Their moments; `scatter` only if both have it.
+        The moments of all samples; `scatter` is None unless both arguments have it.
 
     Raises:
         ValueError: If the numbers of classes or dimensions differ.
@@ -152,19 +156,19 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     """
     if a.means.shape != b.means.shape:
         fail("b", f"have class means of the shape of `a`'s, {a.means.shape}", b.means.shape)
-    # Chan's update: the mean of squares less the square of the mean would cancel when classes collapse.
+    # Chan's update, because the mean of squares minus the square of the mean cancels when classes collapse.
     counts = a.counts + b.counts
     share = b.counts / jnp.maximum(counts, 1.0)
-    # A class that `a` has not is where `b` has it: its zeros would cost the digits in `rest`.
+    # A class absent from `a` starts at the mean of `b`: from the mean 0 of an absent class, `rest` would lose digits.
     known = (a.counts > 0)[:, None]
     first, rest = jnp.where(known, a.means, b.means), jnp.where(known, a.rest, b.rest)
     apart = (b.means - first) + (b.rest - rest)
     weight = a.counts * share
-    # Knuth's sum: the new means and what their rounding took are first + step exactly.
+    # Knuth's sum: the new means plus the new rest equal first + step exactly.
     step = rest + share[:, None] * apart
     means = first + step
     moved = means - first
-    units = [jnp.where(part.norms == 0, 0.0, part.unit) for part in (a, b)]  # zeros have none
+    units = [jnp.where(part.norms == 0, 0.0, part.unit) for part in (a, b)]  # 0 if all features are
     unit = jnp.where(sum(units) == 0, 1.0, jnp.maximum(*units))
     scatter, apart, factors = None, apart / unit, [(each / unit) ** 2 for each in units]
     if a.scatter is not None and b.scatter is not None:
@@ -184,7 +188,7 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
 def neural_collapse(moments: ClassMoments) -> Collapse:
     """Return within-class and between-class variance, scale, and the condition number of class means.
 
-    `scale`, `rnc1` and `nc2` are of uncentred features, as published, and measure their offset if it is large.
+    `scale`, `rnc1` and `nc2` take uncentred features, as published. If the features' offset is large, they measure it.
 
     Args:
         moments: Moments of the features.
@@ -194,7 +198,7 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
 
     Warns:
         UserWarning: If the norm of the mean exceeds 100 times the features' spread.
-        RuntimeWarning: If features vary by less than 1e-3, so that the published constants of `nc1` and `rnc1` count.
+        RuntimeWarning: If features vary by less than 1e-3, so that the constants in `nc1` and `rnc1` matter.
 
     References:
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
@@ -230,7 +234,7 @@ def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
 
 
 def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
-    """Return class means minus their weighted mean, zero for absent classes, and flags of present classes."""
+    """Return class means minus their weighted mean, zero for absent classes, and True for each present class."""
     present = moments.counts > 0
     share = jnp.where(present, weights, 0.0)[:, None] / jnp.sum(jnp.where(present, weights, 0.0))
     centred = moments.means - jnp.sum(share * moments.means, 0)[None] + moments.rest
@@ -268,8 +272,13 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with the mean mu_G of
     class means, over classes with samples.
 
-    Source: Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1. Golub and Pereyra (1973), The
-    differentiation of pseudo-inverses, for the derivative.
+    Returns:
+        The ratio; infinite if class means are equal up to rounding, NaN if features are equal or there is one class.
+
+    Raises:
+        ValueError: If `moments` have no scatter matrix.
+
+    Source: Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1.
     """
     if moments.scatter is None:
         fail("moments", "have a scatter matrix", "None", "Ask for it: class_moments(..., scatter=True)")
@@ -279,7 +288,7 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     # S_B = M^T M / C with few rows M, so that pinv(S_B) / C = pinv(M) pinv(M)^T.
     left, values, right = jnp.linalg.svd(jax.lax.stop_gradient(means), full_matrices=False)
     rounding = max(means.shape) * jnp.finfo(means.dtype).eps
-    # Means about their mean have rank C - 1 at most, whatever rounding makes of the last value.
+    # Centred means have rank C - 1 at most, even if rounding makes the last singular value positive.
     kept = (values > jnp.maximum(rounding * values[0], smallest)) & (jnp.arange(len(values)) < classes - 1)
     inverse = product(right.T * jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)[None], left.T)
     inverse = _pinv_near(means, inverse)
@@ -289,7 +298,11 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
 
 
 def _pinv_near(matrix: Array, inverse: Array) -> Array:
-    """Return the pseudo-inverse, given as a constant, with its derivative at fixed rank."""
+    """Return `inverse`, the pseudo-inverse of `matrix`, with its derivative at constant rank.
+
+    Source: Golub and Pereyra (1973), The differentiation of pseudo-inverses.
+    """
+    # `matrix` - `here` is zero and carries the derivative.
     here = jax.lax.stop_gradient(matrix)
     step = (matrix - here).T
     outside = step - product(product(step, here), inverse)
@@ -304,10 +317,13 @@ def _pinv_near(matrix: Array, inverse: Array) -> Array:
 
 
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
-    """Return class means about their mean in `unit`, zero if absent, flags of present ones, and rounding."""
+    """Return class means minus their unweighted mean over `unit`, True for each present class, and a rounding error.
+
+    Means of absent classes are zero. Centred means up to the rounding error count as zero.
+    """
     means, present = _centred(moments, jnp.ones_like(moments.counts))
     means = means / moments.unit
-    # A mean's rounding goes by what was summed: the distances of samples from one another.
+    # Differences of samples are summed, so the rounding is proportional to the samples' distances from their mean.
     number = jnp.sum(moments.counts)
     size = jnp.sqrt(jnp.sum(moments.spread / number) + jnp.sum(moments.counts / number * jnp.sum(means**2, 1)))
     return means, present, jax.lax.stop_gradient(8 * means.shape[0] ** 0.5 * jnp.finfo(means.dtype).eps * size)
@@ -316,7 +332,7 @@ def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " class
 @validated
 @jax.jit
 def simplex_frame(moments: ClassMoments) -> Frame:
-    """Return equinorm and equiangularity of centred class means.
+    """Return the distances of centred class means from a simplex frame.
 
     Source: Papyan, Han and Donoho (2020), NC2.
     """
@@ -345,7 +361,7 @@ def simplex_frame(moments: ClassMoments) -> Frame:
 @validated
 @jax.jit
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
-    """Return |W / |W| - M / |M||^2 of the last layer's weights and the centred class means, with Frobenius norms.
+    """Return |W / |W| - M / |M||^2 of the last layer's weights W and the centred class means M, in Frobenius norms.
 
     Source: Papyan, Han and Donoho (2020), NC3.
     """
@@ -374,7 +390,7 @@ def nearest_centre_agreement(
 @jax.jit
 def _agreement(features: Array, logits: Array, moments: ClassMoments) -> Array:
     means, present, _ = _about_their_mean(moments)
-    # |z - mu|^2 minus |z|^2; about the middle of the means, against cancellation.
+    # |z - mu|^2 minus |z|^2, about the middle of the means because an offset would cancel digits.
     share = jnp.where(present, 1.0, 0.0)[:, None] / jnp.sum(present)
     middle = jnp.sum(share * moments.means, 0)[None]
     about = features - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]

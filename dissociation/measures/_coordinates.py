@@ -12,23 +12,22 @@ from dissociation._core.validation import validated
 
 Points = Float[Array | np.ndarray, "n d"]
 
-# asinh is nearly linear within this many robust standard deviations.
+# Coordinates within this many robust standard deviations are nearly unchanged by asinh.
 _TAIL = 3.0
 
 
 def drawn_in(points: Array) -> Array:
-    """Return the asinh of every coordinate, which shortens tails."""
+    """Return asinh((x - median) / (3 robust deviations)) of every coordinate, which shortens tails."""
     low, middle, high = jnp.quantile(points, jnp.asarray([0.25, 0.5, 0.75], points.dtype), axis=0)
     points = points - middle[None]
-    deviation = (high - low) / 1.349  # of a Gaussian
+    deviation = (high - low) / 1.349  # the quartiles of a Gaussian are 1.349 deviations apart
     deviation = jnp.where(deviation > 0, deviation, jnp.max(jnp.abs(points), 0))
     return jnp.arcsinh(points / (_TAIL * jnp.where(deviation > 0, deviation, 1.0))[None])
 
 
 def normal_scores(points: Array) -> Array:
-    """Return coordinates replaced, rank by rank, by samples of a Gaussian. Equal values stay equal."""
-    # Such margins are Gaussian samples and keep the information. Quantiles would be evenly spaced, which biases
-    # neighbours.
+    """Return coordinates replaced, rank by rank, by sorted samples of a Gaussian. Equal values stay equal."""
+    # Gaussian quantiles in place of samples would be evenly spaced, which biases distances of neighbours.
     scores = jax.random.normal(named_key("normal scores"), points.shape[::-1], jnp.float32).astype(points.dtype)
 
     def replaced(column: Array, sample: Array) -> Array:
@@ -38,7 +37,10 @@ def normal_scores(points: Array) -> Array:
 
 
 def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Array]:
-    """Return points in coordinates in which the reference is white, and the log volume."""
+    """Return points in coordinates in which the reference (default: points) is white, and the log volume.
+
+    The log volume is half the log determinant of the reference's covariance.
+    """
     points = centre(points)
     reference = points if reference is None else centre(reference)
     number = points.shape[0]
@@ -47,7 +49,7 @@ def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Arra
         white, done, logs = state
         column, target = points[:, index][:, None], reference[:, index][:, None]
         before = jnp.sqrt(jnp.mean(target**2))
-        # Gram and Schmidt's method twice: a covariance would lose half of the digits.
+        # Gram and Schmidt's method, twice against rounding, because a covariance would lose half of the digits.
         for _ in range(2):
             shares = product(done.T, target) / number
             column, target = column - product(white, shares), target - product(done, shares)
@@ -55,7 +57,7 @@ def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Arra
         full = left > 32 * jnp.finfo(points.dtype).eps * jnp.maximum(before, jnp.sqrt(jnp.mean(column**2)))
         scale = jnp.where(full, 1.0 / jnp.where(full, left, 1.0), 0.0)
         log = jnp.where(full, jnp.log(jnp.where(full, left, 1.0)), -jnp.inf)
-        # A constant or linearly dependent coordinate becomes zero, or with another reference keeps its scale.
+        # A constant or dependent coordinate becomes zero. If only the reference's is, the point's gets mean square 1.
         rest = column / jnp.maximum(jnp.sqrt(jnp.mean(column**2)), jnp.finfo(points.dtype).tiny)
         column = column * scale if reference is points else jnp.where(full, column * scale, rest)
         return white.at[:, index].set(column[:, 0]), done.at[:, index].set(target[:, 0] * scale), logs + log

@@ -21,15 +21,15 @@ from dissociation._core.validation import validated
 
 DIRECTIONS = ("above", "below")
 
-# Tolerance of log times, for times in float32.
+# Residual of log times that counts as zero, because times may be rounded to float32.
 _ON_THE_LINE = 1e-6
 
 
 class Median(NamedTuple):
-    """Median time of events that not all samples have had.
+    """Median time of an event that some samples may not have had.
 
     Attributes:
-        value: Median; infinite if fewer than half of the samples had the event.
+        value: Median; infinite if the estimated probability of no event stays above 1/2.
         low: Lower end of the interval; minus infinity if the data do not bound it.
         high: Upper end of the interval; infinite if the data do not bound it.
     """
@@ -99,8 +99,8 @@ def median_crossing(
 ) -> Median:
     """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval, on the host.
 
-    At level 0.9 fewer than four samples do not bound the interval from below, and fewer than five not from above. Five
-    do if all have crossed.
+    At level 0.9 an interval bounded from below needs four samples. One bounded from above needs five, all crossed, or
+    more samples.
 
     Args:
         times: Crossing times; NaN for samples that had not crossed when their run ended.
@@ -111,8 +111,8 @@ def median_crossing(
         Median and interval. An end that the data do not bound is infinite.
 
     Raises:
-        ValueError: If there are no times, one is infinite, an end is not finite or before its crossing, or `level` is
-            out of range.
+        ValueError: If there are no times, a time is infinite, an end is not finite or before its crossing, or `level`
+            is out of range.
 
     References:
         Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median survival time.
@@ -126,15 +126,15 @@ def median_crossing(
     check_finite("end", end)
     ends = np.broadcast_to(np.asarray(end, float), times.shape)
     _check_ends(times, ends)
-    # Log-log limits do not exist before the first and after the last crossing. There the probability counts that all
-    # samples lie on one side of their median.
+    # Log-log limits do not exist before the first and after the last crossing. There the interval is bounded by the
+    # probability that all samples lie on one side of the median.
     one_side = 0.5**times.size
     bounded = one_side <= 1 - level
     if not crossed.any():
         return Median(np.inf, float(ends.min()) if bounded else -np.inf, np.inf)
     survival = stats.ecdf(stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])).sf
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # where all or none have crossed, there are no limits
+        warnings.simplefilter("ignore", RuntimeWarning)  # SciPy has no limits if all or none have crossed
         limits = survival.confidence_interval(level, method="log-log")
 
     def half(chance: np.ndarray) -> float:
@@ -157,7 +157,7 @@ def _check_ends(times: np.ndarray, ends: np.ndarray) -> None:
 
 def _product_limit_median(crossed: np.ndarray, censored: np.ndarray) -> float:
     """Return the time at which the product-limit estimate falls to 1/2."""
-    # The estimate is often exactly 1/2, so fractions are exact.
+    # The estimate is often exactly 1/2, which floats would round.
     survival = Fraction(1)
     for time, events in zip(*np.unique(crossed, return_counts=True), strict=True):
         at_risk = int((crossed >= time).sum() + (censored >= time).sum())
@@ -184,15 +184,15 @@ def log_slope(
         times: Positive crossing times; NaN for samples that had not crossed.
         at: Positive quantity on which the times depend.
         end: Positive end of all runs or of each.
-        level: Coverage of the slope's interval, between 0 and 1. Without censored samples it is exact to first order;
-            with up to half of them censored intervals at 0.95 held 94 to 97 % of slopes for 8 and 15 samples.
+        level: Coverage of the slope's interval, between 0 and 1, to first order. With up to half of 8 or 15 samples
+            censored, intervals at 0.95 held 94 to 97 % of true slopes.
 
     Returns:
         The line.
 
     Raises:
-        ValueError: If lengths differ, a value or `level` is out of range, or fewer than three times at two different
-            places were crossed.
+        ValueError: If lengths differ, a value or `level` is out of range, or there are fewer than three crossings or
+            all are at one value of `at`.
 
     References:
         Tobin (1958), Estimation of relationships for limited dependent variables.
@@ -214,7 +214,7 @@ def log_slope(
     design = np.stack([(places - middle) / width, np.ones_like(places)], 1)
     line = np.linalg.lstsq(design[crossed], logs[crossed], rcond=None)[0]
     beyond = logs - design @ line
-    # Tied times differ by less than the steps at which they were observed.
+    # The likelihood of an exact line has no maximum.
     if np.abs(beyond[crossed]).max() <= _ON_THE_LINE and np.all(beyond[~crossed] <= _ON_THE_LINE):
         slope = line[0] / width
         return Slope(float(slope), float(line[1] - slope * middle), 0.0, np.nan, np.nan, np.nan)
@@ -222,7 +222,7 @@ def log_slope(
     slope, height, spread = scaled[0] / scaled[2], scaled[1] / scaled[2], 1 / scaled[2]
     gradient = np.asarray([spread, 0.0, -slope * spread])
     slope, free = slope / width, crossed.sum() - 2
-    # The likelihood's maximum takes the spread for known: too small by the parameters of the line.
+    # The maximum of the likelihood underestimates the variance by the factor free / (free + 2).
     error = np.sqrt(gradient @ covariance @ gradient * (free + 2) / free) / width
     half = stats.t.ppf(0.5 + 0.5 * level, free) * error
     found = slope, height - slope * middle, spread, error, slope - half, slope + half
@@ -230,7 +230,7 @@ def log_slope(
 
 
 def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the likelihood's maximum in (slope, height, 1) / spread, and its inverse negative curvature."""
+    """Return the maximum of the likelihood in (slope, height, 1) / spread, and the inverse of minus its curvature."""
     # Residuals in units of the spread are linear in these parameters, in which the likelihood is concave.
     rows = np.concatenate([-design, logs[:, None]], 1)
 

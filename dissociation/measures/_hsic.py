@@ -20,9 +20,9 @@ Features = Float[Array | np.ndarray, "n d"]
 BANDWIDTHS = ("dimension", "median")
 """Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch.
 
-A median of zero is replaced by the mean, and a mean of zero by 1. For uncorrelated features of variance 1 the median
-is 2 d, so 5 / sqrt(2) equals the published sigma 5. At sigma = 1 the measure is near its largest value for any
-features.
+A median of zero is replaced by the mean, and a mean of zero by 1. The median of uncorrelated features of variance 1 is
+2 d, so "median" with sigma 5 / sqrt(2) equals "dimension" with the published 5. At sigma = 1 the measure is near its
+largest value for any features.
 """
 
 
@@ -32,8 +32,8 @@ class InformationPlane(Result):
     Attributes:
         zx: nHSIC(Z; X), from 0 to batch_size - 1.
         zy: nHSIC(Z; Y), from 0 to C - 1.
-        zx_null: Mean of `zx` over shuffled pairs, which is most of `zx` if kernel matrices have many directions.
-        zy_null: Mean of `zy` over shuffled pairs.
+        zx_null: Mean of `zx` over all shuffles of the pairs, which is most of `zx` for kernel matrices of high rank.
+        zy_null: Mean of `zy` over all shuffles of the pairs.
     """
 
     zx: Float[Array, ""]
@@ -56,18 +56,21 @@ def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -
 @jax.jit
 def centred_gram(gram: Array) -> Array:
     """Return H K H with H = I - 1 1^T / n, the kernel matrices of centred features, [..., n, n]."""
-    gram = gram - gram[..., :1, :1]  # H removes any constant, but with fused products its rounding would stay
+    # H removes any constant. Fused products would leave the rounding of a large one.
+    gram = gram - gram[..., :1, :1]
     rows = gram - jnp.mean(gram, -1, keepdims=True)
     return rows - jnp.mean(rows, -2, keepdims=True)
 
 
 @jax.jit
 def _in_common(spans: Array) -> Array:
+    """Return the traces of products of the first matrix with the others, [others, ...]."""
     return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
 
 
 @jax.jit
 def _by_chance(spans: Array) -> Array:
+    """Return the means of `_in_common` over all permutations of samples."""
     mine, others = spans[:1], centred_gram(spans[1:])
     traces = [jnp.trace(part, axis1=-2, axis2=-1) for part in (mine, others)]
     return traces[0] * traces[1] / (spans.shape[-1] - 1)
@@ -98,8 +101,8 @@ def information_plane(
     """Return nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
 
     nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}) with centred kernel matrices K and L of n samples. It counts
-    directions of sample space that both kernels span, some by chance. With the published bandwidth, features that
-    shrink lower it although no information is lost; with "median" it does not depend on scale.
+    directions of sample space that both kernels span, some of them by chance. With bandwidth "dimension" it falls if
+    features shrink, although no information is lost; with "median" it does not depend on their scale.
 
     Args:
         features: Features Z, [samples, d].
@@ -113,7 +116,7 @@ def information_plane(
         epsilon: Regularisation.
 
     Returns:
-        Both values, and their means by chance.
+        Both values, and their means over shuffled pairs.
 
     Raises:
         ValueError: If lengths differ, `batch_size` is above the number of samples, or an option is out of range.

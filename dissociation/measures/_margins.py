@@ -24,8 +24,7 @@ class Plane(Result):
 
     Attributes:
         basis: Orthonormal vectors, [2, d]: e1 along w_a - w_b, e2 along the rest of w_b.
-        boundary: Coordinate along e1 of the line where the two logits are equal. It holds for every point of feature
-            space.
+        boundary: Coordinate along e1 at which the two logits are equal, for every point of feature space.
     """
 
     basis: Float[Array, "2 d"]
@@ -51,7 +50,7 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     model = model[0] if isinstance(model, tuple) and len(model) == 2 else model
     if isinstance(model, eqx.nn.MLP):
         with jax.ensure_compile_time_eval():
-            # Small and large numbers: a clipped output is the identity on small ones.
+            # Numbers of many sizes, because a clipped activation is the identity on small ones.
             probe = jnp.asarray(np.outer([-1.5, 0.5], 10.0 ** np.arange(-15, 16)).ravel(), float)
             if not np.allclose(jax.vmap(model.final_activation)(probe), probe, atol=0):
                 fail_kind("model", "have a linear last layer", f"{type(model).__name__} with an activation")
@@ -68,7 +67,7 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
 def signed_distance(
     features: Features, weights: Weights, biases: Biases, first: int, second: int
 ) -> Float[Array, " n"]:
-    """Return distances of inputs [samples, d] to the boundary, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|."""
+    """Return distances of features [samples, d] to the boundary, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|."""
     normal, length, offset = _between(weights, biases, first, second)
     return (product(jnp.asarray(features), normal[:, None])[:, 0] + offset) / length
 
@@ -79,7 +78,7 @@ def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rt
     normal, length, offset = _between(weights, biases, first, second)
     along, other = normal / length, jnp.asarray(weights)[second]
     rest = other - jnp.sum(other * along) * along
-    rest = rest - jnp.sum(rest * along) * along  # once more, against rounding
+    rest = rest - jnp.sum(rest * along) * along  # twice, against rounding
     size = jnp.linalg.norm(rest)
     if not is_traced(size) and float(size) <= rtol * float(jnp.linalg.norm(other)):
         fail("weights", f"of classes {first} and {second} span a plane", "parallel rows")

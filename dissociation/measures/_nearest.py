@@ -19,11 +19,11 @@ from dissociation._core.validation import validated
 from dissociation.measures._coordinates import Points, drawn_in, normal_scores, whitened
 from dissociation.measures._neighbours import check_neighbours, closer, num_parts, part_sizes, smallest, squared
 
-# Fraction of samples that may coincide with a neighbour in rounding in a reliable estimate.
+# Largest fraction of samples of a reliable estimate that coincide with a neighbour.
 _TIES = 0.01
-# Excess in nats of the linear information of asinh coordinates over normal scores, above which asinh is used.
+# asinh coordinates are used if their linear information exceeds that of normal scores by this number of nats.
 _BENT = 0.25
-# Fraction of samples whose class may be too small for halves.
+# Largest fraction of samples of a reliable estimate whose class is too small for halves.
 _SMALL = 0.1
 
 ESTIMATORS = ("entropies", "kraskov")
@@ -33,29 +33,28 @@ ESTIMATORS = ("entropies", "kraskov")
 class Estimate(Result):
     """Estimate in nats.
 
-    `error` does not include bias. With "entropies", a strong relation is resolved only as far as it is linear between
-    normal scores or asinh coordinates. With "kraskov", strong relations and many dimensions are underestimated.
-    Halving the samples does not detect every bias.
+    `error` does not include bias. "entropies" resolves a strong relation only as far as it is linear between normal
+    scores or asinh coordinates. "kraskov" underestimates strong relations and many dimensions. Comparing halves of the
+    samples does not detect every bias.
 
     `reliable` is False in these cases:
 
     - More than 1 % of the samples coincide with neighbours, or coordinates are linear functions of others.
     - There are fewer than 2^d samples in d dimensions (of both sides), 8^d for Kraskov's estimator, or 8 k for halves.
-    - The halves differ from the whole by more than three errors, or fall short by two of an information above
-      log(n) / 2.
+    - The halves differ from the whole by more than three errors, or, if an information is above log(n) / 2, fall short
+      of it by more than two.
     - An information is more than three errors below zero.
-    - Its nonlinear part is above two thirds of what n samples can show, log n, or log n - psi(k) for Kraskov's
-      estimator.
-    - An information about labels exceeds what labels can hold by more than its error.
-    - A tenth of the samples are of classes of fewer than 2 (k + 1).
-    - Kraskov's estimate is more than three errors from the other, the other is not reliable, or a class, on average
-      over the samples, has fewer than 2^d.
+    - The nonlinear part of an information is above 2/3 log n, or Kraskov's estimate above 2/3 (log n - psi(k)).
+    - An information about labels exceeds the largest value of its estimator by more than three errors.
+    - A tenth of the samples belong to classes of fewer than 2 (k + 1).
+    - Kraskov's I(X; Z) is more than three errors from the estimate by entropies, or that is not reliable.
+    - For Kraskov's estimator and labels, a class has, on average over the samples, fewer than 2^d.
 
     Attributes:
         value: The estimate; NaN if it is not `reliable`.
         error: Standard error for independent samples, from the samples' terms or, if larger, from up to 16 parts. For
-            labels it is from terms, and at least one sample's share of what labels can hold.
-        reliable: True if no bias shows.
+            labels it is from terms, and at least H(Y) / n.
+        reliable: True if no check finds a bias.
     """
 
     value: Float[Array, ""]
@@ -140,17 +139,16 @@ def information(
 ) -> Estimate:
     """Return the mutual information I(X; Z) of paired samples.
 
-    Units, and increasing maps of a coordinate, affect at most a strong relation. An invertible relation has infinite
+    Units, and increasing maps of a coordinate, affect only strong relations. An invertible relation has infinite
     information: add a little noise to one side, and compare with shuffled pairs. Coordinates with few values need
-    `label_information`. Derivatives are zero, see `smoothed_information`.
+    `label_information`, gradients `smoothed_information`.
 
     Args:
         x: Samples, [n, p].
         z: Samples, [n, d], converted to the dtype of x.
         estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator with the larger
             Euclidean distance, which has a smaller error in few dimensions and a bias in more. It computes both.
-        num_neighbours: Neighbours k. With 10 or 20 in place of 5, an information of 4 + 4 dimensions has an error
-            smaller by a third or a half.
+        num_neighbours: Neighbours k. In 4 + 4 dimensions 10 or 20 in place of 5 reduce the error by a third or a half.
         block: Samples compared at once.
 
     Returns:
@@ -173,12 +171,12 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
     number, width = x.shape[0], x.shape[1] + z.shape[1]
     both = jnp.concatenate([x, z], 1)[permutation(number)]
     ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
-    # Normal scores bend a strong linear relation of several coordinates a little.
+    # Normal scores make a strong linear relation of several coordinates slightly nonlinear.
     straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
     x, z, joint, linear = (way[straighter] for way in ways)
     # The log determinant is the information of the linear relation. Neighbours estimate the rest.
     parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
-    # The determinants of each side by itself are in both entropies, and cancel.
+    # The log determinants of the two sides cancel between their entropies and the linear information.
     terms = parts[0] + parts[1] - parts[2] - linear
     groups, most = num_parts(number, count), 2 / 3 * math.log(number)
     beyond = _estimate(terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width)
@@ -193,7 +191,7 @@ def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> 
 
 
 def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
-    """Return each side whitened, both whitened together, and the latter's log determinant."""
+    """Return each side whitened, both whitened together, and the log volume of the latter."""
     x, z = (whitened(part)[0] for part in jnp.split(both, [split], 1))
     return x, z, *whitened(jnp.concatenate([x, z], 1))
 
@@ -237,8 +235,8 @@ def label_information(
         block: Samples compared at once.
 
     Returns:
-        The information in nats, at most the entropy H(Y) of the labels, which separated classes reach. An estimate
-        above H(Y) is H(Y) as long as finite classes and the error explain it, and NaN beyond.
+        The information in nats, at most the entropy H(Y) of the labels, which separated classes reach. A larger
+        estimate is replaced by H(Y) if class sizes and the error explain it, else by NaN.
 
     Raises:
         ValueError: If lengths differ, an option or a label is out of range, or a class has too few samples.
@@ -259,7 +257,7 @@ def label_information(
 
 @partial(jax.jit, static_argnames=("classes", "estimator", "count", "block"))
 def _label_information(z: Array, labels: Array, classes: int, estimator: str, count: int, block: int) -> Estimate:
-    # Sorted by class, every other sample makes halves that share every class.
+    # Every other sample in the order of classes, so that both halves hold every class.
     number, order = z.shape[0], jnp.asarray(permutation(z.shape[0]))
     order = order[jnp.argsort(labels[order], stable=True)]
     z, labels = drawn_in(z)[order], labels[order]
@@ -287,7 +285,7 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
     enough = 2 ** z.shape[1] <= (number if estimator == "entropies" else jnp.mean(own[0]))
     whole = _estimate(terms[:1], least=0.0, enough=enough)
     held = jnp.log(total / own)
-    # Unseen information may lie in a sample that was not drawn.
+    # If all terms are equal their deviation is zero, although one more sample could change the estimate.
     error = jnp.maximum(whole.error, jnp.mean(held[0]) / number)
     known = own[1] > count  # a half of the class has neighbours enough
     values = jnp.minimum(*(jnp.mean(level, 1, where=known) for level in (terms, held)))
@@ -298,7 +296,7 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
 
 
 def _where(reliable: Array, value: Array, error: Array) -> Estimate:
-    kept = jnp.where(reliable, 1.0, jnp.nan)  # a factor: derivatives are not a number either
+    kept = jnp.where(reliable, 1.0, jnp.nan)  # a factor, so that derivatives are NaN too
     return Estimate(kept * value, kept * error, reliable)
 
 
@@ -321,7 +319,7 @@ def _terms_of_distances(squares: Array, width: int, sizes: Array) -> Array:
     volume = 0.5 * width * math.log(math.pi) - math.lgamma(0.5 * width + 1)
     ranks = jnp.arange(1, count + 1, dtype=squares.dtype)
     # A few coincident samples are due to rounding and get the smallest distance that occurs.
-    apart = squares != 0  # and not a number stays that
+    apart = squares != 0  # not `> 0`, which would hide NaN
     least = jnp.min(jnp.where(apart, squares, jnp.inf))
     tied = jnp.mean(~apart[:, 0]) > _TIES
     squares = jnp.where(apart, squares, jnp.where(tied, 0.0, least))
@@ -337,17 +335,20 @@ def _estimate(
     most: float | Array = math.inf,
     enough: bool | Array,
 ) -> Estimate:
-    """Return mean and error from terms of all samples, halves and parts, [levels, n]."""
+    """Return the estimate from terms of all samples, halves and parts, [levels, n].
+
+    A reliable mean is below `most`, and not three errors below `least`.
+    """
     number = terms.shape[1]
     value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
     reliable = jnp.isfinite(value) & (value < most) & enough
     if groups > 1:
-        # Terms of neighbours depend on each other, so parts may vary more than the terms suggest.
+        # Terms of neighbouring samples depend on each other, so parts may vary more than the terms suggest.
         group = np.arange(number) % groups
         parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[-1]) / np.bincount(group)
         error = jnp.maximum(error, jnp.std(parts, ddof=1) / groups**0.5)
         growth = value - jnp.mean(terms[1])
-        # A relation without noise has infinite information: twice the samples add log 2, not far above three errors.
+        # Twice the samples add log 2 to the infinite information of a relation without noise, hardly three errors.
         large = (growth > 0) & (value > 0.5 * math.log(number)) & math.isfinite(least)
         reliable = reliable & (jnp.abs(growth) <= jnp.where(large, 2, 3) * error)
     return _where(reliable & (value >= least - 3 * error), value, error)

@@ -11,14 +11,14 @@ from jaxtyping import Array
 
 from dissociation._core.checks import check_count, fail
 
-# Distances per group in the search for the smallest: a power of two, at most this one.
+# Largest number of distances per group in the search for the smallest, a power of two.
 _MULTIPLE = 32
-# Largest number of interleaved parts, whose estimates give the error.
+# Largest number of interleaved parts, whose scatter gives the standard error.
 _PARTS = 16
 
 
 def check_neighbours(num_neighbours: int, number: int) -> int:
-    """Return the number of neighbours, or raise unless there are more samples."""
+    """Return the number of neighbours; raise unless it is below the number of samples."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     if count >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
@@ -27,7 +27,7 @@ def check_neighbours(num_neighbours: int, number: int) -> int:
 
 def squared(a: Array, b: Array) -> Array:
     """Return |a_i - b_j|^2, summed coordinate by coordinate."""
-    # Products would cancel at small distances, and differences at once would take an array [i, j, d].
+    # Products would lose the digits of small distances, and all differences at once would take an array [i, j, d].
     total = jnp.zeros((a.shape[0], b.shape[0]), a.dtype)
     for index in range(a.shape[1]):
         total = total + (a[:, index, None] - b[None, :, index]) ** 2
@@ -35,7 +35,7 @@ def squared(a: Array, b: Array) -> Array:
 
 
 def num_parts(number: int, count: int) -> int:
-    """Return the number of interleaved parts with at least 4 k samples each, even, or 1."""
+    """Return an even number of interleaved parts of at least 4 k samples each, or 1."""
     return max(min(_PARTS, number // (4 * count)) // 2 * 2, 1)
 
 
@@ -58,14 +58,17 @@ def smallest(
     distance: Callable[[Array, Array], Array],
     groups: int = 1,
 ) -> Array:
-    """Return the points' `count` smallest distances to others of their label, or infinity: [levels, n, count]."""
+    """Return the `count` smallest distances of every point to others of its label, [levels, n, count].
+
+    Levels are all samples, halves and parts, see `strides`. Missing neighbours are at infinity.
+    """
     number = points.shape[0]
     longest = -(-number // groups)
     blocks = -(-longest // check_count("block", block, minimum=1))
     # Points are ordered by group, with groups of the first half first, so that halves and groups are slices.
     rows = _by_group(number, groups, -(-longest // blocks) * blocks).reshape(groups * blocks, -1)
     columns = _by_group(number, groups, -(-max(longest, count) // _MULTIPLE) * _MULTIPLE)
-    # Filled up with points at distances that overflow, and whose differences do not: 0 times them is no slope.
+    # Padding is so far away that its distances are infinite and its differences finite: 0 times infinity is NaN.
     far = 2 * float(jnp.finfo(points.dtype).max) ** 0.5
     others = jnp.where(columns[:, None] < number, points[columns % number], far)
     # Index of the half, and of the group, of each block of rows.
@@ -89,25 +92,25 @@ def smallest(
 
 
 def _by_group(number: int, groups: int, width: int) -> np.ndarray:
-    """Return samples by groups i % groups, even ones first, filled up to `width` with `number`."""
+    """Return indices of samples by group i % groups, even groups first, each padded to `width` with `number`."""
     first = np.concatenate([np.arange(groups)[half::2] for half in range(2)])
     return np.minimum(first[:, None] + groups * np.arange(width)[None], number).reshape(-1)
 
 
 def _least(values: Array, count: int) -> Array:
-    """Return the `count` smallest of rows, whose length is a multiple of `_MULTIPLE`, rising."""
+    """Return the `count` smallest entries of every row, rising. The length of rows is a multiple of `_MULTIPLE`."""
     rows, columns = values.shape
     length = min(1 << int(math.log2(max(columns / count, 1)) / 2), _MULTIPLE)
     if columns // length > count:
         grouped = values.reshape(rows, -1, length)
-        # The smallest lie in the groups with the smallest minima, so the sort has few candidates.
+        # The smallest entries lie in the groups with the smallest minima, so the sort has few candidates.
         chosen = jax.lax.top_k(-jnp.min(grouped, 2), count)[1]
         values = jnp.take_along_axis(grouped, chosen[:, :, None], 1).reshape(rows, -1)
     return -jax.lax.top_k(-values, count)[0]
 
 
 def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: int) -> Any:
-    """Return `function` of blocks of rows of `arrays`, with the last block filled up."""
+    """Return `function` of `arrays`, applied to blocks of rows of one size."""
     number = arrays[0].shape[0]
     size = min(check_count("block", block, minimum=1), number)
     padded = (jnp.pad(part, ((0, -number % size), *((0, 0),) * (part.ndim - 1))) for part in arrays)
@@ -116,10 +119,10 @@ def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: in
 
 
 def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
-    """Return the numbers of others strictly within a squared radius, [levels, n]."""
+    """Return the number of other points strictly within each point's squared radius, [levels, n]."""
     index = jnp.arange(points.shape[0])
     rounding = 8 * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))
-    # One point usually lies at the radius, where its distance may be rounded otherwise than here.
+    # The point that defines a radius lies at it, and its distance may be rounded differently here.
     radius = jnp.maximum(jnp.sqrt(radius) - rounding, 0.0) ** 2
 
     def some(part: tuple[Array, ...]) -> Array:

@@ -21,7 +21,10 @@ from dissociation.measures._softmax_solver import (
 )
 
 FOLDS = ("stratified", "contiguous")
-"""Folds with classes evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`."""
+"""Folds with classes evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`.
+
+If rows are sorted by class, training parts of contiguous folds lack classes.
+"""
 
 
 @validated
@@ -39,7 +42,7 @@ def crossval_softmax_predict(
 ) -> Float[Array, "n classes"]:
     """Return held-out class probabilities of a converged softmax probe.
 
-    For every fold f, with features x~ standardised by mean and deviation of its training part T_f,
+    For every fold f, with features x~ standardised by the mean and deviation of its training part T_f,
 
         minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
 
@@ -51,7 +54,7 @@ def crossval_softmax_predict(
         y: One-hot labels.
         num_splits: Folds, from 2 to n.
         ridge: Positive penalty on the weights; traced. The intercept is not penalised.
-        folds: "stratified" for every class evenly distributed, or "contiguous" for blocks of rows.
+        folds: One of `FOLDS`.
         key: Random key that shuffles samples before they are distributed. Results keep the given order.
         num_samples: Leading samples in use, at the cost of all n; traced, so all values share one compilation. Later
             rows of the result are zero.
@@ -102,8 +105,7 @@ def crossval_softmax_fit(
 ) -> SoftmaxFit:
     """Return the probe of `crossval_softmax_predict` with its coefficients and the solver's record.
 
-    L-BFGS stops by `gap`, from the bound f - f* <= ||g||^2 / (2 ridge). The gradient g counts the intercept as if it
-    were penalised, so `gap` is not a strict bound.
+    L-BFGS stops by `gap`, from f - f* <= ||g||^2 / (2 ridge), a bound if the intercept were penalised, too.
 
     Args:
         x: Features.
@@ -131,7 +133,7 @@ def crossval_softmax_fit(
 def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
-    # Without a penalty the minimum of separable data is at infinity, and the solver is slow near it.
+    # Without a penalty the minimum for separable data is at infinity.
     check_positive("ridge", ridge)
     if tol is None:
         tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
@@ -156,16 +158,16 @@ def crossval_gradient_predict(
     """Return held-out class probabilities of a softmax probe after a fixed number of gradient steps.
 
     Weights start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. Steps
-    below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], with m_f training samples. To
-    compare representations at one learning rate, pass their smallest 1 / L.
+    below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], summed over all samples in use,
+    with m_f training samples. To compare representations at one learning rate, pass their smallest 1 / L.
 
     Args:
         x: Features, which are not standardised.
         y: One-hot labels.
         num_splits: Folds, from 2 to n.
         num_steps: Steps; traced.
-        step_size: Step of all folds, in units of the mean loss; traced; default 1 / L of each fold. Above 2 / L of all
-            samples it warns, unless the call is traced.
+        step_size: Step of all folds for the mean loss; traced; default 1 / L of each fold. Known steps above 2 / L of
+            all samples warn.
         folds: "stratified" or "contiguous".
         key: Random key that shuffles samples before they are distributed.
         num_samples: Leading samples in use; later rows of the result are zero.
@@ -174,15 +176,14 @@ def crossval_gradient_predict(
         Probabilities in [0, 1] that sum to one in each row, from the fold without the sample.
 
     Raises:
-        ValueError: As `crossval_softmax_predict`.
-        TypeError: As `crossval_softmax_predict`.
+        ValueError, TypeError: As `crossval_softmax_predict`.
 
     References:
         Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
     """
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
     if step_size is None:
-        step_size = 0.0  # the solver's sign for "of each fold"
+        step_size = 0.0  # `descend_fixed` takes 1 / L of each fold
     else:
         check_positive("step_size", step_size)
         warn_unstable(x, count, step_size)
@@ -200,7 +201,7 @@ def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
 
 
 def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
-    """Warn if steps of this size on the first `count` samples exceed the stable size."""
+    """Warn if a known `step_size` is not stable on the first `count` samples."""
     if is_traced(x) or is_traced(count) or is_traced(step_size):
         return
     limit = 2 * float(stable_step_size(x[: int(count)]))
@@ -219,7 +220,6 @@ def _prepare(
         fail("y", "have at least 2 classes", f"shape {y.shape}", "Pass one-hot labels")
     check_choice("folds", folds, FOLDS)
     check_count("num_splits", num_splits, minimum=2)
-    # With contiguous folds of sorted rows, training parts lack the classes of their test parts.
     if num_splits > size:
         fail("num_splits", f"be at most the number of samples ({size})", num_splits)
     if num_samples is None:

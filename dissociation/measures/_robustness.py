@@ -56,7 +56,7 @@ def input_noise_error(
 ) -> Float[Array, " scales"]:
     """Return the error rate on `images + scale * noise`, for every scale.
 
-    All scales share one draw of the noise, so curves of several models differ by the models alone.
+    All scales share one draw of the noise. If models share it too, their curves differ only by the models.
 
     Args:
         model: Function from one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
@@ -64,8 +64,7 @@ def input_noise_error(
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Non-negative noise scales in units of `images`, [scales].
         noise: Noise in the shape of `images`, usually standard normal.
-        scales_per_batch: Number of scales evaluated at once. 1 takes the least memory and is the fastest on a CPU;
-            None takes all.
+        scales_per_batch: Scales evaluated at once; 1 takes the least memory and is fastest on a CPU; None takes all.
 
     Returns:
         Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the scales
@@ -79,7 +78,7 @@ def input_noise_error(
     images, moving = jnp.asarray(images), jnp.asarray(noise)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
-        if still is not images:  # without the bias, which the noise does not carry
+        if still is not images:  # without the bias, which is in `still`
             moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(moving)
 
     def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
@@ -151,9 +150,9 @@ def _check_outputs(model: Any, images: Any, labels: Any) -> None:
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
-    """Return preactivations of the first layer and the remaining model; images and model without such a layer."""
+    """Return the first layer's preactivations and the remaining model, or if it is not linear, images and model."""
     layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
-    # W (x + s n) = W x + s W n, so the first layer is applied twice for all scales.
+    # W (x + s n) = W x + s W n, so two applications of the first layer serve all scales.
     return jax.vmap(layers[0])(images), eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())

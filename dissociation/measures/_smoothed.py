@@ -30,8 +30,8 @@ class SmoothedInformation(Result):
         zx: I(T; X), from 0 to log n; a bound with the methods "upper" and "lower".
         zy: I(T; Y), from 0 to H(Y); an estimate with every method.
         zx_given_y: I(T; X | Y) = zx - zy, a bound if zx is one.
-        saturated: True if the values are NaN, because zx is within 1 % of log n, or rounding of the features exceeds
-            the noise (in float32 for features from about 1000 times the noise; use x64, or standardise).
+        saturated: True if the values are NaN, because zx is within 1 % of log n, or features exceed the noise so far
+            (in float32 about 1000 times) that their rounding matters: use x64, or standardise.
     """
 
     zx: Float[Array, ""]

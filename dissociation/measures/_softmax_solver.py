@@ -11,7 +11,7 @@ from dissociation._core.results import printed
 
 # The softmax of a class that a fold's training part does not hold is exactly zero.
 _NEVER = -1e30
-# Pairs of changes that quasi-Newton steps store, and the steps before which their metric is computed again.
+# Number of stored pairs of changes, and the steps before which the metric is recomputed.
 _MEMORY = 8
 _REFRESH = (0, 8, 24, 72, 216, 648)
 
@@ -25,7 +25,7 @@ class SoftmaxFit(NamedTuple):
         intercepts: Intercepts per fold, minus infinity for classes that the training part lacks.
         losses: Minimised objective per fold, with the penalty.
         gradient_norm: Norm of the objective's gradient per fold, in standardised coordinates.
-        gap: Estimate of (loss - minimum) / loss per fold, usually from above: `gradient_norm**2 / (2 * ridge * loss)`.
+        gap: `gradient_norm**2 / (2 * ridge * loss)` per fold, usually at least (loss - minimum) / loss.
         converged: True if `gap` is at most `tol`, per fold.
         iterations: Quasi-Newton steps of the slowest fold, each with two products with the data.
     """
@@ -43,7 +43,7 @@ class SoftmaxFit(NamedTuple):
 
 
 def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | None, folds: str) -> Array:
-    """Return the fold of each sample in the given or a shuffled order, `num_splits` past `count`."""
+    """Return the fold of each sample, by the given or a shuffled order; `num_splits` past `count`."""
     index = jnp.arange(labels.shape[0], dtype=jnp.int32)
     used, place = index < count, index
     if key is not None:
@@ -59,7 +59,7 @@ def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | N
 
 
 def _ranks(*keys: Array) -> Array:
-    """Return the rank of every entry, sorted by the last key first."""
+    """Return the rank of every entry; the last key decides first."""
     return jnp.argsort(jnp.lexsort(keys)).astype(jnp.int32)
 
 
@@ -103,7 +103,7 @@ class _Problem(NamedTuple):
         return jax.nn.softmax(logits + self.offset, 1)
 
     def residual(self, chances: Array) -> Array:
-        # 1 - p of the true class as the sum of the others: the difference has no digits left where p is close to 1.
+        # 1 - p of the true class as the sum of the others, because the difference loses its digits if p is close to 1.
         others = chances * (1.0 - self.labels[None])
         return self.mask * (others - self.labels[None] * jnp.sum(others, 1, keepdims=True))
 
@@ -123,13 +123,13 @@ def _fold_masks(ids: Array, num_splits: int, dtype: jnp.dtype) -> Array:
 
 
 def _held_out(probabilities: Array, ids: Array) -> Array:
-    """Return the row of each sample from its own fold, zero for samples in none."""
+    """Return each sample's row by the fold that holds it out, zero for samples in no fold."""
     mine = ids[None, :] == jnp.arange(probabilities.shape[0], dtype=ids.dtype)[:, None]
     return jnp.sum(probabilities, 0, where=mine[:, None]).T
 
 
 def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array, Array]:
-    """Return data standardised over the samples in use, with a column of ones, and mean, deviation and rounding."""
+    """Return data standardised over the samples in use, with a column of ones, their mean, deviation and rounding."""
     used = (ids < num_splits)[:, None]
     count = jnp.sum(used).astype(x.dtype)
     x = jnp.where(used, x, 0.0)
@@ -142,7 +142,7 @@ def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, A
     centred = jnp.where(used, (x - mean[None]) - rest[None], 0.0)
     rounding = 4 * jnp.finfo(x.dtype).eps * jnp.max(jnp.abs(x), 0)
     deviation = jnp.sqrt(jnp.sum(centred**2, 0) / count)
-    # A column that varies by rounding alone would, scaled up, be a second column of ones.
+    # Standardising a column that varies by rounding alone would amplify the rounding.
     deviation = jnp.where(_range(centred, used) <= rounding, 0.0, deviation)
     scale = jnp.where(deviation > 0, 1.0 / deviation, 0.0)
     data = jnp.concatenate([centred * scale[None], jnp.ones((x.shape[0], 1), x.dtype)], 1)
@@ -161,7 +161,7 @@ def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tupl
     def moments(weights: Array) -> tuple[Array, Array]:
         average = _product(weights, data) / jnp.sum(weights)
         variance = _product(weights, (data - average[None]) ** 2) / jnp.sum(weights)
-        # The range, and not a small variance, is what makes a feature constant under rounding.
+        # By the range, because a feature that differs in one sample has a small variance too.
         constant = _range(data, weights[:, None] > 0) <= rounding
         return average, jnp.where(constant, 0.0, lax.rsqrt(jnp.where(constant, 1.0, variance)))
 
@@ -175,7 +175,7 @@ def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tupl
 
 def inverse(matrix: Array, block: int = 64) -> Array:
     """Return the inverse of a positive definite matrix by Gauss-Jordan elimination in blocks."""
-    # Products alone: the threads of LAPACK's Cholesky wait for each other for seconds on a busy machine.
+    # By products, because the threads of LAPACK's Cholesky wait for each other for seconds on a busy machine.
     size = matrix.shape[0]
     block = min(block, size)
     padding = -size % block
@@ -199,11 +199,11 @@ def inverse(matrix: Array, block: int = 64) -> Array:
 
 
 def _metric(problem: _Problem, chances: Array) -> Array:
-    """Return the inverse of one curvature for all folds and classes, with samples weighted by their mean p (1 - p)."""
+    """Return the inverse of the mean curvature of folds and classes, with samples weighted by their mean p (1 - p)."""
     weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
     gram = _product((problem.data * weight[:, None]).T, problem.data)
-    # A ridge below the rounding of the Gram matrix would leave an inverse that is not positive definite; and one far
-    # below the curvature makes a metric that no longer fits a few steps on, where the curvature has fallen.
+    # With a ridge below the rounding of the Gram matrix, the inverse would not be positive definite. With one far below
+    # the curvature, the metric would be wrong after a few steps, when the curvature has fallen.
     floor = 3e-5 * jnp.trace(gram)
     return inverse(gram + jnp.diag(jnp.maximum(problem.penalty[0, 0], floor)))
 
@@ -251,9 +251,12 @@ class _Pairs(NamedTuple):
 
 
 def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array, step: Array, value, slope, active):
-    """Return the step length of each fold, by secants of the slope from 1 downwards, zero if none is found."""
-    # Near the minimum, values differ by less than their rounding, so the slope is compared. Logits are linear in the
-    # length, so trials do not need the data.
+    """Return each fold's step length: 1, or shorter by secants of the slope; 0 for inactive folds or after 25 trials.
+
+    A length is accepted if the value falls enough, and the slope there is at most minus half of the negative `slope`.
+    """
+    # Near the minimum values differ by less than their rounding, hence the slack and the condition on the slope.
+    # Logits are linear in the length, so trials do not need the data.
     slack = 8 * jnp.finfo(logits.dtype).eps * jnp.abs(value)
 
     def body(state):
@@ -273,21 +276,26 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
 
 
 class _State(NamedTuple):
+    """State of `minimise`. A round computes the gradient at `weights`, then steps."""
+
     weights: Array  # [folds, classes, d + 1]
-    logits: Array  # [folds, classes, n], without the offset
-    past_weights: Array  # those of the round before, and the gradient there
+    logits: Array  # [folds, classes, n], at `weights`, without the offset
+    past_weights: Array  # weights of the last round, at which it computed the next three
     past_gradient: Array
-    value: Array  # [folds], the loss at the last gradient
-    square: Array  # [folds], the squared norm of that gradient
+    value: Array  # [folds], loss
+    square: Array  # [folds], squared norm of the gradient
     pairs: _Pairs
     metric: Array  # [d + 1, d + 1]
     active: Array  # [folds]
-    restart: Array  # True if a fold restarts with an empty memory and a new metric
-    visits: Array  # rounds so far, one more than steps
+    restart: Array  # True if the next round computes the metric, because a fold lost its pairs
+    visits: Array  # number of rounds; the last one takes no step
 
 
 def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
-    """Return the minimum of every fold, by L-BFGS in a metric that the folds share."""
+    """Return the fits of all folds, by L-BFGS with at most `limit` steps in a metric that the folds share.
+
+    `ids`: Fold that holds out each sample, [n]; `num_splits` for samples that are not in use.
+    """
     problem, mean, deviation = build(x, y, ids, ridge, num_splits)
 
     def body(state):
@@ -295,7 +303,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         chances = problem.probabilities(logits)
         gradient, value = problem.gradient(chances, weights), problem.value(logits, weights)
         square = _dot(gradient, gradient)
-        # The last round only measures: it takes no step, whether all folds have converged or steps have run out.
+        # The last round takes no step, so value and gradient are those of the final weights.
         active = state.active & (square > 2 * ridge * tol * value) & (visit < limit)
         pairs = state.pairs.add(visit, weights - state.past_weights, gradient - state.past_gradient)
         due = (jnp.any(visit == jnp.asarray(_REFRESH)) | state.restart) & jnp.any(active)
@@ -304,7 +312,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         change, slope = problem.logits(step), _dot(gradient, step)
         length = _line_search(problem, logits, change, weights, step, value, slope, active & (slope < 0))
         moved, logits = weights + length[:, None, None] * step, logits + length[:, None, None] * change
-        # If no length is found, the cause is the memory, an old metric, or the rounding of the gradient.
+        # Without a length, a fold tries again without pairs and with a new metric. If it had both, rounding limits it.
         stuck = active & (length == 0)
         again = stuck & (jnp.any(pairs.inverse > 0, 0) | ~due)
         pairs, active = pairs.forget(again), active & (again | ~stuck)
@@ -344,7 +352,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
 
 
 def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
-    """Return the largest eigenvalue of `data.T @ data`, by power iterations from the data's mean."""
+    """Return the largest eigenvalue of `data.T @ data`, by power iterations from the mean of the rows."""
 
     def body(_, vector):
         vector = _product(_product(data, vector), data)
@@ -361,7 +369,7 @@ def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: A
     """Return held-out probabilities after gradient steps; a `step_size` of zero means the stable step of each fold."""
     data = jnp.where((ids < num_splits)[:, None], jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
     mask = _fold_masks(ids, num_splits, x.dtype)
-    # On the sum of losses the bound holds for every fold, whose training part is a subset; a mean divides it by m_f.
+    # For the sum of losses one bound holds for every fold, because training parts are subsets. Means divide it by m_f.
     bound = 0.5 * largest_eigenvalue(data)
     rate = jnp.where(step_size > 0, step_size / jnp.sum(mask, 1), 1.0 / bound)[:, None, None]
     one = jnp.ones((1, 1, 1), x.dtype)

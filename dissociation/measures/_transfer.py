@@ -35,8 +35,7 @@ def transfer_errors(
 ) -> Float[Array, " budgets"]:
     """Return the cross-validated error of a probe on int(p n) samples, for every fraction p.
 
-    Each budget contains all smaller ones. Budgets are grouped by size into `num_buckets` solvers, which `jax.jit`
-    compiles together.
+    Each budget contains all smaller ones. Budgets of similar size share one of up to `num_buckets` compiled solvers.
 
     Args:
         features: Representation of the samples.
@@ -49,8 +48,8 @@ def transfer_errors(
         probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.
-        step_size: Step of the gradient probe; default follows the features' curvature.
-        num_buckets: Solvers of different lengths. More compile longer and cost less.
+        step_size: Step of the gradient probe; default 1 / L of each fold, see `crossval_gradient_predict`.
+        num_buckets: Number of compiled solvers. More take longer to compile and less to run.
 
     Returns:
         1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold that did not converge, with a
@@ -86,7 +85,7 @@ def transfer_errors(
     errors = []
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
         members = [counts[i] for i in group]
-        # The last is the largest. One program for the group, whatever its number of budgets.
+        # The solver runs on the rows of the group's largest budget, and masks those beyond each smaller one.
         x, y = features[: members[-1]], jnp.asarray(labels)[: members[-1]]
         errors.append(_errors(predict, options, x, y, jnp.asarray(members, jnp.int32)))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
@@ -98,10 +97,10 @@ def transfer_errors(
 
 
 def _budget(fraction: float, size: int, num_splits: int) -> int:
-    """Return int(fraction * size) of real numbers."""
+    """Return the number of samples int(fraction * size); raise if it is too small for the folds."""
     if not 0 < fraction <= 1:
         fail("fractions", "lie in (0, 1]", fraction)
-    # Rounding of the product must not cost a sample.
+    # In floats 0.29 * 100 is below 29.
     count = int(round(fraction * size, 6))
     if count < num_splits:
         fail("fractions", f"leave at least `num_splits` ({num_splits}) of {size} samples", fraction)
@@ -111,7 +110,7 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
 def _probe(
     probe: str, ridge: Scalar, num_steps: Count, step_size: Scalar | None
 ) -> tuple[Callable[..., Array], dict[str, Any]]:
-    """Return the probe and its options, checked if they are known."""
+    """Return the function of a probe and the options it takes, after checks of known values."""
     if probe == "converged":
         check_positive("ridge", ridge)
         return crossval_softmax_predict, {"ridge": ridge}
@@ -124,7 +123,7 @@ def _probe(
 
 @eqx.filter_jit
 def _errors(predict: Callable[..., Array], options: dict[str, Any], x: Array, y: Array, counts: Array) -> Array:
-    """Return the errors of a probe on the first `counts` samples, computed sequentially."""
+    """Return the errors of a probe on the first `counts[i]` samples for every i, computed sequentially."""
 
     def error(count: Array) -> Array:
         chances = predict(x, y, num_samples=count, **options)
