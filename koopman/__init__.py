@@ -1,7 +1,6 @@
 """Learn evolution operators (Koopman, transfer) from trajectories, in pure JAX.
 
-Every name is here, for example `from koopman import fit, Ridge`, apart from the folders `datasets` and `figures`. A
-module is imported when one of its names is first used.
+Apart from the folders `datasets` and `figures`, all names are here, for example `from koopman import fit, Ridge`.
 """
 
 from typing import TYPE_CHECKING

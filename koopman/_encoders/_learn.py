@@ -27,7 +27,7 @@ States = Float[Array | np.ndarray, "n *state"]
 Trajectories = Annotated[Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()]
 
 FIT_OPTIONS = ("hyperparams", "callbacks", "checkpoint", "mesh", "member_map", "same_program")
-"""Options of `fit` that `train_encoders` accepts."""
+"""Options of `training.fit` that `train_encoders` passes on."""
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
@@ -42,41 +42,33 @@ NEW_CALL = "train_encoders(lambda key: FeatureMap(5, key=key), 'vamp', lagged_pa
 
 @validated
 def encode(model: Callable[[Array], Array], states: States) -> Array:
-    """Return the outputs of one model at every state, [n, ...]; NaN for a state that is not finite."""
+    """Return the outputs of one model at every state, [n, ...]; NaN for states that are not finite."""
     _check_one(model)
     return jax.vmap(model)(jnp.asarray(states))
 
 
 def pair_loss(kind: str, model: FeatureMap, x: States, y: States) -> Float[Array, ""]:
     """Return the loss of pairs of states, from the features of x and the lagged head's features of y."""
-    # One pass for both, because a convolution of twice as many images is cheaper than two.
+    # One pass for both, because one convolution of twice as many images is cheaper than two.
     both = encode(model, jnp.concatenate([jnp.asarray(x), jnp.asarray(y)]))
     return ENCODER_LOSSES[kind](both[: len(x)], jax.vmap(model.lagged_head)(both[len(x) :]))
 
 
 def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array, ""]:
-    """Return `autoencoder_loss` of pairs of states, with the error of the latent step in units of the states.
-
-        mean (x - dec(enc(x)))^2  +  r mean (enc(y) - K enc(x))^2  +  mean (y - dec(K enc(x)))^2
-
-    Source: Lusch, Kutz and Brunton (2018).
-    """
+    """Return `autoencoder_loss` of pairs of states, with weight r = var y / var enc(y) of the latent step."""
     x, y = jnp.asarray(x), jnp.asarray(y)
     features = encode(model.encoder, jnp.concatenate([x, y]))
     now, later = features[: len(x)], features[len(x) :]
     evolved = now @ model.matrix()
     states = jax.vmap(model.decoder)(jnp.concatenate([now, evolved]))
     spread = jnp.mean(jnp.var(later, 0))
-    # r = var y / var enc(y). With r = 1, as published, features shrink until the second term has no weight and their
-    # step stays wrong, because the decoder rescales them.
+    # With r = 1, as published, features shrink until the latent step has no weight, because the decoder can undo that.
     ratio = jnp.where(spread > 0, jnp.mean(jnp.var(y, 0)) / jnp.where(spread > 0, spread, 1.0), 0.0)
     return autoencoder_loss(x, y, states[: len(x)], later, evolved, states[len(x) :], alpha_lin=ratio)
 
 
-# Modules of equal kinds are equal, unlike closures, so that a second training does not compile.
+# A module, because equal modules are equal, unlike closures, so that a second training does not compile.
 class _Loss(eqx.Module):
-    """Loss of a batch by name."""
-
     kind: str = eqx.field(static=True)
 
     def __call__(self, model: Any, batch: tuple[Array, Array], key: Array) -> Array:
@@ -88,8 +80,6 @@ class _Loss(eqx.Module):
 
 
 class _Validation(eqx.Module):
-    """Observation of the validation loss."""
-
     loss: Callable[..., Any]
     data: Any
 
@@ -114,34 +104,32 @@ def train_encoders(
     """Train networks of many seeds on pairs of a state and the state one lag later, or on states and their classes.
 
     Args:
-        model: Function from a key to a network, or a network, whose weights every seed starts from: a `FeatureMap` for
-            "vamp", "contrastive" and "dpnets", an `Autoencoder` for "reconstruction", and for "classes" any network
-            from one state to logits. With norm sqrt(features) the contrastive loss trains in a few epochs, see
-            `FeatureMap`.
+        model: Function from a key to a network, or a network with the initial weights of every seed: a `FeatureMap` for
+            "vamp", "contrastive" (see there for the norm) and "dpnets", an `Autoencoder` for "reconstruction", and for
+            "classes" any network from one state to logits.
         loss: "vamp", "contrastive", "dpnets", "reconstruction" (`autoencoder_loss`, with the latent step in units of
             the states), "classes" (cross entropy), or a function of a network, a batch of `data`, and a key.
         data: Pairs of states (x, y), as of `lagged_pairs`, or (states, classes): samples first, finite.
         key: Key of every seed's network, and of the order of batches, which all seeds share.
         optimizer: Optax transformation, or with the option `hyperparams` a function of one seed's to one. Default:
-            AdamW of rate 2e-3 and weight decay 0.01. Rates above 1e-3 may deactivate all units of the convolutional
-            encoder of an autoencoder.
+            AdamW of rate 2e-3 and weight decay 0.01. Above 1e-3 an autoencoder's convolutional encoder may end with all
+            units inactive.
         num_seeds: Number of networks.
         num_epochs: Passes over the data.
         batch_size: Samples in a batch. The last batch of an epoch may be smaller.
-        validation: Other data, whose loss, of all samples at once, is observed after every epoch.
+        validation: Other data. Their loss, of all samples at once, is observed after every epoch.
         **options: Options of `dissociation.training.fit`: `hyperparams`, `callbacks`, `checkpoint`, `mesh`,
             `member_map`, `same_program`.
 
     Returns:
-        Result of `fit`; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
+        Result of `fit`; `history.observed` is the validation loss, [seeds, epochs + 1], if any.
 
     Raises:
         ValueError: If the network or the loss does not take batches of the data.
         TypeError: If `model` is neither a module nor a function from a key to one.
 
     References:
-        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`; Lusch, Kutz and Brunton (2018), see
-        `autoencoder_loss`.
+        See `vamp_loss`, `spectral_contrastive_loss`, `dpnets_loss` and `autoencoder_loss`.
     """
     if isinstance(model, str) or data is None:
         got = repr(model) if isinstance(model, str) else "no `data`"
@@ -165,7 +153,8 @@ def train_encoders(
         _check_batch("validation", "be like `data`, and enough for `loss`", call, made, validation, number)
         observe = _Validation(call, validation)
     # With the published loss, PyTorch's initial weights and a rate of 2e-3, most rectified units of an autoencoder's
-    # convolutional encoder were dead after 20 steps. Weights of variance 1/fan_in and the published rate keep them.
+    # convolutional encoder were inactive after 20 steps. With weights of variance 1/fan_in and the published rate they
+    # stay active.
     optimizer = optax.adamw(2e-3, weight_decay=0.01) if optimizer is None else optimizer
     build_key, fit_key = jax.random.split(key)
     models = eqx.filter_vmap(lambda k: build(key=k))(jax.random.split(build_key, seeds))
@@ -185,16 +174,16 @@ def validation_loss(
 ) -> Float[Array, ""]:
     """Return the loss of `train_encoders` on trajectories, of all pairs at once or as the mean over batches.
 
-    The two differ, and the mean over batches is lower for the same network.
+    For the same network the mean over batches is lower.
 
     Args:
         kind: "vamp", "contrastive" or "dpnets".
         model: One feature map.
         trajectories: One trajectory [time, ...], a list of trajectories of any lengths, or one array with
-            `trajectory_axis`; states of any shape. Rows of numbers in lists are one trajectory.
+            `trajectory_axis`; states of any shape. A list of rows of numbers is one trajectory.
         lag: Steps between the two states of a pair.
         trajectory_axis: Axis of trajectories of equal length in one array; the first other axis is time.
-        batch_size: Pairs in a batch, in order. The last batch may be smaller, with the same weight. None: all at once.
+        batch_size: Pairs in a batch, in order; None for all. The last batch may be smaller, and has the same weight.
 
     Raises:
         ValueError: If `model` is a stack, no trajectory has a pair at this lag, or a batch has fewer pairs than the
@@ -208,8 +197,9 @@ def validation_loss(
     x, y = pairs = lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
     size = len(x) if batch_size is None else batch_size
     _check_batches(_Loss(kind), model, pairs, size)
-    # The contrastive loss omits i = j, a pair of one class. Of five classes in turn (12.8 - 1) / 63 = 0.187 of the
-    # other pairs in a batch of 64 are equal, of 999 pairs 0.199. VAMP gains from noisier covariances.
+    # The contrastive loss omits i = j, a pair of one class, which matters more in small batches: with five classes a
+    # fraction (12.8 - 1) / 63 = 0.187 of the pairs in a batch of 64 share their class, and 0.199 of 999. Noisier
+    # covariances raise VAMP.
     starts = range(0, len(x), size)
     return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + size], y[i : i + size]) for i in starts]))
 
@@ -222,7 +212,7 @@ def _check_one(model: Any) -> None:
 
 
 def _check_batches(loss: Callable[..., Any], model: Any, data: Any, batch_size: int) -> None:
-    """Raise unless the loss takes all samples at once, and the smallest batch of an epoch."""
+    """Raise unless the loss takes all samples at once, and an epoch's smallest batch."""
     check_count("batch_size", batch_size, minimum=1)
     number = len(jax.tree.leaves(data)[0])
     _check_batch("model", "fit `data` and `loss`", loss, model, data, number)

@@ -23,16 +23,14 @@ Loss = Float[Array, ""]
 
 @validated
 def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covariances: bool = True) -> Loss:
-    """Return minus the VAMP-p score, a measure of how well the features determine the next ones linearly.
+    """Return minus the VAMP-p score, a measure of how well features determine the next ones linearly.
 
         -sum_i s_i^p,     s_i the singular values of C_x^{-1/2} C_xy C_y^{-1/2},     p in {1, 2}
 
-    The s_i are the canonical correlations of x and y, invariant to linear maps of the features. Uncentred, the constant
-    function counts if the features span it: five one-hot states in a perfect cycle score 5, centred 4. For p = 2, n
-    independent pairs score d^2 / (n - 1) on average, centred.
-
-    Directions of a covariance below a relative cut-off are left out, with finite gradients. In float32 the cut-off is
-    about 3e-6, and features of condition number 1e5 score to 1e-3.
+    The s_i are the canonical correlations of x and y, invariant to linear maps of the features. Uncentred, a constant
+    function in their span counts: five one-hot states in a perfect cycle score 5, centred 4. Centred and with p = 2, n
+    independent pairs score d^2 / (n - 1) on average. Directions of a covariance below a relative cut-off (3e-6 in
+    float32) are omitted, with finite gradients; scores at a condition number of 1e5 are then accurate to 1e-3.
 
     Args:
         x: Features of the states, [n, d].
@@ -44,8 +42,8 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         Number from -d to 0.
 
     Warns:
-        UserWarning: Outside `jit` and not centred, if a feature's variance is below the rounding of its squared mean;
-            so do the other losses of uncentred features.
+        UserWarning: As the other losses of uncentred features: if the variance of a known feature is below the rounding
+            of its squared mean.
 
     Raises:
         ValueError: If n <= d + 1 (n <= d uncentred).
@@ -92,8 +90,8 @@ def vamp_score(
 
         | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs.
 
-    Test data are centred by their means. With `rank=None` it is minus `vamp_loss` of the test data, if the training
-    covariances are regular: pass a rank below d to test the fit.
+    At full rank and with regular training covariances this is minus `vamp_loss` of the test data: pass a rank below d
+    to test the fit.
 
     Args:
         x: Training features, [n, d].
@@ -101,11 +99,11 @@ def vamp_score(
         x_test: Test features, [m, d].
         y_test: Test features one lag later, [m, d].
         schatten_norm: Power p, 1 or 2.
-        center_covariances: If True, the means are subtracted.
-        rank: Number of singular functions, from 1 to d. None: d.
+        center_covariances: If True, each set's means are subtracted.
+        rank: Number of singular functions, from 1 to d; None for d.
 
     Returns:
-        Number from 0 to the rank, differentiable in the test features at fixed functions.
+        Number from 0 to the rank. Its derivative is in the test features, at fixed functions.
 
     Raises:
         ValueError: If there are too few samples, as in `vamp_loss`, or too few test data for `rank` features.
@@ -151,13 +149,13 @@ def dpnets_loss(
         -|C_x^{-1/2} C_xy C_y^{-1/2}|_F^2 + metric_deformation / (2 d) (R(C_x) + R(C_y)),
         R(C) = tr(C^2 - C - log C) >= 0,   zero only for C = I
 
-    The relaxed score |C_xy|_F^2 / (|C_x| |C_y|), with operator norms, needs no inverse. It is a lower bound, equal if
-    the covariances are multiples of I. The paper's weight is gamma = metric_deformation / (2 d).
+    The relaxed score |C_xy|_F^2 / (|C_x| |C_y|), with operator norms, needs no inverse. It is a lower bound, equal for
+    covariances that are multiples of I. The paper's weight is gamma = metric_deformation / (2 d).
 
     Args:
         x: Features of the states, [n, d].
         y: Features one lag later, [n, d].
-        relaxed: If True, the relaxed score is taken.
+        relaxed: If True, take the relaxed score.
         metric_deformation: Weight of R, non-negative. May be traced.
         center_covariances: If True, the means are subtracted.
 
@@ -165,7 +163,7 @@ def dpnets_loss(
         At least -d. Eigenvalues of a covariance below its cut-off count as d times rounding and have no gradient.
 
     Raises:
-        ValueError: If not relaxed, for too few samples, as in `vamp_loss`.
+        ValueError: If the score is not relaxed and there are too few samples, as in `vamp_loss`.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
@@ -198,8 +196,8 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
         1 / (n (n - 1)) sum_{i != j} <x_i, y_j>^2  -  2 / n sum_i <x_i, y_i>
 
     For independent pairs it is an unbiased estimate of |K - x y^T|^2 - |K|^2, K the kernel of the evolution operator.
-    Its minimum is minus the sum of the d largest squared singular values of K, at their singular functions; the
-    constant function counts. A pair of very large inner product loses digits.
+    Its minimum is minus the sum of the d largest squared singular values of K, at their singular functions, among which
+    the constant one counts. If one pair has a very large inner product, digits are lost.
 
     Args:
         x: Features of the states, [n, d], n at least 2.
@@ -240,12 +238,10 @@ def autoencoder_loss(
     alpha_lin: Scalar = 1.0,
     alpha_pred: Scalar = 1.0,
 ) -> Loss:
-    """Return the loss of an autoencoder with a linear map K of its latent state: three mean squares.
+    """Return the loss of an autoencoder with a linear map K of its latent state: means over samples and entries.
 
         alpha_rec mean (x - dec(enc(x)))^2  +  alpha_lin mean (enc(y) - K enc(x))^2
             +  alpha_pred mean (y - dec(K enc(x)))^2
-
-    Means are over samples and entries.
 
     Args:
         x: States, [n, ...] of any shape.
@@ -254,9 +250,9 @@ def autoencoder_loss(
         y_enc: enc(y), [n, ...].
         x_evo: K enc(x), in the shape of `y_enc`.
         y_pred: dec(K enc(x)), in the shape of `x`.
-        alpha_rec: Weight of the reconstruction, non-negative. May be traced, as may the others.
-        alpha_lin: Weight of the latent step, non-negative.
-        alpha_pred: Weight of the prediction, non-negative.
+        alpha_rec: Weight of the reconstruction, non-negative, like the others; may be traced.
+        alpha_lin: Weight of the latent step.
+        alpha_pred: Weight of the prediction.
 
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
@@ -277,7 +273,7 @@ def autoencoder_loss(
 def energy_loss(
     x: Features, jac: Float[Array | np.ndarray, "n d m"], *, grad_weight: Scalar = 1e-3, form: str = "energy"
 ) -> Loss:
-    """Return a loss for the generator L of a reversible diffusion, from features and gradients, without pairs in time.
+    """Return a loss for the generator L of a reversible diffusion, from features and their gradients.
 
     With D = sum_k E[d_k x d_k x^T], so that <f, -L g> = E[grad f . grad g] (overdamped Langevin, unit diffusion):
 
@@ -285,14 +281,14 @@ def energy_loss(
         "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k x(t)>
 
     The minimum of the energy form is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues e_i of -L; minimisers
-    span their eigenfunctions. The pooled form is kooplearn's. It does not rank eigenfunctions: on an interval with
+    span their eigenfunctions. The pooled form, kooplearn's, does not rank eigenfunctions: on an interval with
     reflecting ends {1, cos 2t} has a lower loss than {1, cos t}. Both first terms are biased upwards, by order 1 / n.
 
     Args:
         x: Features of samples of the invariant distribution, [n, d].
         jac: Derivatives of the features by the m coordinates of the state, [n, d, m].
         grad_weight: a, non-negative, in units of time; one over the shift of the resolvent. May be traced.
-        form: "energy", which learns eigenfunctions, or "pooled", for comparison with kooplearn.
+        form: "energy" or "pooled".
 
     Returns:
         At least -d.
@@ -311,12 +307,12 @@ def energy_loss(
 def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
     n, d = x.shape
     if form == "energy":
-        # This is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 less a constant, A = 1 - a L, in the inner product <f, A g>.
+        # Then the loss is |A^{-1} - sum_i x_i (x_i, .)|_HS^2 minus a constant, A = 1 - a L, in the product <f, A g>.
         rows = jnp.moveaxis(jac, 2, 1).reshape(-1, d)
         squares = jnp.sum((product(x.T, x) + grad_weight * product(rows.T, rows)) ** 2)
     else:
-        # <d_k x_l, x_j>^2 replaces |d_k x_l|^2 |x_j|^2. To first order in a this penalises only the part of a gradient
-        # in the span of the features.
+        # <d_k x_l, x_j>^2 in place of |d_k x_l|^2 |x_j|^2: to first order in a, only the part of a gradient in the span
+        # of the features is penalised.
         flat = jac.reshape(n, -1)
         if n <= d + flat.shape[1]:
             squares = jnp.sum((product(x, x.T) + grad_weight * product(flat, flat.T)) ** 2)
@@ -337,12 +333,12 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
 
         tr C^2  ~  1 / (n (n - 3)) [sum_{i != j} K_ij^2 + (tr K)^2 / ((n - 1) (n - 2)) - 2 / (n - 2) sum_i K_ii^2],
 
-    the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples. With a key n random
-    quadruples are averaged, which costs n d in place of n d min(n, d), with a larger variance.
+    the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples.
 
     Args:
         x: Features, [n, d], n at least 4.
-        key: Key of random quadruples, for hundreds of features. None: the average over all.
+        key: Key of n random quadruples in place of all, which have a larger variance and cost n d in place of
+            n d min(n, d), for hundreds of features.
 
     Returns:
         The estimate, which may be negative.
@@ -357,8 +353,8 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     centred = centre(x)
     norms = jnp.sum(centred**2, 1)
     trace = jnp.sum(norms) / (n - 1)
-    # The plug-in tr(C^2) is too large by about ((tr C)^2 + tr C^2) / n for normal samples, because its pairs include a
-    # sample with itself, also with a permuted batch (as in kooplearn).
+    # tr of the squared sample covariance is too large by about ((tr C)^2 + tr C^2) / n for normal samples, because it
+    # pairs each sample with itself, as does a product with a permuted batch (kooplearn).
     if key is None:
         square = _off_diagonal_squares(centred, centred) - 2.0 / (n - 2) * jnp.sum(norms**2)
         square = (square + (n - 1) / (n - 2) * trace**2) / float(n * (n - 3))
@@ -382,8 +378,8 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         x: Features, [n, d].
 
     Returns:
-        Non-negative, and zero for covariance I and mean zero. Eigenvalues of C below d times rounding times the largest
-        (or 1) count as d times rounding and have no gradient.
+        Non-negative, and zero for covariance I and mean zero. Eigenvalues of C below d times rounding, or this times
+        the largest if that exceeds 1, count as d times rounding and have no gradient.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`, metric distortion loss.
@@ -401,8 +397,8 @@ def _deformation(values: Array) -> Array:
 def _off_diagonal_squares(x: Array, y: Array) -> Array:
     """Return the sum of <x_i, y_j>^2 over i != j."""
     n, d = x.shape
-    # Long batches need no n x n matrix: if all true pairs have one inner product, the diagonal is at most half of the
-    # sum that it is taken off. In short batches it could be nearly everything.
+    # Long batches do without an n x n matrix: if all true pairs have one inner product, the subtracted diagonal is at
+    # most half of the sum. In short batches it could be nearly all of it.
     if n <= 2 * d:
         return jnp.sum(jnp.where(jnp.eye(n, dtype=bool), 0.0, product(x, y.T)) ** 2)
     return jnp.sum(product(x.T, x) * product(y.T, y)) - jnp.sum(jnp.sum(x * y, 1) ** 2)
@@ -413,14 +409,15 @@ def _covariance(x: Array) -> Array:
 
 
 def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
-    """Return whitening maps of x and of y [2, d, d], and C_xy between the whitened features [d, d]."""
+    """Return whitening maps of x and y, [2, d, d], and C_xy of the whitened features, [d, d]."""
     n, d = x.shape
     eps = float(jnp.finfo(x.dtype).eps)
     # Sums over n samples round: null directions of three features have 0.2 sqrt(n) units, of more features 2.
     rtol = eps * max(d, 0.5 * n**0.5)
 
-    # A covariance in float32 resolves deviations down to a thousandth of the largest: features are scaled, nearly
-    # whitened, and then whitened with a cut-off. The first two maps are constants, as linear maps keep the result.
+    # A covariance in float32 resolves deviations down to a thousandth of the largest, so features are scaled, nearly
+    # whitened, and then whitened with a cut-off. The first two maps are constants, because the result does not depend
+    # on them.
     columns, roots, maps = [], [], []
     last = jnp.zeros((), x.dtype)
     for raw in (x, y):
@@ -442,19 +439,19 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
 
 
 def _root_mean_square(x: Array) -> Array:
-    """Return the root mean square of every column, also if squares overflow or vanish."""
+    """Return the root mean square of every column, even if squares overflow or vanish."""
     top = jnp.max(jnp.abs(x), 0)
     return top * jnp.sqrt(jnp.mean((x / jnp.where(top > 0, top, 1.0)[None]) ** 2, 0))
 
 
 def _after(earlier: Array, array: Array) -> Array:
-    """Return `array`, ordered after the scalar `earlier`."""
+    """Return `array`, computed after the scalar `earlier`."""
     # Independent decompositions in one program, each batched by `vmap`, can hang on a CPU.
     return array + 0 * lax.stop_gradient(earlier)
 
 
 def _check_enough(name: str, x: Array | np.ndarray, size: int, center: bool) -> None:
-    """Raise if there are so few samples that any features are perfectly correlated."""
+    """Raise if with so few samples any features are perfectly correlated."""
     least = size + (2 if center else 1)
     if x.shape[0] < least:
         fail(

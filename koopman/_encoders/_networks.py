@@ -1,4 +1,4 @@
-"""Networks to learn from sequences: encoders with a lagged head, and autoencoders with linear dynamics."""
+"""Networks for sequences: encoders with a lagged head, and autoencoders with linear dynamics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ def build_encoder(encoder: Network | None, features: int, init: str, *, key: PRN
 
 
 def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
-    """Return `network`, or if it is a function the network that it returns from `key`, with JAX arrays."""
+    """Return `network`, or if it is a function its value at `key`, with JAX arrays."""
     wanted = "be an Equinox module that takes one example, or a function from a key to one"
     if isinstance(network, type):
         fail_kind(name, wanted, f"the class {network.__name__}")
@@ -51,20 +51,20 @@ def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
 class FeatureMap(eqx.Module):
     """Encoder with an optional fixed norm of its output, and a linear head for the features one lag later.
 
-    VAMP does not depend on the norm. With norm sqrt(d) in d directions the spectral contrastive loss trains in a few
-    epochs, with norm 1 it stays at -1 for thousands of steps. A fixed norm suits features of classes. If the size of a
-    state matters, as in a linear system, pass None.
+    VAMP does not depend on the norm. The spectral contrastive loss of d features trains in a few epochs with norm
+    sqrt(d), and stays at -1 for thousands of steps with norm 1. A fixed norm suits classes. If the size of a state
+    matters, as in a linear system, pass None.
 
     Attributes:
         encoder: Network from a state to features.
-        lagged_head: Linear layer without bias, after the normalisation, for the features one lag later.
+        lagged_head: Linear layer without bias, from the normalised features.
         feature_norm: Norm of the features; None leaves the encoder's output unchanged.
     """
 
     encoder: Any
     lagged_head: Affine
-    # With norm 1, C_x = I / d at best and the contrastive minimum has lagged weights of singular values d, far from
-    # their initial values below 1. With norm sqrt(d), C_x = I and they are orthogonal.
+    # With norm 1, C_x is I / d at best, and at the contrastive minimum the lagged weights have singular values d, far
+    # from their initial values below 1. With norm sqrt(d), C_x can be I, and the weights orthogonal.
     feature_norm: float | None = eqx.field(static=True)
 
     @validated
@@ -81,8 +81,8 @@ class FeatureMap(eqx.Module):
 
         Args:
             features: Width of the encoder's output.
-            encoder: Network from one state to [features], or a function from a key to such a network. Default: the
-                encoder of images of 28 x 28 pixels.
+            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
+                images of 28 x 28 pixels.
             feature_norm: Norm of the features, positive, or None.
             init: Initial weights of the default encoder and the lagged head, "pytorch" or "lecun".
             key: Key of the weights.
@@ -103,7 +103,7 @@ class FeatureMap(eqx.Module):
             fail("encoder", f"make a vector of {width} features, as `features` says", f"shape {jnp.shape(features)}")
         if self.feature_norm is None:
             return features
-        # The root has no finite derivative at zero, hence the clip inside it.
+        # Clipped, because the root has no finite derivative at zero.
         return features * (self.feature_norm * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24)))
 
     def lagged(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
@@ -118,8 +118,7 @@ class Autoencoder(eqx.Module):
         encoder: Network from a state to features.
         decoder: Network from features to a state.
         dynamics: Linear map K, or A if it is orthogonal: [features, features].
-        orthogonal: If True, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T is orthogonal, so that features neither decay
-            nor grow.
+        orthogonal: If True, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T is orthogonal: features keep their norm.
     """
 
     encoder: Any
@@ -143,14 +142,14 @@ class Autoencoder(eqx.Module):
 
         Args:
             features: Width of the latent space.
-            encoder: Network from one state to [features], or a function from a key to such a network. Default: the
-                encoder of images of 28 x 28 pixels.
-            decoder: Network from [features] to one state, or a function from a key to such a network. Default: the
-                decoder to images of 28 x 28 pixels.
-            orthogonal: If True, the linear map of the dynamics is orthogonal throughout training.
+            encoder: Network from one state to [features], or a function from a key to one. Default: the encoder of
+                images of 28 x 28 pixels.
+            decoder: Network from [features] to one state, or a function from a key to one. Default: the decoder of such
+                images.
+            orthogonal: If True, the linear dynamics are orthogonal throughout training.
             upsampling: Upsampling of the default decoder, "nearest" or "bilinear".
-            init: Initial weights of the default encoder and decoder, "pytorch" or "lecun". The linear map of the
-                dynamics always has the initial weights of PyTorch.
+            init: Initial weights of the default encoder and decoder, "pytorch" or "lecun". The dynamics always have
+                PyTorch's.
             key: Key of the weights.
         """
         check_count("features", features, minimum=1)
@@ -160,7 +159,7 @@ class Autoencoder(eqx.Module):
             self.decoder = Decoder(features, upsampling=upsampling, init=init, key=keys[1])
         else:
             self.decoder = build_network("decoder", decoder, key=keys[1])
-        # PyTorch's initial spectral radius is around 0.6. A direction that no data excite keeps it, and must not grow.
+        # A direction that the data do not excite keeps its initial eigenvalue, which must be below 1 (here about 0.6).
         self.dynamics = Affine(features, features, bias=False, key=keys[2]).weight.T
         self.orthogonal = orthogonal
 
@@ -169,7 +168,7 @@ class Autoencoder(eqx.Module):
         if not self.orthogonal:
             return self.dynamics
         skew, eye = self.dynamics - self.dynamics.T, jnp.eye(self.dynamics.shape[0])
-        # Without the square an angle near 180 degrees needs a large S, which training reaches late.
+        # Without the square, angles near 180 degrees would need a large S, which training reaches late.
         half = jnp.linalg.solve(eye + skew, eye - skew)
         return half @ half
 

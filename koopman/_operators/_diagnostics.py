@@ -1,4 +1,4 @@
-"""Warnings about data and options that spoil an estimator's numbers. Traced values are not checked."""
+"""Warnings about data and options that spoil an estimator's numbers, for known values."""
 
 import warnings
 from functools import cache
@@ -12,15 +12,14 @@ from jaxtyping import Array
 from dissociation._core.checks import WrongValue, fail, is_traced, warn
 from dissociation.training._memory import free_memory
 
-# `warn_offset` reads this many rows: they give means and variances to 3 %.
+# Number of rows that `warn_offset` reads, for means and variances to 3 %.
 _ROWS = 1000
 ROWS = 4000
-"""Number of rows that `warn_regression` is given, or four per feature."""
+"""Number of rows passed to `warn_regression`, or four per feature if that is more."""
 
 
 def _warn(message: str) -> None:
-    """Warn from this module."""
-    # The filter `warnings.filterwarnings("ignore", module="koopman")` matches the module that warns.
+    """Warn from this module, so that `warnings.filterwarnings("ignore", module="koopman")` applies."""
     warnings.warn(message, stacklevel=1)
 
 
@@ -41,7 +40,7 @@ def _warn_narrowed() -> None:
 
 def hint_columns(x: Array | np.ndarray, rank: Any) -> None:
     """Warn, once per process, if the operator has more directions than there are pairs."""
-    # The usual cause is snapshots in columns.
+    # The usual cause is transposed data.
     if not any(map(is_traced, (x, rank))) and min(x.shape[1], rank or x.shape[1]) > x.shape[0]:
         _hint_columns()
 
@@ -89,7 +88,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
 
 def warn_constant(x: Array, gram: Array) -> None:
     """Warn if the kernel matrix `gram` [n, n] of states `x` [n, d] is nearly constant or diagonal."""
-    # Either way the operator cannot be learned: all states look equal, or none has a neighbour.
+    # Nothing can be learned if all states look equal, or none has a neighbour.
     trace = float(jnp.trace(gram))
     about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
     eps = float(jnp.finfo(gram.dtype).eps)
@@ -109,7 +108,7 @@ def warn_constant(x: Array, gram: Array) -> None:
 
 
 def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
-    """Warn if the regularisation exceeds the variance that it is added to."""
+    """Warn if `alpha` exceeds the variance to which it is added, and the rounding of `trace`."""
     given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
     if given > held and given > 1.01e-6 * total:
         _warn(
@@ -132,7 +131,7 @@ def warn_regression(
     """Warn if `alpha` suppresses predictive directions, or if an intercept is missing, by F tests.
 
     `x`, `y`: Features of states and successors in the order of time, or rows with the same products, [m, d].
-    `ones`: Column of ones, [m]; None for centred data.
+    `ones`: Column of ones in these rows, [m]; None for centred data.
     """
     width, largest = x.shape[1], np.abs(x).max(0)
     if alpha is None:  # rank cuts on columns of one size
@@ -163,7 +162,8 @@ def warn_regression(
     if left_over @ left_over > slack * count:
         gain = np.sum((left_over @ rest) ** 2) / (left_over @ left_over)
         ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
-        if ratio > 25 and series is not None:  # residuals of long lags overlap: the same by blocks of rows
+        # Residuals of overlapping pairs depend on each other, so the variance is taken over blocks of rows.
+        if ratio > 25 and series is not None:
             scores = series[0] @ (right.T / sizes)
             missing = 1 - scores @ (left.T @ ones)
             found = (left_over @ rest) / (left_over @ left_over)
@@ -180,7 +180,7 @@ def warn_regression(
 
 
 def warn_small_columns(squares: Any, alpha: Any) -> None:
-    """Warn of columns that the default `alpha`, in proportion to all columns, suppresses."""
+    """Warn of columns so small that the default `alpha`, in proportion to all columns, suppresses them."""
     hidden = np.flatnonzero((np.asarray(squares) > 0) & (np.asarray(squares) < 3 * float(alpha)))
     if len(hidden):
         _warn(
@@ -203,11 +203,11 @@ def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> Non
     _warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
     seen = np.asarray(operator.gram_x)
     gram = seen + np.asarray(operator.penalty)
-    # U^T C_x U + B is the identity, apart from columns that are not in use. Directions count as much as `alpha` leaves
-    # of them: the smallest of ridge regression are rounding.
+    # U^T C_x U + B is the identity, except for unused columns. Directions are weighted by what `alpha` leaves of them,
+    # because the smallest ones of ridge regression are rounding.
     weight = np.sqrt(np.abs(np.diagonal(seen)))
     error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
-    if not error <= 1e-2:  # nor if it is NaN
+    if not error <= 1e-2:  # or it is NaN
         _warn(
             f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
             "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64."
@@ -233,6 +233,6 @@ def _warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
 
 def warn_unconverged(residual: Array | None, eps: float) -> None:
     """Warn if the residual of an iterative solver exceeds the fourth root of the rounding unit."""
-    # An eigenvalue then has less than half of its digits.
+    # Eigenvalues then have less than half of their digits.
     if residual is not None and not is_traced(residual) and residual > eps**0.25:
         _warn(f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.")

@@ -114,7 +114,7 @@ _compiled_span = jax.jit(_span, static_argnums=0)
 
 
 class _Principal:
-    """Kernel part of estimators along principal directions, c = P Lambda^(-1/2) (Lambda + alpha)^(-1/2)."""
+    """Mixin with a kernel's solution along principal directions, c = P Lambda^(-1/2) (Lambda + alpha)^(-1/2)."""
 
     def kernel(self, problem: KernelRegression) -> Basis:
         """Return W = V F^(1/2) with the leading eigenvectors V of K, F = lambda^-1 (lambda + alpha)^-1."""
@@ -140,7 +140,7 @@ class _Principal:
         inside = -0.5 * both * scale[:, None] ** 2 * scale[None] * mixed[:size]
         inside = inside - jnp.diag(0.5 * tangent.alpha * scale / (jnp.where(leading, squares[:size], 1.0) + alpha))
         d_own = product(vectors, outside) + product(vectors[:, :size], inside)
-        # Columns of the solver differ from these by a rotation if eigenvalues coincide.
+        # If eigenvalues coincide, the solver's columns differ from these by a rotation.
         pull = scale * squares[:size] * (squares[:size] + alpha)
         turn = pull[:, None] * product(vectors[:, :size].T, solution.vectors)
         return product(d_own, turn), halved(jnp.diagonal(mixed), solution.values)
@@ -151,8 +151,8 @@ class Ridge(_Principal, Estimator):
 
     Attributes:
         alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)). A `jax.vmap` over it
-            decomposes the data once. None is rounding, in proportion to tr(C_x) of columns of one size; with a kernel,
-            1e-6 times the mean of k(x, x).
+            decomposes the data once. None is the rounding of tr(C_x) for columns of one size, or with a kernel 1e-6
+            times the mean of k(x, x).
 
     References:
         Kostic et al. (2022), eq. 7, see `koopman.fit`.
@@ -190,8 +190,8 @@ class PrincipalComponents(_Principal, Estimator):
         rank: Number of directions, from 1 to d (with a kernel, n). If it is traced, as in a `jax.vmap` over ranks,
             shapes are those of the highest rank and latent functions beyond `rank` are zero.
         alpha: Tikhonov regularisation, as in `Ridge`.
-        solver: "dense" (all directions), "krylov" or, on features and centres, "randomized". The last two are for a few
-            directions of many, and square the condition number. "auto" is "krylov" for a few directions of many (with a
+        solver: "dense" (all directions), or, for a few directions of many, "krylov" and on features and centres
+            "randomized", which square the condition number. "auto" is "krylov" for a few directions of many (with a
             kernel, above 1000 samples), else "dense". None is "dense" on features, otherwise "auto".
 
     References:
@@ -279,7 +279,7 @@ class ReducedRank(Estimator):
         left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
         squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
         d_square = product(d_rows, rows.T)
-        # Columns of the solver differ from these by a rotation.
+        # The solver's columns differ from these by a rotation.
         turn = product(product(left[:, :size].T, problem.pull(whiten)), basis)
         mixed = product(product(left.T, d_square + d_square.T), left)
         outside = mixing(mixed[:, :size], squares, problem.active)
@@ -325,7 +325,7 @@ class ReducedRank(Estimator):
         """Return "krylov" if rounding allows a factor of K + alpha I, else "spectral"."""
         if super().choose_kernel_solver(gram, alpha, size) == "dense":
             return "dense"
-        if is_traced(alpha) or is_traced(gram):  # float64 has room enough below any usual `alpha`
+        if is_traced(alpha) or is_traced(gram):  # in float64 usual values of `alpha` exceed the rounding
             return "krylov" if jnp.finfo(gram.dtype).eps < 1e-12 else "spectral"
         return "krylov" if float(alpha) > float(_cholesky_floor(gram)) else "spectral"
 
@@ -367,7 +367,7 @@ def _rooted(leading: Leading, vectors: Array, variance: Array) -> Basis:
 
 
 def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
-    """Return the least `alpha` at which the rounding of K + alpha I's factor, eps tr(K) / alpha, is below 1 %."""
+    """Return the least `alpha` at which the factor of K + alpha I has a rounding eps tr(K) / alpha below 1 %."""
     return 100 * float(jnp.finfo(gram.dtype).eps) * jnp.trace(gram)
 
 

@@ -1,4 +1,4 @@
-"""Fit an evolution operator with an estimator, on explicit features, with a kernel, or on Nystroem features."""
+"""Fit an evolution operator on explicit features, with a kernel, or on Nystroem features."""
 
 import warnings
 from functools import partial
@@ -61,49 +61,44 @@ def fit(
 ) -> Operator:
     """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
-    The arrays are features, in which the operator is linear. With a kernel they are states, and the operator acts in
-    the kernel's space, on the span of all samples or of `centres`. With `centres` all samples are used, unlike in
-    Meanti et al. (2023).
-
-    With a kernel and no centres, the dense solvers set eigenvalues of C_x below 8 times the rounding unit of the
-    largest (1e-6 in float32) to zero.
+    Without a kernel the arrays are features, in which the operator is linear. With a kernel they are states, and the
+    operator acts in the kernel's space, on the span of all samples or of `centres`.
 
     Args:
         estimator: `Ridge`, `PrincipalComponents` or `ReducedRank`.
         x: Features of the states, or states: [n, d]. Without kernel also `Moments`.
         y: Features of the successors, or successors, [n, d]; see `lagged_pairs`. None if `x` are moments.
         kernel: Kernel of `koopman`, or any function of two arrays of states to their kernel matrix.
-        centres: Z, [m, d], for instance `x[choose_centres(...)]`. The default `alpha` is then 1e-6 times the mean of
-            k(x, x) on their span.
+        centres: Z, [m, d], for instance `x[choose_centres(...)]`. All samples are used, unlike in Meanti et al. (2023).
+            The default `alpha` is 1e-6 times the mean of k(x, x) on the span of Z.
         observable: Quantity to forecast, at the successors' times: [n, ...]. Default: `y`.
         center: If True, features and observable are centred and the operator has an intercept: affine maps are exact,
-            trends are drifts. The constant function is then not a latent function: drop a constant feature. Not with a
-            kernel.
+            trends are drifts. Drop a constant feature, which centring makes zero. Not with a kernel.
         route: "qr" takes the QR factor of the features. "covariance" takes C_x, which is faster and squares the
             condition number: in float32 it loses directions of x below 1e-3 of the largest, and an `alpha` below 1e-7
             of C_x's largest eigenvalue. "auto" is "covariance" in float64 with at least 64 features, twice as many
             pairs, and all eigenvalues of C_x above 2e-10 tr(C_x) (for all members of a `vmap`); else "qr". Not for a
             kernel without centres.
         rtol: Relative size below which a singular value of the features counts as zero. It makes "auto" "qr". Default:
-            d times rounding ("qr"), or the root of 8 times rounding ("covariance"). Not for a kernel without centres.
+            d times rounding ("qr"), or the root of 8 times rounding ("covariance"). Not for a kernel without centres,
+            where it is the latter for the dense solvers.
 
     Returns:
         The fitted operator, a function of features or states as in `x`.
 
     Warns:
-        UserWarning: For known values, if a given `alpha` suppresses predictive directions, or exceeds eigenvalue number
-            `rank` of k(X, X) / n (for `Ridge`, the mean of k(x, x)). If `center` is False and a column of ones lowers
-            the residual (F > 25), or a column's variance is below the rounding of its squared mean. If k(x, x) varies
-            by less than its rounding, or rounding outweighs `alpha`. If the data hold fewer directions than `rank`, or
-            singular values `rank` and `rank` + 1 agree to rounding. Once per process, if there are more features than
+        UserWarning: For known values, if a given `alpha` suppresses predictive directions or exceeds eigenvalue number
+            `rank` of k(X, X) / n (for `Ridge`, the mean of k(x, x)); if without `center` a column of ones lowers the
+            residual (F > 25), or a column's variance is below the rounding of its squared mean; if k(x, x) varies by
+            less than its rounding, or rounding outweighs `alpha`; if the data hold fewer directions than `rank`, or
+            singular values `rank` and `rank` + 1 agree to rounding; once per process, if there are more features than
             pairs and no lower rank.
 
     Raises:
         ValueError: If there are fewer than two pairs, known data are not finite (the error names the row), or their
-            mean square is out of range. If the rank exceeds the number of features or samples, or the solver does not
-            apply. If `alpha` is zero and C_x or K is singular (the error names its rank), or K + alpha I is factored
-            and not positive definite. If the kernel's values are not a finite, symmetric [n, n] in range with a
-            non-negative diagonal.
+            mean square is out of range; if the rank exceeds the number of features or samples, or the solver does not
+            apply; if `alpha` is zero and C_x or K singular, or K + alpha I is factored and not positive definite; if
+            the kernel's values are not a finite, symmetric [n, n] in range with a non-negative diagonal.
         TypeError: If the kernel does not return an array of real numbers.
 
     References:
@@ -149,10 +144,10 @@ class _Problem(NamedTuple):
     x: Array  # [m, d], x^T x = m C_x
     y: Array  # [m, d], x^T y = m C_xy
     observable: Array | None  # [m, o]; None: y
-    offset: Array  # [d], of x; zero unless centred, as the next two
-    offset_y: Array  # [d]
+    offset: Array  # [d], mean of x; zero unless centred, like the next three
+    offset_y: Array  # [d], mean of y
     mean_observable: Array  # [o]
-    drift: Array  # [d], difference of the offsets
+    drift: Array  # [d], offset_y - offset
     mean: Array  # [d], of x about its offset
     scale: Array | np.ndarray  # of the rows, m^(-1/2) for data; applied by `_in_units`
     pairs: Array | int  # number of pairs
@@ -181,7 +176,7 @@ def _fit(
 ) -> Operator:
     (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
     asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
-    # Without regularisation the span does not depend on the sizes of columns, and rank cuts must not either.
+    # Without regularisation the span does not depend on the units of columns, and rank cuts must not either.
     free = estimator.rank is None or estimator.inverts_all or estimator.size == width
     level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
     problem, alpha, largest, trace, units = _in_units(problem, asked, level)
@@ -195,7 +190,7 @@ def _fit(
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
         check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
-    if known and float(alpha) == 0.0:  # the default, too, if all features are zero
+    if known and float(alpha) == 0.0:  # the default is zero too if all features are
         if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
             got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
             fail("x", "hold features that vary", got)
@@ -220,7 +215,7 @@ def _in_units(
 ) -> tuple[_Problem, Array, Array, Array, tuple[Array, Array, Array]]:
     """Return the problem, alpha, the largest entry of x, tr(C_x), and (unit, column divisors, ratio of the traces).
 
-    With `level` columns of x are divided by powers of two near their sizes.
+    With `level`, column divisors are powers of two near the columns' sizes.
     """
     scale = problem.scale
     # In this unit squares neither overflow nor vanish.
@@ -279,7 +274,7 @@ def _from_pairs(
     offsets, mean = (means, zeros[0]) if center else (zeros, means[0])
     parts = [x, y, flat] if observable is not None else [x, y]
     if center:
-        # The operator subtracts the same rounded mean.
+        # By the rounded mean, which the operator subtracts too.
         parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
     else:
         warn_offset(given)
@@ -323,7 +318,8 @@ def _warn_regression(
         count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
         root = np.asarray(x.root, float)[: 2 * width]
         now, later = (np.pad(root[:, at : at + width], ((0, 1), (0, 0))) for at in (0, width))
-        # Moments hold only the products of ones with the data: in the span of x, of y beyond, and in a row beyond both.
+        # Moments hold only the products of a column of ones with the data: its part in the span of x, that in the span
+        # of y beyond, and the norm of the rest, which gets a further row.
         total, block = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None), later[width:-1]
         ones = np.linalg.lstsq(now[:width].T, total[:width])[0]
         rest = total[width : 2 * width] - later[:width].T @ ones
@@ -359,7 +355,7 @@ def _assemble(
     latent_y, across = product(problem.y, basis), product(latent_x, unshrinking(penalty))
     dual = product(problem.y.T, across)
     gram_x = product(latent_x.T, latent_x)
-    # Singular values do not count directions if successors have columns of different units.
+    # If columns of the successors differ in units, small singular values may be directions.
     heights = jnp.max(jnp.abs(problem.y), 0)
     uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
     held = jnp.where(uneven, jnp.diagonal(gram_x + penalty) > 0.5, values > cutoff * jnp.max(values))

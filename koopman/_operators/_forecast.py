@@ -30,7 +30,7 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     Args:
         operator: A fitted operator.
         x: Features of the present states (states, for a kernel operator), [n, d].
-        steps: Lags ahead, at least 1: a number, or a list [T] of horizons. May be traced.
+        steps: Lags ahead, at least 1: a number, or a list [T]. May be traced.
 
     Returns:
         Forecasts [n, ...] for a number, [T, n, ...] for a list; NaN for rows of x with NaN.
@@ -39,8 +39,8 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
         UserWarning: For known values and up to 500 latent functions, if modes lose 1 % of the forecast to `alpha`.
 
     Raises:
-        ValueError: If the width of x is not that of the fit, or a step is below 1 or beyond JAX's integers (2^31 - 1,
-            and 2^63 - 1 in x64).
+        ValueError: If x has not the width of the fit, or a step is below 1 or beyond JAX's integers (2^31 - 1, in x64
+            2^63 - 1).
 
     References:
         Kostic et al. (2022), section 2.
@@ -50,7 +50,7 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     _warn_lost(operator, ahead)
     latent = jnp.pad(operator.encode(x), ((0, 0), (1, 0)), constant_values=1.0)
     step = jnp.pad(jnp.concatenate([operator.drift[None], operator.core]), ((0, 0), (1, 0))).at[0, 0].set(1.0)
-    # The forecast is [1, u(x)] T^(s-1) [mean; D]. Step 1000 costs ten products of T by repeated squaring.
+    # The forecast is [1, u(x)] T^(s-1) [mean; D], see `Operator`.
     powers = matrix_powers(step, (ahead - 1).reshape(-1))
     latent = product(latent[None], powers) if ahead.ndim else product(latent, powers[0])
     flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))
@@ -62,7 +62,7 @@ def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
     if any(is_traced(leaf) for leaf in (operator.core, operator.alpha, steps)) or operator.core.shape[0] > 500:
         return
     ahead = np.asarray(steps, float).reshape(-1, 1)
-    # This bound is cheaper than the decomposition, and rules out most operators.
+    # A bound of the loss, which spares most operators the decomposition.
     if ahead.max(initial=0.0) * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
         return
     with jax.ensure_compile_time_eval():  # also where a known operator is used under a trace
@@ -106,9 +106,7 @@ def _check_integers(name: str, known: np.ndarray) -> None:
 def matrix_powers(
     matrix: Float[Array | np.ndarray, "r r"], exponents: Int[Array | np.ndarray, " t"]
 ) -> Float[Array, "t r r"]:
-    """Return powers of one matrix by repeated squaring.
-
-    All exponents share the squarings: one for each binary digit of the largest exponent, or 31 if exponents are traced.
+    """Return powers of one matrix, by one squaring per binary digit of the largest exponent, or 31 if traced.
 
     Args:
         matrix: A square matrix, [r, r].
@@ -118,7 +116,7 @@ def matrix_powers(
         The powers, [t, r, r]; NaN for a negative traced exponent.
 
     Raises:
-        ValueError: If an exponent that is not traced is negative, or larger than JAX's largest integer.
+        ValueError: If a known exponent is negative, or beyond JAX's integers.
     """
     check_non_negative("exponents", exponents)
     if not is_traced(exponents):
@@ -135,7 +133,7 @@ def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
         powers, square = state
         left = exponents >> digit
         used = ((left & 1) == 1)[:, None, None]
-        # Unused powers are neither multiplied nor squared, since they may overflow, here or in a gradient.
+        # Unused powers may overflow, here or in a gradient, and are neither multiplied nor squared.
         powers = jnp.where(used, product(powers, jnp.where(used, square[None], eye[None])), powers)
         square = jnp.where(jnp.any(left > 1), square, 0.0)
         return powers, product(square, square)
@@ -176,7 +174,7 @@ def risk(
 def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]) -> Array:
     """Return 1 - squared errors / squared deviations, averaged over the entries of the observable.
 
-    An entry that is constant in `target` scores 1 if its forecast is exact, else 0, as in scikit-learn.
+    An entry constant in `target` scores 1 if its forecast is exact, else 0, as in scikit-learn.
     """
     if target.shape[0] < 2:
         fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
@@ -209,8 +207,7 @@ def score(
 
     Args:
         operator: An operator fitted on pairs of this lag.
-        trajectory: Features (states, for a kernel operator) in the order of time, [time, d], or a frame as for
-            `lagged_pairs`.
+        trajectory: Features (states, for a kernel operator), [time, d], or a frame as for `lagged_pairs`.
         lag: Lag of the fit, in samples.
         steps: Lags ahead.
         observable: Observable of the fit at the same times, [time, ...]. Default: `trajectory`.

@@ -24,8 +24,8 @@ class Generator(NamedTuple):
         eigenvalues: Rates, non-positive and falling from the slowest: [r].
         coefficients: Coefficients of the eigenfunctions in the features, in columns: [d, r]. Eigenfunctions have mean
             square 1 on the samples, and the largest coefficient is positive.
-        support: Effective number of samples of each eigenfunction, n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate
-            on a few samples may be an artefact.
+        support: Effective number of samples of each eigenfunction, n (E f^2)^2 / E f^4, from 1 to n (0 for a rate of
+            minus infinity): [r]. A slow rate on a few samples may be an artefact.
     """
 
     eigenvalues: Float[Array, " r"]
@@ -50,25 +50,24 @@ def fit_generator(
     For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad f . grad g].
     The rate is -(E + shift alpha I) / C along c, so that directions with C << alpha are fast and come last.
 
-    Rates of exact moments lie at or below the true ones, for any alpha. Samples err to either side. If a few samples
-    lie alone in a tail, flat features there give a rate near 0, which only a larger alpha or wider features remove: see
-    `Generator.support`.
+    With exact moments, rates are at or below the true ones for any alpha. Features that are flat on a few samples in a
+    tail give a rate near 0 (see `Generator.support`), which only a larger alpha or wider features remove.
 
     Args:
         x: Features phi of samples of the invariant measure, [n, d].
         jac: Derivatives of the features with respect to the state's m coordinates, [n, d, m].
         rank: Number of slowest eigenpairs, at most d.
-        diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
-            sigma^2 / (2 friction^2) for `datasets.overdamped_langevin`.
+        diffusion: D = k_B T / gamma, in units of length^2 / time: s^2 / 2 for noise s dW, and sigma^2 / (2 friction^2)
+            for `datasets.overdamped_langevin`.
         alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, of features scaled to
             one size. With narrow features, `alpha=1e-6 * mean(x**2)` may remove slow rates on few samples.
         shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
             lose digits. Without alpha it cancels.
 
     Returns:
-        The slowest eigenpairs. The constant function, if the features span it, comes first with rate 0, or
-        -shift alpha |c|^2. Directions that the samples do not hold come last, with rate minus infinity. Derivatives are
-        not finite if rates coincide.
+        The slowest eigenpairs. A constant function in the features' span comes first with rate 0, or
+        -shift alpha |c|^2. Directions without samples come last, with rate minus infinity. Derivatives are not finite
+        if rates coincide.
 
     Warns:
         UserWarning: For known values, if `alpha` exceeds tr(C) / d, or a feature's variance is below the rounding
@@ -79,7 +78,7 @@ def fit_generator(
 
     References:
         Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
-        diffusion processes (the energy space and its regularised risk).
+        diffusion processes.
     """
     check_positive("diffusion", diffusion)
     if alpha is not None:
@@ -135,11 +134,11 @@ def _generator(
     size: int,
 ) -> Generator:
     number, width = x.shape
-    # In the energy space <f, g> = shift E[f g] - E[f L g] the resolvent has the quadratic form E[f^2]. The shift
-    # weighs alpha there; added to C alone, alpha would make directions that the samples hardly hold slow.
+    # In the energy space <f, g> = shift E[f g] - E[f L g] the resolvent has the quadratic form E[f^2]. The regularised
+    # form has shift alpha I: alpha I added to C alone would make directions with few samples slow.
     rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
     vectors = _pencil(rows, ridge)[:, :size]
-    # The numerator of Rayleigh's quotient cannot become negative and does not cancel.
+    # Rayleigh quotients of the roots, whose numerators are sums of squares: they are not negative and do not cancel.
     held, energy = jnp.sum(product(rows, vectors[None]) ** 2, 1)
     held_up = held > (width * jnp.finfo(x.dtype).eps) ** 2
     square = jnp.where(held_up, held / shift, 1.0)

@@ -23,7 +23,7 @@ def fit_with_kernel(
     kernel: Kernel,
     observable: Array | np.ndarray | None,
 ) -> Operator:
-    """Return `koopman.fit` with a kernel and no centres."""
+    """Fit an operator with a kernel and no centres, see `koopman.fit`."""
     x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
     refuse_large_gram(x, 7 if estimator.rank is None else 3)  # measured: a full eigendecomposition takes more
     kernel, number = as_module(kernel), x.shape[0]
@@ -46,7 +46,7 @@ def fit_with_kernel(
     if known and estimator.inverts_all and solver == "krylov":
         check_factor(problem, basis)
     elif known and given and float(alpha) == 0.0:
-        # An estimator that inverts what it keeps has the eigenvalues of K.
+        # Principal components have the leading eigenvalues of K in their basis, and ridge all.
         whole = estimator.inverts_all
         squares = np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
         refuse_singular(estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K")

@@ -1,6 +1,6 @@
 """Kernels: modules that map two arrays of states, [n, d] and [m, d], to their matrix of kernel values [n, m].
 
-Any function of those shapes serves as a kernel. Parameters are arrays, for `vmap` and `grad`.
+Any such function serves as a kernel. Parameters may be traced.
 """
 
 from abc import abstractmethod
@@ -161,7 +161,7 @@ def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
 
 
 def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
-    """Return the matrix of kernel values, checked for type and shape."""
+    """Return the matrix of kernel values; raise if its type or shape is wrong."""
     values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
     if not isinstance(values, Array | np.ndarray | np.generic | float):
         fail_kind("kernel", "give an array of kernel values", describe(values))
@@ -175,7 +175,7 @@ def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Flo
 
 
 def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) -> Array:
-    """Return `gram` of states with themselves, and raise if known values are not those of a positive kernel."""
+    """Return `gram` of states with themselves; raise if known values are not those of a positive kernel."""
     values = gram(kernel, x, x)
     if is_traced(values):
         return values
@@ -203,7 +203,7 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
 
     Args:
         x: States, [n, d], two or more and finite.
-        max_samples: Maximal number of states to compare, drawn by a fixed permutation.
+        max_samples: Largest number of states to compare, drawn by a fixed permutation.
 
     Returns:
         A length in the units of x.
@@ -241,7 +241,7 @@ def _gaussian(x: Array, y: Array, length: Array) -> Array:
 def _distances(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, "n m"]:
     """Return |x_i - y_j| by differences, a row at a time."""
 
-    # The root of a product's rounding would not be small.
+    # By differences, because the root of a product's rounding would not be small.
     @jax.checkpoint  # otherwise a gradient stores all n m d differences
     def from_one(one: Array) -> Array:
         square = jnp.sum((one[None] - y) ** 2, 1)

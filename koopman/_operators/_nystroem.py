@@ -21,7 +21,7 @@ States = Float[Array | np.ndarray, "n d"]
 
 @validated(finite=("centres",))
 def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, rtol: float | None = None) -> KernelMap:
-    """Return the Nystroem features of centres, whose products are the kernel's best approximation from them.
+    """Return the map to Nystroem features of centres, whose products are k(x, Z) k(Z, Z)^(-1) k(Z, y).
 
     Args:
         kernel: Kernel of `koopman`, or a function of two arrays of states.
@@ -29,7 +29,7 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, r
         rtol: Relative size below which an eigenvalue of k(Z, Z) counts as zero. Default: m times rounding.
 
     Returns:
-        The feature map, for `koopman.fit` and `moments`.
+        The map from states [n, d] to features [n, m], for `koopman.fit` and `moments`.
 
     Warns:
         UserWarning: If k(Z, Z) varies by less than its rounding.
@@ -66,7 +66,7 @@ def choose_centres(
         x: States, [n, d].
         num_centres: m, from 1 to n.
         key: Key of the draw.
-        method: "uniform", or "leverage": by ridge leverage scores [K (K + alpha I)^{-1}]_ii, estimated from m uniform
+        method: "uniform", or "leverage" for ridge leverage scores [K (K + alpha I)^{-1}]_ii, estimated from m uniform
             centres.
         kernel: Kernel of "leverage".
         alpha: Regularisation of "leverage". None is 1e-6 times the mean of k(x, x) on the span of the centres.
@@ -99,6 +99,6 @@ def _by_leverage(features: Array, alpha: Scalar, key: PRNGKey) -> Array:
     number, count = features.shape
     gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
     scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
-    # The largest m of log score plus Gumbel noise are a draw without repetition.
+    # The m largest sums of log score and Gumbel noise are a draw without repetition, by scores.
     noise = jax.random.gumbel(key, (number,), features.dtype)
     return jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]

@@ -42,8 +42,9 @@ class KernelMap(eqx.Module):
         return product(gram(self.kernel, jnp.asarray(x), self.centres), self.coefficients)
 
 
-# M = U^T C_xy U loses b = alpha / (c + alpha) of a function with mean square c per step. Four steps of iterated
-# Tikhonov regularisation leave b^4 (Engl, Hanke and Neubauer 1996, Regularization of inverse problems, section 5.1).
+# M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c. Four steps of
+# iterated Tikhonov regularisation, by F, leave b^4 (Engl, Hanke and Neubauer 1996, Regularization of inverse problems,
+# section 5.1).
 class Operator(eqx.Module):
     """Fitted evolution operator of rank r, U^T (C_x + alpha I) U = I (Kostic et al. 2022).
 
@@ -68,7 +69,7 @@ class Operator(eqx.Module):
         singular_values: Singular values of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square roots of C_x's
             eigenvalues for principal components and ridge: [r]. A full-rank fit with `alpha` None or zero first divides
             columns by powers of two near their sizes.
-        alpha: Tikhonov regularisation; a default one is in proportion to tr(C_x).
+        alpha: Tikhonov regularisation.
         effective_rank: Number of singular values above rounding; the other latent functions are zero or rounding.
         observable_shape: Shape of one observable.
         given: If False, `alpha` is the default.

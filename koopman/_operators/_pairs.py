@@ -1,4 +1,4 @@
-"""Pairs (x_t, x_{t+lag}) of trajectories, and second moments that merge, for data larger than memory."""
+"""Pairs (x_t, x_{t+lag}) of trajectories, and second moments that merge."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,21 +50,20 @@ def lagged_pairs(
     Args:
         trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any lengths and one
             state shape; or with `trajectory_axis` one array of equally long ones. For one trajectory of images pass
-            `[images]`. Lists of numbers, [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of
-            such rows is several. A frame is one trajectory if its index has even steps, and one per run if its index is
-            (run, time).
+            `[images]`. Lists of numbers or of rows of numbers are one trajectory. A frame is one trajectory if its
+            index has even steps, and one per run if its index is (run, time).
         lag: Steps from x to y, at least 1.
-        max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, each trajectory gives the pairs
-            of its first time - max_lag states, and states must be floating point. Successors at a traced lag out of
-            range are NaN.
+        max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, and each trajectory gives the
+            pairs of its first time - max_lag states. Successors at a traced lag, which must be floating point, are NaN
+            if it is out of range.
         trajectory_axis: Axis of the array that indexes trajectories, 0 for those of `koopman.datasets`; the first other
             axis is time.
 
     Returns:
-        All pairs within trajectories, trajectory after trajectory in the order of time.
+        All pairs, by trajectory and time.
 
     Warns:
-        UserWarning: If trajectories of a list have no pair at this lag, and are skipped.
+        UserWarning: If trajectories of a list are skipped because they have no pair at this lag.
 
     Raises:
         ValueError: If an array has three axes or more and no `trajectory_axis`, no trajectory has a pair at this lag,
@@ -124,7 +123,7 @@ def delay_embed(
         [trajectories, time - (q - 1) s, q d] with `trajectory_axis`.
 
     Warns:
-        UserWarning: If trajectories of a list are too short for one row, and are skipped.
+        UserWarning: If trajectories of a list are skipped because they are too short for one row.
 
     Raises:
         ValueError: If every trajectory is too short.
@@ -177,7 +176,7 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
 
 
 def _on_host(array: Array | np.ndarray) -> bool:
-    """Return True if NumPy can read an array, and its result be placed by default, without a change of device."""
+    """Return True if NumPy can read an array and the result may be placed by default, without changing the device."""
     if is_traced(array):
         return False
     known = isinstance(array, np.ndarray)
@@ -228,9 +227,8 @@ def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
 
 
 def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
-    """Return as many rows as columns with the same products x^T x, x^T y, ... of all parts."""
-    # Every number of rows then runs the same compiled programs. Other parts are not reduced: their QR takes about as
-    # long as compiling.
+    """Return as many rows as columns with the same products x^T x, x^T y, ...; JAX's or large arrays unchanged."""
+    # Every number of rows then runs the same compiled programs. The QR of large arrays takes longer than compiling.
     number, width = len(parts[0]), sum(part.shape[1] for part in parts)
     if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
         return tuple(map(jnp.asarray, parts))
@@ -243,8 +241,8 @@ def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
 
 def default_alpha(trace: Float[Array, ""], rank: Array | int) -> Float[Array, ""]:
     """Return the default regularisation of explicit features, max((k eps)^2, k 2^-52) tr(C_x) with k = `rank`."""
-    # In float64 (k eps)^2 would let forecasts diverge if few pairs have nearly dependent features. In float32 k eps
-    # would hide directions that predict.
+    # In float64 (k eps)^2 alone would let forecasts diverge if few pairs have nearly dependent features. In float32
+    # k eps would suppress directions that predict.
     return jnp.maximum((rank * jnp.finfo(trace.dtype).eps) ** 2, rank * 2.0**-52) * trace
 
 
@@ -305,11 +303,8 @@ def moments(
         observable: Quantities to predict, at the successors' times, [n, o]. Default: `y`.
         center: If True, moments are about the means.
 
-    Returns:
-        The moments.
-
     Raises:
-        ValueError: If concrete (not traced) data are not finite (the error names the row).
+        ValueError: If known data are not finite (the error names the row).
     """
     return _moments(*_parts(x, y, observable, center), center)
 
@@ -317,7 +312,7 @@ def moments(
 def _parts(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[Array, Array, Array]:
-    """Return x, y and the observable, by default y, as JAX arrays, after warnings of rounding."""
+    """Return x, y and the observable (default: y) as JAX arrays, and warn of rounding."""
     observable = y if observable is None else observable
     warn_narrowed(x, y, observable)
     if not center:
@@ -348,7 +343,7 @@ def mean_of(
     if isinstance(x, np.ndarray):
         mean = x.mean(0)
         return _sum_of_two(mean, (x - mean[None]).mean(0))
-    # As products: XLA would fuse the division into the sum of two numbers, which would then round once.
+    # By products, because XLA would fuse a division into `_sum_of_two`, and its rounding error would be wrong.
     shares = jnp.full((1, x.shape[0]), 1 / x.shape[0], x.dtype)
     mean = product(shares, x)[0]
     return _sum_of_two(mean, product(shares, x - mean[None])[0])
@@ -407,10 +402,10 @@ def scan_moments(
         center: If True, moments are about the means.
 
     Returns:
-        The `moments` of all rows, up to rounding. If they do not fit in memory, use `merge_moments`.
+        The `moments` of all rows, up to rounding. For data larger than memory use `merge_moments`.
 
     Raises:
-        ValueError: If concrete (not traced) data are not finite (the error names the batch and the row).
+        ValueError: If known data are not finite (the error names the batch and the row).
     """
     return _scan_moments(_parts(x, y, observable, center), center)
 

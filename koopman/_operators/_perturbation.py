@@ -6,8 +6,8 @@ from jaxtyping import Array, Bool, Inexact
 
 def refused(tangent: Inexact[Array, "..."], unresolved: Bool[Array, "..."]) -> Inexact[Array, "..."]:
     """Return the tangent, infinite if it is unresolved and not zero."""
-    # A product is linear in the tangent, and so has a transpose. NaN would spread, as 0 * NaN, to other gradients.
-    # If the gap is below rounding there is no derivative, and a wrong finite one would go unnoticed.
+    # Without a gap there is no derivative, and a wrong finite one would go unnoticed. A product is linear in the
+    # tangent, so it has a transpose. NaN would spread to other gradients, as 0 * NaN.
     factor = jnp.where(unresolved, jnp.finfo(tangent.dtype).max, 1.0)
     return tangent * factor * factor
 

@@ -53,7 +53,7 @@ def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, toleran
         turn, bent, at_edge = newton_step(here.slope, curvature, here.radius, inner)
         promised = jnp.sum(turn * here.slope) - 0.5 * jnp.sum(turn * bent)
         there = at(_turned(turn, here.rotation), here.radius, here.step)
-        noise = rounding * jnp.sqrt(here.energy)  # equal energies differ by this, which must not reject a step
+        noise = rounding * jnp.sqrt(here.energy)  # rounding of equal energies, which must not reject a step
         ratio = (here.energy - there.energy + noise) / (promised + noise)
         wider = jnp.where((ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, RADIUS), here.radius)
         taken = jax.tree.map(lambda new, old: jnp.where(ratio > 0.05, new, old), there, here)
@@ -97,9 +97,9 @@ class _Step(NamedTuple):
 def newton_step(
     slope: Array, curvature: Callable[[Array], Array], radius: Array, inner: int
 ) -> tuple[Array, Array, Array]:
-    """Return W within a radius that minimises -<slope, W> + <W, H W> / 2, H W, and if W is at the edge.
+    """Return W within a radius that minimises -<slope, W> + <W, H W> / 2, H W, and True if W is at the edge.
 
-    Algorithm: Steihaug's truncated conjugate gradients.
+    Source: Steihaug (1983), truncated conjugate gradients.
     """
     size = norm(slope)
     target = size * jnp.minimum(size, 0.1)  # for quadratic convergence

@@ -15,8 +15,8 @@ from dissociation._core.linalg import finite_part, product, scale_of
 SOLVERS = ("auto", "dense", "krylov", "randomized")
 # "auto" is "dense" up to this number of rows or columns.
 DENSE_UP_TO = 256
-# Columns beyond those asked for, and blocks of one Krylov space before it is restarted with its best vectors: few
-# columns and long spaces if a product is cheap, wider and short ones if each inner product costs a solve.
+# Number of further columns, and of blocks in a Krylov space before a restart with its best vectors: narrow blocks and
+# long spaces if a product is cheap, wide blocks and short spaces if each inner product costs a solve.
 _OVERSAMPLING, _BLOCKS = 4, 8
 _OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
 
@@ -59,8 +59,7 @@ def find_eigenpairs(
         best = mixing[:, ::-1][:, :width]
         values = values[::-1][:width]
         vectors, images = product(basis, best), product(image, best)
-        # Null directions of the inner product hold only rounding. The largest eigenvalue is the norm of its vector's
-        # image.
+        # Residuals are measured in the inner product, because its null directions hold only rounding.
         off = (images - vectors * values[None])[:, :number]
         off = off / scale_of(jnp.maximum(values[0], tiny))  # squares in units of the operator may overflow
         squares = jnp.sum(off * (off if inner is None else inner(off)), 0)
@@ -69,7 +68,7 @@ def find_eigenpairs(
 
     def going(state: tuple[Array, ...]) -> Array:
         _, _, off, before, count = state
-        # If rounding keeps the residual from falling, another space does not help.
+        # If rounding stops the fall of the residual, another space does not help.
         return (off > limit) & ((off < 0.95 * before) | (count < 3)) & (count < max_restarts)
 
     def body(state: tuple[Array, ...]) -> tuple[Array, ...]:

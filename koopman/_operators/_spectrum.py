@@ -21,8 +21,8 @@ class Spectrum(NamedTuple):
     """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T, by falling modulus.
 
     Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives are not finite if
-    eigenvalues coincide. Those of `right` and `left` hold as functions of the operator's moments, not of the data: they
-    omit a rotation of the latent functions.
+    eigenvalues coincide. Those of `right` and `left` are with respect to the operator, not to the data: they omit a
+    rotation of the latent functions.
 
     Attributes:
         eigenvalues: Complex eigenvalues per lag, [r].
@@ -30,8 +30,8 @@ class Spectrum(NamedTuple):
             amplitude of its mode (of w_i, if the mode vanishes) is real and positive.
         left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
         residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs, centred if the
-            operator is: [r]. A large residual indicates a spurious pair of a deterministic system. A noisy system has
-            sqrt(1 - |lambda_i|^2) for an exact pair. With as many latent functions as samples it vanishes.
+            operator is: [r]. In a deterministic system a large residual indicates a spurious pair; in a noisy one an
+            exact pair has sqrt(1 - |lambda_i|^2). With as many latent functions as samples it vanishes.
         condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a normal K: [r].
         shrinkage: Factor of `alpha` in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in psi_i's
             regularised norm: [r]. A pair far below 1 depends little on the data.
@@ -170,8 +170,8 @@ class Modes(NamedTuple):
         implied_time_scale: -1 / growth; infinite for a mode that does not decay: [r].
         growth: log |lambda| / time_step, minus infinity at lambda = 0: [r].
         share: Fraction of the variance of the forecast of one lag on the training states,
-            Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions sum to 1. Add those of
-            a conjugate pair. A negative one is of a mode that cancels others.
+            Re E[conj(p_i) . p] / E|p|^2 of the centred modes p_i and their sum p: [r]. Fractions sum to 1; a mode that
+            cancels others has a negative one.
         constant: Mode of the constant function of a centred operator, the observable at the fixed point; else zero:
             [...].
     """
@@ -255,7 +255,7 @@ def _symmetric_eigenvalues_jvp(primals: tuple[Array], tangents: tuple[Array]) ->
 
 @jax.custom_jvp
 def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Complex[Array, "r r"]]:
-    """Return eigenvalues by falling modulus, and unit eigenvectors in columns whose largest entry is real and positive.
+    """Return eigenvalues by falling modulus, and unit eigenvectors in columns with real positive largest entries.
 
     Derivatives are dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i), plus a multiple
     of w_j that keeps the normalisation. They are not finite if eigenvalues coincide to rounding.

@@ -21,7 +21,7 @@ from koopman._operators._solvers import Leading, find_left_vectors
 Rank = int | Int[Array | np.ndarray, ""]
 
 NUM_CHECKED = 64
-"""Number of leading eigenvalues to check by Rayleigh quotients; zeros beyond so many directions are small."""
+"""Number of leading eigenvalues to check by Rayleigh quotients."""
 
 
 def latent(
@@ -72,7 +72,7 @@ class FeatureRegression(eqx.Module):
         trace = jnp.sum(sizes)
         # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the eigenvalues.
         least = 1e6 * jnp.finfo(x.dtype).eps * trace - jnp.where(sizes == 0, trace, 0.0)
-        # Members of a `vmap` decide together, so that one of two programs runs, not both.
+        # Members of a `vmap` decide together, because a mapped condition would run both programs.
         return _all_members(jnp.isfinite(jnp.linalg.cholesky(square - jnp.diag(least))).all())
 
     @property
@@ -81,7 +81,7 @@ class FeatureRegression(eqx.Module):
         if self.cutoff is not None:
             return jnp.asarray(self.cutoff, self.x.dtype)
         eps = jnp.finfo(self.x.dtype).eps
-        # Zeros of rank-deficient C_x have 0.2 to 3.2 rounding units, for 10 to 1500 columns and up to 100 000 rows.
+        # Zero eigenvalues of C_x were 0.2 to 3.2 rounding units, for 10 to 1500 columns and up to 100 000 rows.
         qr, covariance = (jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, (8 * eps) ** 0.5))
         if self.route == "auto":
             return jnp.where(self.suffices, covariance, qr)
@@ -180,8 +180,8 @@ class KernelRegression(eqx.Module):
     @property
     def cutoff(self) -> float:
         """Relative size below which an eigenvalue of K counts as zero: 8 times the rounding unit."""
-        # Zeros of rank-deficient kernels have 1.3 to 3.3 rounding units for 30 to 2000 samples.
-        # A cut-off that grew with n would drop directions that the regularised risk needs.
+        # Zero eigenvalues of kernels were 1.3 to 3.3 rounding units, for 30 to 2000 samples. A cut-off in proportion to
+        # n would drop directions that the regularised risk needs.
         return 8 * float(jnp.finfo(self.x.dtype).eps)
 
     def scale(self, values: Float[Array, " k"]) -> tuple[Array, Array]:
@@ -205,8 +205,8 @@ def leading_of(matrix: Float[Array, "n n"], size: int) -> Leading:
 
 def eigenpairs(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
     """Return eigenvalues of a positive matrix, falling, and eigenvectors in columns."""
-    # If few directions hold everything, LAPACK returns zeros of up to 48 rounding units of the largest eigenvalue (2000
-    # equal rows, one processor of two). Quotients v^T K v, there at most 0.3 units, distinguish them.
+    # At low rank LAPACK returns zeros of up to 48 rounding units of the largest eigenvalue (2000 equal rows, on one of
+    # two processors), while their quotients v^T K v are at most 0.3 units.
     values, vectors = jnp.linalg.eigh(matrix)
     values, vectors = values[::-1], vectors[:, ::-1]
     head = vectors[:, :NUM_CHECKED]
@@ -224,7 +224,7 @@ def mixing(
     gap = leading - squares[:, None]
     used = (rows >= active) & (columns < active) & (leading > floor * squares[0])
     eps = jnp.finfo(squares.dtype).eps
-    # Small eigenvalues may be rounding.
+    # Gaps of small eigenvalues may be rounding of the largest, or of themselves if they are accurate.
     noise = 64 * eps * jnp.where(leading > eps**0.5 * squares[0], squares[0], leading)
     tied = used & (gap <= noise)
     return refused(jnp.where(used, numerator / jnp.where(used & ~tied, gap, 1.0), 0.0), tied)

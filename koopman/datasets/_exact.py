@@ -17,8 +17,8 @@ class ExactSpectrum(NamedTuple):
     eigenvalues[i] <left_i, .> right_i, plus further components.
 
     Attributes:
-        eigenvalues: Modulus descending, positive imaginary part first in each conjugate pair; real if the system is
-            reversible: [components].
+        eigenvalues: Eigenvalues by falling modulus, positive imaginary part first in each conjugate pair, real if the
+            system is reversible: [components].
         right: Function of states [n, d] to right eigenfunctions [n, components].
         left: Function of states [n, d] to left eigenfunctions [n, components], <left_i, right_j> = delta_ij, equal to
             `right` for a reversible system; or None.
@@ -33,7 +33,7 @@ class ExactSpectrum(NamedTuple):
 
 def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
     """Return the order of eigenvalues of a real operator by falling modulus, with conjugate pairs adjacent."""
-    # Sorting by modulus alone would separate pairs that rounding made unequal.
+    # Sorting by modulus alone would separate pairs whose moduli differ by rounding.
     values = np.asarray(eigenvalues, np.complex128)
     height = np.where(np.abs(np.imag(values)) <= 1e-13 * np.abs(values), 0, np.imag(values))
     lower = [int(i) for i in np.flatnonzero(height < 0)]
@@ -49,7 +49,7 @@ def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, "
 @validated(finite=("states",))
 def column(states: Float[Array | np.ndarray, "n 1"]) -> Float[np.ndarray, " n"]:
     """Return states on a line as a vector of float64."""
-    # NumPy computes in float64 also if JAX's x64 mode is off.
+    # NumPy, to compute in float64 even if JAX's x64 mode is off.
     return np.asarray(states, np.float64)[:, 0]
 
 

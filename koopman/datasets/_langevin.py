@@ -42,7 +42,7 @@ def overdamped_langevin(
     Args:
         potential: V, from one state [d] to its energy, differentiable by JAX.
         num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
-        key: A PRNG key.
+        key: Random key.
         initial: State [d], or [num_trajectories, d].
         num_trajectories: Batch size; None: no batch axis.
         friction: Positive.
@@ -109,7 +109,7 @@ def langevin_spectrum(
 
     Args:
         potential: V, from a state [1] to its energy, written in jax.numpy.
-        domain: Ends (a, b), which reflect. States outside the wells, 36 kT above the minimum, are cut off.
+        domain: Reflecting ends (a, b). The outer parts, 36 kT or more above the minimum, are cut off.
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Lag of the operator, positive.
@@ -117,15 +117,15 @@ def langevin_spectrum(
         num_cells: Cells of the finer grid, even; at least eight per component.
 
     Returns:
-        Real eigenvalues exp(time_step times an eigenvalue of L) descending from 1; eigenfunctions orthonormal in L2 of
-        the invariant density, positive at the upper end; that density.
+        Real eigenvalues exp(time_step times an eigenvalue of L), falling from 1; eigenfunctions orthonormal in L2 of
+        the invariant density, positive at the upper end; this density.
 
     Raises:
-        ValueError: If an argument is out of range, or the potential is undefined, does not return one number, or has a
-            wall too steep for the cells.
+        ValueError: If an argument is out of range, or the potential is undefined, does not return one number, or is too
+            steep for the cells.
 
     References:
-        Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072 (structure-preserving).
+        Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072.
     """
     for name, value in (("friction", friction), ("sigma", sigma), ("time_step", time_step)):
         check_positive(name, value)
@@ -136,7 +136,7 @@ def langevin_spectrum(
     temperature = _temperature(friction, sigma)
 
     def energy(x: np.ndarray) -> np.ndarray:
-        # float64 although x64 mode may be off, and concrete also under a trace.
+        # In float64 even if x64 mode is off, and on known values even under a trace.
         with jax.enable_x64(True), jax.ensure_compile_time_eval():
             return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x[:, None])) / temperature
 
@@ -188,8 +188,8 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
     edges, h = np.linspace(a, b, cells + 1, retstep=True)
     centres = (edges[1:] + edges[:-1]) / 2
     cell, edge = energy(centres), energy(edges[1:-1])
-    # Jumps between neighbouring cells have rates D / h^2 exp((V_cell - V_edge) / kT). The chain is reversible, and
-    # symmetric once divided by the root of the density.
+    # Jumps between neighbouring cells have rates D / h^2 exp((V_cell - V_edge) / kT). The chain is reversible, so a
+    # similarity by the root of its density makes the matrix symmetric.
     leaving = np.zeros(cells)
     with np.errstate(all="ignore"):  # values that are not finite raise below
         leaving[:-1] += np.exp(cell[:-1] - edge)
@@ -201,13 +201,13 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
     rates, vectors = np.linalg.eigh((np.diag(leaving) + np.diag(between, 1) + np.diag(between, -1)) / h**2)
     lowest = np.min(cell)
     partition = np.sum(np.exp(lowest - cell)) * h
-    # Divided by the root of density times cell, a vector of norm 1 becomes a function of norm 1.
+    # A vector of norm 1 over the root of density times h is a function of norm 1.
     functions = vectors[:, :components] * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]
     return _Chain(centres, rates[:components], functions * np.sign(functions[-1])[None, :], np.log(partition) - lowest)
 
 
 def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
-    """Interpolate the functions at x by cubics through four cells, constant beyond the outermost centres."""
+    """Interpolate the functions at x by cubics through four centres, constant beyond the outermost ones."""
     place = np.clip((x - chain.centres[0]) / (chain.centres[1] - chain.centres[0]), 0, len(chain.centres) - 1)
     first = np.clip(np.floor(place).astype(int) - 1, 0, len(chain.centres) - 4)
     s = place - first
@@ -251,13 +251,13 @@ def prinz_langevin(
 
     Args:
         num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
-        key: A PRNG key.
+        key: Random key.
         num_trajectories: Batch size; None: no batch axis.
         friction: Positive.
         sigma: Strength of the noise, positive.
         time_step: Time between recorded states, positive.
-        substeps: Steps of the scheme per recorded step, 1 or more. With the default friction and time step the slowest
-            rate is 4.3 % too fast with one substep, 0.3 % with ten.
+        substeps: Steps of the scheme per recorded step, 1 or more. By default the slowest rate is 0.3 % too fast, with
+            one substep 4.3 %.
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant density.
     """
     check_positive("sigma", sigma)

@@ -38,7 +38,7 @@ def linear_system(
     Args:
         matrix: A, [d, d].
         num_steps: Steps, 1 or more; time has length num_steps + 1.
-        key: A PRNG key.
+        key: Random key.
         num_trajectories: Batch size; None: no batch axis.
         noise: B, [d, sources], or a standard deviation for B = noise I.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
@@ -70,8 +70,8 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
         fail("matrix", "have all eigenvalues inside the unit circle to be stationary", f"spectral radius {radius:.6g}")
     b = _noise_matrix(noise, len(a), np.float64, np)
     covariance = np.asarray(b @ b.T)
-    # Each pass doubles the number of terms of the series.
-    while np.linalg.norm(a) > 1e-9:  # further terms are below rounding
+    # Each pass doubles the number of terms of the series, until further terms are below rounding.
+    while np.linalg.norm(a) > 1e-9:
         covariance, a = covariance + a @ covariance @ a.T, a @ a
     return covariance + a @ covariance @ a.T
 
@@ -80,9 +80,9 @@ def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.nd
 def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
     """Return the spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
-    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i. Without noise the
-    eigenfunctions are the products of the w_i . x. With noise they are the coefficients of t^k in
-    exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary covariance.
+    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` lambda_i. Eigenfunctions are products
+    of the w_i . x without noise, and with noise the coefficients of t^k in exp(w . x - w . C w / 2), w = sum_i t_i w_i,
+    with C the stationary covariance.
 
     Args:
         matrix: A, [d, d]; with noise, stable. If it is not diagonalisable, eigenfunctions are missing.
@@ -90,9 +90,9 @@ def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0
         noise: B, [d, sources], or a standard deviation.
 
     Returns:
-        All C(d + degree, degree) eigenvalues. Right eigenfunctions: those of degree one with variance one under the
-        stationary distribution (or |w_i| = 1 in directions without noise), others not scaled. The stationary
-        density, if the noise reaches every direction.
+        All C(d + degree, degree) eigenvalues; right eigenfunctions, of which those of degree one have variance one
+        under the stationary distribution (or |w_i| = 1 in directions without noise) and others are not scaled; the
+        stationary density, if the noise reaches every direction.
 
     Raises:
         ValueError: If a shape does not fit, or there is noise and `matrix` is not stable.
@@ -149,8 +149,8 @@ class RegimeTrajectory(NamedTuple):
     """Trajectories of `regime_switching_var`.
 
     Attributes:
-        states: [time, d], or [trajectories, time, d].
-        regimes: Regimes at these times, each of the step that follows; [time] or [trajectories, time].
+        states: States, [time, d] or [trajectories, time, d].
+        regimes: Regime of the step that follows each state, [time] or [trajectories, time].
     """
 
     states: Float[Array, "*trajectories time d"]
@@ -176,15 +176,12 @@ def regime_switching_var(
     Args:
         matrices: The A_s, [regimes, d, d].
         transition: P, [regimes, regimes], rows that sum to 1.
-        num_steps: Number of steps, 1 or more.
-        key: A PRNG key.
+        num_steps: Steps, 1 or more; time has length num_steps + 1.
+        key: Random key.
         num_trajectories: Batch size; None: no batch axis.
         noise: Standard deviation of the noise in every direction, 0 or more.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
         initial_regime: Regime of the first step, from 0.
-
-    Returns:
-        States and regimes, the initial ones first: time has length num_steps + 1.
     """
     check_non_negative("noise", noise)
     _check_stochastic(transition)
@@ -215,7 +212,7 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
     """Return the spectrum of `regime_switching_var` on functions that are affine in the state, on the host.
 
     f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, for any noise. Eigenvalues
-    are those of P and of the matrix of blocks P_sj A_s^T.
+    are those of P and of the blocks P_sj A_s^T.
 
     Args:
         matrices: The A_s, [regimes, d, d].
@@ -225,7 +222,7 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
         All regimes (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes [n].
 
     References:
-        Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2 (first moment).
+        Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2.
     """
     _check_stochastic(transition)
     a, p = np.asarray(matrices, np.float64), np.asarray(transition, np.float64)

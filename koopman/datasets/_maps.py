@@ -1,4 +1,4 @@
-"""Noisy logistic map, a chain on the circle with an evolution operator of finite rank."""
+"""Noisy logistic map, with an evolution operator of finite rank."""
 
 import math
 from functools import partial
@@ -31,14 +31,14 @@ def logistic_map(
     x' = (4 x (1 - x) + xi) mod 1, with the density of xi proportional to cos(pi xi)^(2 order) on [-1/2, 1/2].
 
     Args:
-        num_steps: Number of steps, 1 or more.
-        key: A PRNG key.
+        num_steps: Steps, 1 or more; time has length num_steps + 1.
+        key: Random key.
         num_trajectories: Batch size; None: no batch axis.
-        order: Noise order M, 1 or more; the standard deviation of the noise is about 1 / (pi sqrt(2 M)).
+        order: Noise order M, 1 or more, for a standard deviation of about 1 / (pi sqrt(2 M)).
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant distribution, to rounding.
 
     Returns:
-        States in [0, 1), the initial one first: time has length num_steps + 1.
+        States in [0, 1).
 
     References:
         Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
@@ -53,7 +53,8 @@ def logistic_map(
     def advance(state: Array, key: Array) -> Array:
         noise = logistic_noise(key, (1,), order=order).astype(state.dtype)
         following = jnp.mod(4 * state * (1 - state) + noise, 1)
-        return jnp.where(following < 1, following, 0)  # the remainder of a tiny negative number rounds to 1
+        # The remainder of a tiny negative number rounds to 1.
+        return jnp.where(following < 1, following, 0)
 
     def draw_initial(key: Array) -> Array:
         key_uniform, key_walk = jax.random.split(key)
@@ -66,8 +67,8 @@ def logistic_map(
 def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float[Array, "..."]:
     """Draw from the density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2]."""
     key_normal, key_pairs = jax.random.split(key)
-    # The angle of tangent z_0 / |(z_1, ..., z_nu)|, nu = 2 order + 1, has this density times pi: sqrt(nu) times its
-    # tangent is Student's t. Exponential draws replace pairs of squares. Rejection would compile for seconds.
+    # arctan(z_0 / |(z_1, ..., z_nu)|) / pi, nu = 2 order + 1, has this density, since sqrt(nu) times the fraction is
+    # Student's t. Exponential draws replace pairs of squares. Rejection would take seconds to compile.
     z = jax.random.normal(key_normal, (*shape, 2))
     pairs = jnp.sum(jax.random.exponential(key_pairs, (*shape, order)), axis=-1)
     return jnp.arctan2(z[..., 0], jnp.sqrt(z[..., 1] ** 2 + 2 * pairs)) / math.pi
@@ -101,8 +102,8 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     """Return the spectrum of the evolution operator of `logistic_map`, on the host.
 
     With b_n the Fourier basis of [0, 1], S(x) = 4 x (1 - x) and g_n = C(2 M, M + n) / C(2 M, M) the Fourier
-    coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S). With M = 20 eigenvalues are accurate to 3e-12.
-    Eigenfunctions of eigenvalues below 1e-8 are unusable.
+    coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S). With M = 20 eigenvalues are accurate to 3e-12,
+    and eigenfunctions of eigenvalues below 1e-8 are unusable.
 
     Args:
         order: Noise order M, 1 or more.
@@ -119,13 +120,13 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     # Gauss-Legendre sums of this size converge to rounding.
     nodes, weights = np.polynomial.legendre.leggauss(100 + 20 * order)
     nodes, weights = (nodes + 1) / 2, weights / 2  # on [0, 1]
-    # S is even about 1/2, so that sine rows vanish: M eigenvalues are zero and the others belong to the cosines.
+    # S is even about 1/2, so rows of sines vanish: M eigenvalues are zero, and the others are those of the cosines.
     before, after = _fourier(nodes, order), _fourier(_parabola(nodes), order)
     overlaps = (weights[:, None] * before[:, : order + 1]).T @ after  # [cosines, all]
     central = math.comb(2 * order, order)
     noise = np.array([math.comb(2 * order, order + n) / central for n in range(order + 1)])
 
-    # A diagonal similarity grades the matrix, which keeps small eigenvalues accurate.
+    # A diagonal similarity makes the matrix graded, which keeps small eigenvalues accurate.
     root = np.sqrt(noise)
     values, vectors = np.linalg.eig(root[:, None] * overlaps[:, : order + 1] * root[None, :])
     chosen = conjugate_order(values)[:kept]

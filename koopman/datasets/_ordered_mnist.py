@@ -1,7 +1,4 @@
-"""Ordered digits: sequences of images whose next image shows the next digit, 0, 1, ..., k-1, 0, 1, ...
-
-Their evolution operator is a cycle of k classes.
-"""
+"""Ordered digits: sequences of images of the digits 0, 1, ..., k - 1, 0, 1, ..., a cycle of k classes."""
 
 import os
 from typing import NamedTuple
@@ -19,8 +16,8 @@ class OrderedDigits(NamedTuple):
 
     Attributes:
         images: Images in [0, 1], [n, 28, 28].
-        labels: Digits 0 to k - 1 in turn, [n].
-        name: Name of the data set of the images.
+        labels: Digits 0 to k - 1 in a cycle, [n].
+        name: Name of the images' data set.
     """
 
     images: Float[np.ndarray, "n 28 28"]
@@ -32,7 +29,7 @@ class OrderedDigits(NamedTuple):
 def ordered_mnist(
     num_digits: int = 5, *, data: str | Dataset = "glyphs", folder: str | os.PathLike[str] | None = None
 ) -> OrderedDigits:
-    """Return a sequence of the digits 0 to k - 1 in turn.
+    """Return a sequence of the digits 0 to k - 1 in a cycle.
 
     Args:
         num_digits: k, from 1 to 10.

@@ -34,7 +34,7 @@ def ornstein_uhlenbeck(
 
     Args:
         num_steps: Steps, 1 or more; time has length num_steps + 1.
-        key: A PRNG key.
+        key: Random key.
         num_trajectories: Batch size; None: no batch axis.
         theta: Rate of return, positive.
         sigma: Strength of the noise, 0 or more.
@@ -70,13 +70,13 @@ def ornstein_uhlenbeck_spectrum(
     """Return the spectrum of `ornstein_uhlenbeck`, on the host: exp(-k theta time_step) with Hermite polynomials.
 
     The k-th eigenfunction is He_k(x / s) / sqrt(k!), s^2 = sigma^2 / (2 theta), with the probabilists' polynomials,
-    orthonormal in L2 of the invariant density N(0, s^2). The process is reversible.
+    orthonormal in L2 of the invariant density N(0, s^2).
 
     Args:
         theta: Rate of return, positive.
         sigma: Strength of the noise, positive.
         time_step: Lag of the operator, positive.
-        num_components: Number of eigenvalues, from k = 0, 1 or more.
+        num_components: Number of eigenvalues, 1 or more, from k = 0.
 
     References:
         Pavliotis (2014), Stochastic processes and applications, section 4.4.
@@ -114,7 +114,7 @@ def rk4_trajectory(
     h = jnp.asarray(time_step, initial.dtype) / substeps
 
     def substep(state: Array, index: Array) -> tuple[Array, None]:
-        # Not summed over steps, which would accumulate rounding.
+        # A sum over steps would accumulate rounding.
         t = h * index
         first = field(t, state)
         second = field(t + h / 2, state + h / 2 * first)
@@ -147,8 +147,8 @@ def duffing(
 
     x'' + delta x' + alpha x + beta x^3 = gamma cos(omega t)
 
-    The drive starts at phase 0. Unless gamma is 0, only states recorded once per period 2 pi / omega have a law that
-    does not depend on time.
+    The drive starts at phase 0. Unless gamma is 0, the law depends on time, except between states recorded once per
+    period 2 pi / omega.
 
     Args:
         num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
@@ -196,8 +196,8 @@ def lorenz63(
         num_steps: Recorded steps, 1 or more; time has length num_steps + 1.
         key: Key of initial states; not needed if `initial` is given.
         num_trajectories: Batch size; None: no batch axis.
-        initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near the attractor:
-            drop the first time units.
+        initial: State [3], or [num_trajectories, 3]. None draws it from N((0, 0, mu - 1), 5^2 I), near but off the
+            attractor.
         time_step: Time between recorded states, positive.
         substeps: Runge-Kutta steps per recorded step, 1 or more.
         sigma: Prandtl number.
@@ -214,7 +214,7 @@ def lorenz63(
         return jnp.stack([sigma * (y - x), x * (mu - z) - y, x * y - beta * z]).astype(state.dtype)
 
     def draw_initial(key: Array) -> Array:
-        # The fixed points, between which the attractor lies, are at z = mu - 1.
+        # The attractor lies around the fixed points, at z = mu - 1.
         return 5 * jax.random.normal(key, (3,)) + jnp.zeros(3).at[2].set(mu - 1)
 
     def one(_: Array, initial: Array) -> Array:

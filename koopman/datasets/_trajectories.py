@@ -1,4 +1,4 @@
-"""Run one trajectory or a batch of them, from initial states, with a key per step."""
+"""Run one trajectory or a batch, with a key per step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +22,9 @@ def run_trajectories(
     initial: ArrayLike | None,
     dimension: int,
 ) -> Any:
-    """Run `one(key, initial)`, or a batch of `num_trajectories` keys, from `initial` states or drawn ones.
+    """Run `one(key, initial)` once or for `num_trajectories` keys, from `initial`, [d] or [num_trajectories, d].
 
-    `initial`: [d], or [num_trajectories, d].
+    Without `initial`, states are drawn.
     """
     if key is None:
         if initial is None:
@@ -44,7 +44,7 @@ def run_trajectories(
 
     if count is None:
         return run(key, initial)
-    # The whole batch shares a single initial state.
+    # A batch may share one initial state.
     initial_axis = 0 if initial is not None and initial.ndim == 2 else None
     return jax.vmap(run, in_axes=(0, initial_axis))(jax.random.split(key, count), initial)
 
@@ -52,7 +52,7 @@ def run_trajectories(
 def step_keys(key: PRNGKey, num_steps: int) -> Array:
     """Return `fold_in(key, step)` for each step."""
     steps = jnp.arange(check_count("num_steps", num_steps, minimum=1))
-    # A longer run then starts with the shorter one.
+    # Keys by `fold_in` do not depend on the number of steps, so a longer run starts as a shorter one.
     return jax.vmap(lambda step: jax.random.fold_in(key, step))(steps)
 
 

@@ -10,7 +10,7 @@ The same command resumes an interrupted run. --version prints the version."""
 
 
 def figures() -> dict[str, Figure]:
-    """Return the figures of this package by their commands' names."""
+    """Return the figures of this package by command name."""
     # Imported here, because it takes seconds.
     from koopman.figures import ordered_mnist, spectra
 

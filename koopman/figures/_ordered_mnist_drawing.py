@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _shown(dataset: "xarray.Dataset", name: str) -> "xarray.Dataset":
-    """Return a model's results at its drawn protocol."""
+    """Return a model's results by the protocol that is drawn."""
     return dataset.sel(models=name, protocols=MODELS[name].shown, scales="raw")
 
 
@@ -28,7 +28,7 @@ def _curves(dataset: "xarray.Dataset", name: str) -> np.ndarray:
 def _shown_seed(dataset: "xarray.Dataset", name: str) -> int:
     """Return the seed of median accuracy at the last drawn step, among those that did not diverge."""
     accuracy = _curves(dataset, name)[:, -1]
-    # The median avoids a seed whose forecasts are stuck.
+    # A seed of mean accuracy may not exist, and the best one may be far from the others.
     order = np.argsort(accuracy)[: np.isfinite(accuracy).sum()]
     return int(order[len(order) // 2]) if len(order) else 0
 
@@ -80,7 +80,7 @@ def _draw_sequence(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
 
 
 def _groups(dataset: "xarray.Dataset") -> list[list[str]]:
-    """Return the models of each panel: encoders, then autoencoders."""
+    """Return the models of both panels, encoders and autoencoders."""
     names = dataset.models.values.tolist()
     groups = [[name for name in names if ("autoencoder" in MODELS[name].label) == auto] for auto in (False, True)]
     return [group for group in groups if group]

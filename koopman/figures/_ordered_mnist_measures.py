@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import xarray
 
 PROTOCOLS = ("images", "powers", "circle", "roots")
-"""Ways to forecast: the model applied to its forecast image, or powers of its operator, with eigenvalues as fitted,
-moved to the unit circle, or moved to the roots of unity."""
+"""Ways to forecast: by the model from its last forecast image, or by powers of its operator, with eigenvalues as
+fitted, moved to the unit circle, or moved to roots of unity."""
 
 SCALES = ("raw", "rescaled")
-"""Scales at which forecasts are read: unchanged, or with the training images' mean norm."""
+"""Scales at which forecasts are read: as forecast, or with the training images' mean norm."""
 
 
 class Pixels(eqx.Module):
@@ -37,7 +37,7 @@ class Pixels(eqx.Module):
 
 
 class Latent(eqx.Module):
-    """Linear map from the features of an image to the features of the next image, trained with an autoencoder."""
+    """Linear map from an image's features to those of the next image, trained with an autoencoder."""
 
     matrix: Float[Array, "d d"]
 
@@ -81,8 +81,8 @@ def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
 
 @eqx.filter_jit
 def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
-    """Return the matrix with eigenvalues moved in each way."""
-    # All ways are computed in one program for all forecasters of one kind.
+    """Return the matrix with eigenvalues moved to the circle and to the roots of unity, by name."""
+    # Both in one program, so that forecasters of one kind share a single compilation.
     values, right, left = spectral(dynamics)
     turns = jnp.angle(values) / (2 * jnp.pi)
     nearest = jnp.where(values.imag != 0, jnp.round(turns * num_digits) / num_digits, 0.0 if num_digits % 2 else turns)
@@ -183,7 +183,7 @@ def measured(dataset: "xarray.Dataset") -> "xarray.Dataset":
 
 def eigenvalue_errors(values: Complex[np.ndarray, "*members k"]) -> tuple[np.ndarray, np.ndarray]:
     """Return the largest distance and the largest angle of k-th roots of unity to their nearest of k eigenvalues."""
-    # After t steps powers of the operator are off by t times this angle; digits are wrong from about pi / k.
+    # Powers of t steps are off by t times this angle, and digits are wrong from about pi / k.
     roots = cycle_spectrum(values.shape[-1])
     nearest = np.take_along_axis(values, np.abs(values[..., None] - roots).argmin(-2), -1)
     return np.abs(nearest - roots).max(-1), np.abs(np.angle(nearest * np.conj(roots))).max(-1)

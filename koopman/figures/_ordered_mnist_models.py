@@ -71,7 +71,7 @@ def _network(name: str, width: int, key: Array) -> Any:
 def train_networks(
     config: Any, key: Array, train: np.ndarray, validation: np.ndarray, labels: np.ndarray, cache: Cache
 ) -> Networks:
-    """Train the oracle and the networks of the models of `config`, all seeds at once, on images `train` [n, 28, 28]."""
+    """Train the oracle and the networks of the models of `config`, for all seeds, on images `train` [n, 28, 28]."""
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
     common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(cache.progress)]}
     found = Networks({}, {}, {}, {})
@@ -144,7 +144,7 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
 @eqx.filter_jit
 def _fit(features: Any, images: Array, rank: int, alpha: Array, center: bool, decoder: Any) -> Forecaster:
     """Fit a forecaster by reduced rank regression on features, of images or, with a decoder, of features."""
-    # With `center` the operator has no constant function, nor its eigenvalue 1.
+    # Centring is for pixels alone: it takes the constant function and its eigenvalue 1 from the operator.
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None
     operator = fit(ReducedRank(rank, alpha), x, y, observable=observable, center=center)

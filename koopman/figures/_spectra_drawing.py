@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def kept(dataset: "xarray.Dataset", system: str) -> "xarray.Dataset":
-    """Return a system's results, with one component of each conjugate pair, which have one rate."""
+    """Return a system's results, with one component per conjugate pair, because both have the same rate."""
     one = dataset.sel(systems=system)
     return one.isel(components=np.flatnonzero(one.exact.values[: int(one.num_components)].imag >= 0))
 

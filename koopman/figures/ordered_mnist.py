@@ -33,7 +33,7 @@ STEM = "ordered-mnist"
 SHOWS = "Digits in sequence: encoders, operators, and forecast images read by an oracle."
 
 PARTS = ("train", "validation", "test")
-"""Blocks of the sequence, from its start."""
+"""Consecutive blocks of the sequence."""
 
 Digits = tuple[np.ndarray, np.ndarray, str]
 """Images, labels and name of a sequence, see `koopman.datasets.OrderedDigits`."""
@@ -120,12 +120,12 @@ def compute(
         scale and horizon (`times`, 1 to `num_steps`, and `far`): `logits` of the oracle [..., images, classes], the
         digit read, `predicted` [..., images], -1 if a logit is not finite, and `accuracy`, the fraction read as the
         right digit. By model and seed: `strips` [protocols, steps, rows, columns], forecasts from the first image at
-        the scale "raw"; `eigenvalues` [components]; `left` [images, components], left eigenfunctions, 0 for latent
-        maps; `eigenvalue_error` and `phase_error`, the largest distance and angle of a root of unity to the nearest
+        scale "raw"; `eigenvalues` [components]; `left` [images, components], left eigenfunctions, 0 for latent maps;
+        `eigenvalue_error` and `phase_error`, the largest distance and angle of a root of unity to the nearest
         eigenvalue; `stuck`, True if over 9 in 10 forecasts one step ahead are read as one digit. By trained network and
-        seed: `validation` [epochs], the validation loss along training; `batched`, the last one of encoders as the mean
-        over batches; `diverged_at`, the step at which the network diverged, or -1. `oracle_accuracy` [seeds], on the
-        validation images. NaN stands for missing numbers, and for those of a seed whose network or oracle diverged.
+        seed: `validation` [epochs], the validation loss along training; `batched`, encoders' last one as the mean over
+        batches; `diverged_at`, the step at which the network diverged, or -1. `oracle_accuracy` [seeds], on validation
+        images. Missing numbers, and those of a seed whose network or oracle diverged, are NaN.
     """
     return figures.run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 

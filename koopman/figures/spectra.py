@@ -70,7 +70,7 @@ class Config:
     num_trajectories: int = 20
     """Independent trajectories of every length."""
     lengths: tuple[int, ...] = (1000, 3000, 10_000, 30_000, 100_000)
-    """Transitions in a trajectory, rising, from 100 to 1e8."""
+    """Transitions in a trajectory, ascending, from 100 to 1e8."""
     alpha: float = 1e-6
     """Regularisation, up to 1e6."""
     num_centres: int = 50
@@ -172,8 +172,8 @@ def compute(
         `exact_rate`, -log|lambda| per lag. Estimates by system and estimator: `eigenvalues` [trajectories, lengths,
         components], the nearest to the exact ones, and their `rate`; `error` [trajectories, lengths], the largest
         relative error of an eigenvalue; at the largest length, `mean_rate` and `standard_error` [components], over
-        trajectories, and `functions` [trajectories, points], the first eigenfunction, scaled to the exact one.
-        `exact_functions` [systems, points], its real part, at the states `grid` [systems, points].
+        trajectories, and `functions` [trajectories, points], the real part of the first eigenfunction, scaled to the
+        exact one, which is `exact_functions` [systems, points], at the states `grid` [systems, points].
     """
     return figures.run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
@@ -251,7 +251,7 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         out = {}
         for name, (operator, where) in fitted.items():
             spectrum = decompose(operator)
-            # One estimate may be nearest to several exact eigenvalues. This favours estimators with many eigenvalues.
+            # One estimate may be nearest to several exact eigenvalues, and many eigenvalues favour an estimator.
             nearest = jnp.argmin(jnp.abs(spectrum.eigenvalues[None] - exact[:, None]), 1)
             out[f"values_{name}"] = spectrum.eigenvalues[nearest]
             function = right_eigenfunctions(operator, where, spectrum)[:, nearest[0]]
