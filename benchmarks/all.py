@@ -1,11 +1,11 @@
-"""Every comparison with what a user would pick instead, in one run: the table of `docs/benchmarks.md`.
+"""Run every comparison with a user's alternative, and write the table of `docs/benchmarks.md`.
 
     python benchmarks/all.py [--quick] [--only NAME ...] [--out docs/benchmarks.md]
 
-Every script runs in a process of its own, with its peers in the same process and in turn; numbers are medians, the
-ratio is the peer's time over ours, round by round, with its quartiles. Rows below 1 are marked. A JSON file of the same
-name holds the numbers; with `--only`, those of the other scripts stay as they are there, if machine, versions and sizes
-are the same. `--quick` takes fewer rounds, and smaller sizes where a round is long.
+Every script runs in a separate process and alternates with its peers. Times are medians. The ratio is the peer's time
+over ours, round by round, with quartiles; rows below 1 are marked. A JSON file of the same name holds the numbers. With
+`--only`, those of other scripts are kept if machine, versions and sizes are the same. `--quick` takes fewer rounds, and
+smaller sizes if a round is long.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def run(name, arguments):
 
 
 def seconds(value):
-    """Seconds, or a shorter unit."""
+    """Return a time as text, in seconds or a shorter unit."""
     for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 1 or unit == "us":
             return f"{value * factor:.3g} {unit}"
@@ -74,7 +74,7 @@ def seconds(value):
 
 
 def table(rows):
-    """Rows of Markdown: one per peer."""
+    """Return rows of Markdown, one per peer."""
     lines = ["| work | ours | first call | peer | peer's time | ratio (quartiles) | note |", f"|{' --- |' * 7}"]
     for row in rows:
         first = "" if row["first"] is None else seconds(row["first"])

@@ -1,4 +1,4 @@
-"""Projected gradient ascent: an adversarial example if one is found, against which certificates are checked."""
+"""Search for adversarial examples by projected gradient ascent, to check certificates."""
 
 from collections.abc import Callable
 
@@ -19,8 +19,8 @@ def projected_attack(
 ) -> tuple[Array, Array]:
     """Return the step of the lowest margin within a Euclidean distance of `x`, and this margin.
 
-    Every restart starts at a random point of the ball, and steps 2.5 radius / num_steps along the normalised gradient
-    of the label's margin, downhill, projected onto the ball. An attack that finds nothing proves nothing.
+    Every restart begins at a random point of the ball, and takes steps of length 2.5 radius / num_steps against the
+    gradient of the label's margin, projected onto the ball.
 
     Args:
         model: Function of one input to logits.
@@ -32,7 +32,7 @@ def projected_attack(
         num_steps: Number of steps from each starting point.
 
     Returns:
-        An array to add to `x`, and the label's logit less the largest other one there: negative if the attack succeeds.
+        Array to add to `x`, and the label's logit minus the largest other one at the sum, negative after a success.
 
     References:
         Madry et al. (2018), Towards deep learning models resistant to adversarial attacks, section 2.1.

@@ -1,9 +1,8 @@
-"""Peak memory and time of `bmap` against `equinox.filter_vmap` and `jax.lax.map`.
+"""Compare peak memory and time of `bmap`, `equinox.filter_vmap` and `jax.lax.map`.
 
-The work: one perceptron on images under noise of many scales, the scales mapped. Every variant runs in a process of its
-own, because a process never gives its peak back. Columns: seconds to compile, the median of the repeats in
-milliseconds, the rise of the process' peak memory while compiling (over its start, with data) and then while running,
-and what the compiler says that the program takes.
+All map a perceptron on noisy images over noise scales. Every variant runs in a separate process, because the peak
+memory of a process does not fall. Columns: seconds to compile, median milliseconds of the repeats, rise of the peak
+memory while compiling (from the start, with data) and then while running, and the compiler's memory of the program.
 
     python benchmarks/bmap.py [--images 2000] [--width 512] [--scales 40] [--batch 4] [--repeats 5]
 """
@@ -28,7 +27,7 @@ VARIANTS = ("filter_vmap", "lax.map", "bmap", "lax.map one", "bmap one", "bmap a
 
 
 def error(model, scale, images, noise):
-    """Mean of the largest logit of every noisy image."""
+    """Return the mean of the largest logits of noisy images."""
     return jnp.mean(jnp.max(jax.vmap(model)(images + scale * noise), axis=-1))
 
 
@@ -45,12 +44,12 @@ def mapped(variant, batch):
 
 
 def peak():
-    """Bytes; Linux counts in kB, macOS in bytes."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def chosen_batch(arguments, budget):
-    """Return the batch that "auto" takes under `budget`, and the seconds of the whole call."""
+    """Return the batch size of "auto" under `budget`, and the seconds of the whole call."""
     records = []
     logger = logging.getLogger("dissociation.training")
     logger.setLevel(logging.INFO)
@@ -64,7 +63,7 @@ def chosen_batch(arguments, budget):
 
 
 def measure(variant, options):
-    """One variant, in this process."""
+    """Measure one variant in this process."""
     width, keys = options.width, jax.random.split(jax.random.key(0), 3)
     model = eqx.nn.MLP(784, 10, width, 2, key=keys[0])
     images, noise = (jax.random.uniform(k, (options.images, 784)) for k in keys[1:])

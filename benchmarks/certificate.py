@@ -1,10 +1,9 @@
-"""Certified distances of trained bilinear networks against attacks, on real images.
+"""Compare certified distances of trained bilinear networks with attacks, on real images.
 
     python benchmarks/certificate.py [--data mnist] [--hidden 300] [--epochs 20] [--images 100] [--restarts 50]
 
-For every image that the network classifies rightly: the example found has another class at 1.001 times the distance,
-and projected gradient ascent from many starts finds none within 0.999 times it. At 1.01 times it the same attack shows
-how strong it is.
+For every image that the network classifies correctly, the certificate's example must have another class at 1.001 times
+the distance, and projected gradient ascent must find none at 0.999 times. Its success at 1.01 times shows its strength.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Grokking sweeps against PyTorch, in one run: optimiser steps, a whole run with its observations, and information.
+"""Compare grokking sweeps with PyTorch: optimiser steps, a whole run with observations, and information.
 
     python benchmarks/collapse.py [--steps 4000] [--members 1 30] [--repeats 3] [--only steps whole knn]
 
-steps: of 1 and of 30 members (784-200-200-10, batches of 100), against a lean PyTorch loop (batches cut from a tensor)
-member after member; PyTorch's AdamW as it comes and fused, each with as many threads as suit it.
-whole: a step, a cheap observation and one of nHSIC, ours against the published style of loop (a data loader, measures
-in Python), and what 100 000 steps with their observations cost by adding up; the share of our measures, the figure's
-expensive ones too. knn: information of 10 000 points in 4 + 4 dimensions against scikit-learn's KD-tree (which uses
-one thread), without and with the halves and parts from which ours has its error. Compile time is apart: the first call.
+steps: 1 and 30 members (784-200-200-10, batches of 100) against a lean PyTorch loop (batches cut from a tensor), one
+member after another, with PyTorch's default and fused AdamW, each at its best number of threads.
+whole: a step, a cheap observation and one of nHSIC, against the published style of loop (a data loader, measures in
+Python); the total of 100 000 steps with their observations; and the share of our measures in it.
+knn: information of 10 000 points in 4 + 4 dimensions against scikit-learn's KD-tree (one thread), without and with the
+halves and parts that give our error. First calls, which compile, are apart.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def torch_loader_steps(train, steps):
 
 @torch.no_grad()
 def torch_cheap(model, train, test):
-    """Accuracy and measures of collapse on both sets, by loaders."""
+    """Return accuracy and measures of collapse on both sets, by loaders."""
     body, head = model[:-1], model[-1]
     for images in (train, test):
         features, labels, hits = [], [], 0
@@ -109,7 +109,7 @@ def torch_cheap(model, train, test):
 
 @torch.no_grad()
 def torch_plane(model, test):
-    """Normalised HSIC on batches of three shuffled passes, with the [n, n, d] array of the published code."""
+    """Return normalised HSIC over three shuffled passes, with the [n, n, d] array of the published code."""
     body, centre = model[:-1], torch.eye(BATCH) - 1 / BATCH
     ridge = 1e-5 * BATCH * torch.eye(BATCH)
     for _ in range(3):
@@ -125,13 +125,13 @@ def torch_plane(model, test):
 
 
 class PlaneOnly(eqx.Module):
-    """nHSIC of test features with images and labels."""
+    """Observation of the nHSIC of test features with images and labels."""
 
     images: jax.Array
     labels: jax.Array
 
     def __call__(self, model, key):
-        """By name."""
+        """Return the measures by name."""
         features = representations(model, self.images)["features"]
         plane = information_plane(features, self.images, self.labels, key=key)
         return {"zx": plane.zx, "zy": plane.zy}
@@ -198,7 +198,7 @@ def peak(repeats=5):
 
 
 def measure_whole(options, data):
-    """Every part of a run apart, ours and the peer's in turn."""
+    """Measure every part of a run, ours and the peer's alternately."""
     sets = [torch.utils.data.TensorDataset(*(torch.from_numpy(a) for a in pair)) for pair in (
         (data.train_images, data.train_labels), (data.test_images, data.test_labels))]  # fmt: skip
     x, y, images, labels = (jnp.asarray(a) for a in (data.train_images, data.train_labels, data.test_images,

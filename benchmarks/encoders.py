@@ -1,15 +1,15 @@
-"""Encoders of a sequence against the same network in a plain PyTorch CPU loop, seed after seed.
+"""Compare encoders of a sequence with the same network in a plain PyTorch CPU loop, one seed after another.
 
     python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2] [--losses vamp contrastive] [--only result]
 
-epochs: one of training S of them. result: the time of a shorter recipe than the published one, which stands beside it
-in PyTorch, as does ours, and how many of their forecasts are right. By the contrastive loss: by VAMP's, PyTorch's
-network from its usual start learns nothing in 50 epochs of the published recipe.
+epochs: one epoch of S seeds. result: time and correct forecasts of a short recipe, ours and PyTorch's, and of the
+published one in PyTorch, by the contrastive loss. (By VAMP's, PyTorch's network with its default initial weights learns
+nothing in 50 epochs of the published recipe.)
 
 Both train the network of the ordered digits (two 5 x 5 convolutions with ReLU and max-pool, a linear layer, features of
 fixed norm, a linear layer for the next image) with AdamW on batches of 64 pairs of 3000 drawn images, from data in
-memory; x and y pass the network together on both sides. PyTorch's losses are kooplearn's. Compile time is reported
-apart: the first call of each size.
+memory; x and y pass the network together. PyTorch's losses are kooplearn's. The first call of each size, which
+compiles, is apart.
 """
 
 import argparse
@@ -35,7 +35,7 @@ KIND, SEEDS, AHEAD, EPOCHS, RATE = "contrastive", 5, 15, 20, 4e-3
 
 
 def feature_map(key):
-    """Our network, for states that are images."""
+    """Return our network, for states that are images."""
     return FeatureMap(FEATURES, feature_norm=FEATURES**0.5, key=key)
 
 
@@ -52,7 +52,7 @@ class TorchFeatureMap(torch.nn.Module):
         self.lag = torch.nn.Linear(FEATURES, FEATURES, bias=False)
 
     def forward(self, images):
-        """Features of norm sqrt(5)."""
+        """Return features of norm sqrt(5)."""
         return FEATURES**0.5 * torch.nn.functional.normalize(self.encoder(images), dim=1, eps=1e-12)
 
 
@@ -127,7 +127,7 @@ def measure_epochs(options):
 
 
 def measure_result(rounds):
-    """Time of recipes, and their share of forecasts 15 steps ahead that an oracle reads as the right digit."""
+    """Return the times of recipes, and the fractions of forecasts 15 steps ahead that an oracle reads correctly."""
     source = "mnist" if os.environ.get("DISSOCIATION_DATA") else "glyphs"
     sequence = ordered_mnist(FEATURES, data=source)
     train, _, test, _ = np.split(sequence.images, (SAMPLES, SAMPLES + 1000, SAMPLES + 2000))

@@ -1,11 +1,11 @@
-"""What `fit` and `train` cost over a `lax.scan` written by hand: the same step, the same shuffled batches.
+"""Compare `fit` and `train` with a `lax.scan` written by hand, of the same step on the same shuffled batches.
 
     python benchmarks/engine.py [--steps 400] [--repeats 9] [--width 1024]
 
-A 784-width-width-10 ReLU network without biases by SGD in batches of 128, on random images in memory (values do not
-change the time), losses kept, nothing observed. The three are run in turn, each for the given number of steps and for
-twice as many: the difference is the cost of the steps alone, the rest is fixed (tracing, copies of the state, the order
-of the samples). Medians of the rounds' own ratios; the first calls, which compile, are left out.
+A 784-width-width-10 ReLU network without biases learns by SGD in batches of 128, on random images in memory (values do
+not change the time), with losses recorded and nothing observed. The three alternate, each for the given number of steps
+and for twice as many: the difference is the cost of the steps, and the rest is fixed (tracing, copies of the state, the
+order of samples). Ratios are medians over rounds. First calls, which compile, are left out.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def timed(function, *arguments):
 
 
 def contestants(steps, width):
-    """Functions of a number of steps, up to twice `steps`, which is one epoch."""
+    """Return functions of a number of steps, up to twice `steps`, which is one epoch."""
     rng, samples = np.random.default_rng(0), 2 * steps * BATCH
     images = jnp.asarray(rng.random((samples, 784), np.float32))
     labels = jnp.asarray(np.eye(10, dtype=np.float32)[rng.integers(0, 10, samples)])

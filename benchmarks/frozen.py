@@ -1,10 +1,10 @@
-"""Hashes of what the code computes, to tell a change of its layout from a change of its numbers.
+"""Hash what the code computes, to distinguish changes of its layout from changes of its numbers.
 
     python benchmarks/frozen.py [--keep FOLDER] [--only NAME ...]     writes frozen.json
     python benchmarks/frozen.py --check [--keep FOLDER]               compares with it
 
-The arrays of all figures in their quick mode, seed 37, and what the documentation's examples print. Hashes hold for one
-machine: others round differently. With `--keep` the arrays stay there, to be compared within a tolerance.
+Hashes are of the arrays of all figures in smoke runs, seed 37, and of the output of the documentation's examples. They
+hold for one machine, because others round differently. With `--keep` arrays are stored and compared by a tolerance.
 """
 
 import argparse
@@ -28,12 +28,12 @@ FIGURES = {
 
 
 def digest(data):
-    """Sixteen hexadecimal digits."""
+    """Return a hash of sixteen hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def figure(package, name, folder):
-    """Hashes of a figure's arrays, by their names."""
+    """Return hashes of a figure's arrays, by name."""
     command = [sys.executable, "-m", package, name, "--quick", "--silent", "--out", str(folder / name)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"MPLBACKEND": "Agg"})
     (path,) = (folder / name).glob("*/*.npz")
@@ -42,7 +42,7 @@ def figure(package, name, folder):
 
 
 def example(code, folder):
-    """Hash of what a page's block prints in a process of its own, times left out."""
+    """Return a hash of the output of a page's block in a separate process, without times."""
     run = subprocess.run(
         [sys.executable, "-c", code],
         check=True,
@@ -54,7 +54,7 @@ def example(code, folder):
 
 
 def examples():
-    """Blocks of Python on all pages, by page and place."""
+    """Return the blocks of Python on all pages, by page and place."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:
         for index, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)):

@@ -1,12 +1,12 @@
-"""Operators against kooplearn, on the same data in one run: single fits, 16 regularisations and 8 seeds at once.
+"""Compare operators with kooplearn on the same data: single fits, 16 regularisations and 8 seeds at once.
 
     python benchmarks/operators.py                 # 5000 samples: 784 pixels, rank 5; Lorenz 63 with kernels, rank 25
     python benchmarks/operators.py --samples 500   # small
 
-Everything is float64, as the peer computes; times are medians, compile time stands apart, and the eigenvalues of both
-sides are compared. The linear data are ordered digits, from MNIST where DISSOCIATION_DATA names them, else drawn ones.
-Both of the peer's solvers for exact Gram matrices are on offer: its default for 25 components is a dense generalised
-eigenproblem, which takes minutes at 5000 samples (`--peer-solver dense`); ARPACK is the fast one and the default here.
+Everything is float64, as in the peer. Times are medians, compile time is apart, and eigenvalues are compared. The
+linear data are ordered digits, from MNIST if DISSOCIATION_DATA names its folder, else drawn ones. `--peer-solver dense`
+is the peer's default solver of exact Gram matrices for 25 components, a generalised eigenproblem that takes minutes at
+5000 samples. The default here is the faster ARPACK.
 """
 
 import argparse
@@ -35,7 +35,7 @@ QR_NOTE = "set here; the default takes QR in float32, or if an eigenvalue of the
 
 
 def calls(function, peer, repeats):
-    """Seconds of every call of both, in turn, after one that is not counted; and that one's seconds, of ours."""
+    """Return the seconds of every call, ours and the peer's alternately, and of our first one, which is not counted."""
     run, spent, theirs = lambda: jax.block_until_ready(function()), [], []
     first = timed(run)
     for _ in range(repeats):
@@ -48,13 +48,13 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
     """Print the two sides' times and eigenvalues: for one regularisation, for all, and for pairs of many seeds.
 
     Args:
-        name: Of the estimator.
-        peer: Fits the first seed's pairs.
-        fit: A function of pairs and alpha.
+        name: Name of the estimator.
+        peer: Peer's model on the first seed's pairs.
+        fit: Function of pairs and alpha.
         seeds: Pairs of every seed, two arrays [seeds, samples, width].
         alphas: Regularisations.
-        repeats: Counted calls.
-        sweep: The estimator to vectorise over alphas, where another solver suits that better.
+        repeats: Number of timed calls.
+        sweep: Function to vectorise over alphas, if another solver is faster there.
     """
     arguments = tuple(leaf[0] for leaf in seeds)
     one = partial(jax.jit(fit), *arguments, alphas[0])
@@ -88,13 +88,13 @@ class Peer:
         self.model, self.trajectory = model, trajectory
 
     def fit_once(self):
-        """Fits the model, with every thread."""
+        """Fit the model, with all threads."""
         with threadpool_limits(os.cpu_count()):
             self.model.fit(self.trajectory)
 
 
 def gram_fit(x, y, alpha, *, scale, solver="auto"):
-    """Reduced rank with exact Gram matrices."""
+    """Fit reduced rank regression with exact Gram matrices."""
     return fit(ReducedRank(25, alpha, solver=solver), x, y, kernel=RBF(scale))
 
 

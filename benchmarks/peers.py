@@ -1,9 +1,9 @@
-"""Numbers of other packages on data that tests use, kept in `peers.json` with the versions that gave them.
+"""Compute numbers of other packages for tests, stored in `peers.json` with the versions.
 
     pip install pydmd deeptime kooplearn
     python benchmarks/peers.py
 
-Each entry of `PEERS` computes its numbers from `data()`. A package that is not installed keeps its numbers in the file.
+Each entry of `PEERS` computes its numbers from `data()`. Those of a package that is not installed stay in the file.
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("peers.json")
 
 
 def data():
-    """Noise-free rotations lifted to six coordinates, a cosine, and an autoregression about a mean that is not zero."""
+    """Return noise-free rotations lifted to six coordinates, a cosine, and an autoregression with an offset."""
     rng = np.random.default_rng(0)
     turn = lambda radius, angle: radius * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])  # noqa: E731
     step = np.zeros((4, 4))
@@ -34,12 +34,12 @@ def data():
 
 
 def spectrum(values):
-    """Complex numbers as pairs, by falling modulus and rising imaginary part."""
+    """Return complex numbers as pairs, by falling modulus and rising imaginary part."""
     return sorted(([float(v.real), float(v.imag)] for v in values), key=lambda v: (-round(np.hypot(*v), 9), v[1]))
 
 
 def pydmd(paths):
-    """Eigenvalues of exact DMD, and of Hankel DMD with two delays."""
+    """Return eigenvalues of exact DMD, and of Hankel DMD with two delays."""
     from pydmd import DMD, HankelDMD
 
     plain = DMD(svd_rank=4, exact=True).fit(paths["lifted"].T)
@@ -60,7 +60,7 @@ def deeptime(paths):
 
 
 def kooplearn(paths):
-    """Eigenvalues of reduced rank regression of rank 2 at alpha 1e-12, of states about their mean."""
+    """Return eigenvalues of reduced rank regression of rank 2 at alpha 1e-12, of states about their mean."""
     from kooplearn.linear_model import Ridge
 
     model = Ridge(n_components=2, reduced_rank=True, alpha=1e-12, eigen_solver="dense")

@@ -1,12 +1,12 @@
-"""The converged cross-validated probe against scikit-learn, fold by fold, on the same features in one run.
+"""Compare the converged cross-validated probe with scikit-learn, fold by fold, on the same features.
 
     python benchmarks/probes.py                                  # 10 000 samples, 1024 features, 10 folds, 10 classes
     python benchmarks/probes.py --samples 1000 --features 128    # small
 
-Features are post-activations of a ReLU network trained for a few epochs, on MNIST where DISSOCIATION_DATA names the
-images, else on synthetic clusters. Both sides minimise the same loss (C = 1) on features standardised by each training
-part, and both losses are evaluated in float64. The peer solves the first fold with one thread and with all, and goes on
-with the faster: on a busy machine its threads wait for each other.
+Features are post-activations of a ReLU network trained for a few epochs, on MNIST if DISSOCIATION_DATA names its
+folder, else on synthetic clusters. Both sides minimise the same loss (C = 1) on features standardised by each training
+part, and both losses are evaluated in float64. The peer solves the first fold with one thread and with all, and the
+others with the faster number, because on a busy machine its threads wait for each other.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""The 40-scale input-noise sweep with common noise against evaluation of the whole network at every scale.
+"""Compare the 40-scale input-noise sweep with common noise with evaluations of the whole network at every scale.
 
     python benchmarks/robustness.py [--seeds 2] [--samples 10000] [--repeats 3] [--only ours|jitted|unjitted]
 
 Three ways to the same curves of stacked 784-1024-1024-10 networks:
   ours      `input_noise_error`: the first layer, linear in the scale, applied twice instead of 40 times; jitted,
-            members and scales in turn.
+            members and scales sequentially.
   jitted    the network on `images + scale * noise`, scales mapped in batches of 16, members vmapped, jitted.
-  unjitted  the same call without jit, as the published notebook makes it; its compile time counts, and ours too.
-Each way runs in a process of its own, so that its peak memory is its own.
+  unjitted  the same call without jit, as in the published notebook; compile times count, ours too.
+Each way runs in a separate process, for its peak memory.
 """
 
 import argparse

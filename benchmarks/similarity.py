@@ -1,10 +1,10 @@
-"""All pairs of representations: linear CKA, shapes and RSA against NumPy and rsatoolbox, on the same arrays in one run.
+"""Compare linear CKA, shapes and RSA of all pairs of representations with NumPy and rsatoolbox, on the same arrays.
 
     python benchmarks/similarity.py                    # 64 members of 1000 x 512; 20 members x 4 layers of 1000 x 64
     python benchmarks/similarity.py --members 16 --layers 1 --repeats 3
 
-Features are 20 causes mixed by a random map of each member's own, and noise. Every peer's numbers are compared with
-ours. The loops over pairs, which would take minutes, are timed on a part of the pairs and scaled up, and say so.
+Features are 20 causes, mixed by a random map per member, and noise. The peers' numbers are compared with ours. Loops
+over pairs that would take minutes are timed on some of the pairs and scaled up, as the output says.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dissociation import similarity
 
 
 def features(members, samples, width, seed):
-    """[members, samples, width] in float32."""
+    """Return features [members, samples, width] in float32."""
     rng = np.random.default_rng(seed)
     causes = rng.standard_normal((samples, 20))
     mixed = [causes @ rng.standard_normal((20, width)) + 3 * rng.standard_normal((samples, width))
@@ -32,20 +32,20 @@ def centred(stack):
 
 
 def by_grams(stack):
-    """Linear CKA of all pairs: one Gram matrix each, and one product of them all."""
+    """Return linear CKA of all pairs, by one Gram matrix per member and one product of all."""
     grams = np.stack([x @ x.T for x in centred(stack)]).reshape(len(stack), -1)
     grams /= np.linalg.norm(grams, axis=1, keepdims=True)
     return grams @ grams.T
 
 
 def cka(x, y):
-    """Of one pair, from the features."""
+    """Return linear CKA of one pair, from the features."""
     x, y = x - x.mean(0), y - y.mean(0)
     return np.sum((x.T @ y) ** 2) / np.linalg.norm(x.T @ x) / np.linalg.norm(y.T @ y)
 
 
 def angular(x, y):
-    """Of one pair."""
+    """Return angular similarity of one pair."""
     x, y = x - x.mean(0), y - y.mean(0)
     return np.linalg.svd(x.T @ y, compute_uv=False).sum() / np.linalg.norm(x) / np.linalg.norm(y)
 

@@ -1,12 +1,12 @@
-"""Size of the library and its tests: lines, statements, public names, and what reviewers count.
+"""Count lines, statements and public names of the library and its tests, and what reviewers count.
 
     python benchmarks/size.py [folder of a checkout] [--ways]
 
-A public name stands in `__all__` of a folder's `__init__` or of a module without underscore; a module without `__all__`
-shows all of its top-level names without underscore. Statements are those of the syntax tree, without docstrings.
+Public names are in `__all__` of a folder's `__init__` or of a module without underscore, or without `__all__` all
+top-level names without underscore. Statements are those of the syntax tree, without docstrings.
 
-With `--ways`, also how far a reader walks: modules that an entry imports, functions of ours that `fit` enters before
-the loss, and functions that are handed a figure's configuration.
+With `--ways`, also count the modules that an entry imports, our functions that `fit` enters before the loss, and
+functions that take a figure's configuration.
 """
 
 import ast
@@ -22,17 +22,17 @@ LOW = {"jax._src": r"jax\._src", "pickle": r"\bpickle\b", "ctypes": r"\bctypes\b
 
 
 def is_docstring(node):
-    """Whether a statement is a string alone."""
+    """Return True if a statement is a string alone."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def statements(tree):
-    """Statements of a syntax tree, strings that stand alone not counted."""
+    """Return the number of statements of a syntax tree, without strings that stand alone."""
     return sum(isinstance(node, ast.stmt) and not is_docstring(node) for node in ast.walk(tree))
 
 
 def public_names(path, tree):
-    """Names that a module offers."""
+    """Return the public names of a module."""
     if any(part.startswith("_") for part in (*path.parts[:-1], path.stem.replace("__init__", ""))):
         return []
     names = []
@@ -53,7 +53,7 @@ def public_names(path, tree):
 
 
 def lazy_names(tree):
-    """Return the names that an `__init__` imports, also for type checkers: its public face."""
+    """Return the names that an `__init__` imports, also for type checkers."""
     found = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -64,7 +64,7 @@ def lazy_names(tree):
 
 
 def functions(trees):
-    """All functions, with the number of their lines without docstring and of their parameters."""
+    """Return all functions, with the numbers of lines without docstring and of parameters."""
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -75,7 +75,7 @@ def functions(trees):
 
 
 def report(root):
-    """Pairs of a measure and its value."""
+    """Return pairs of a measure and its value."""
     files = [path.relative_to(root) for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     texts = {path: (root / path).read_text() for path in files}
     trees = {path: ast.parse(text) for path, text in texts.items()}
@@ -113,7 +113,7 @@ def report(root):
 
 
 def imported(path, root):
-    """Modules of ours that a file imports when it is imported, as paths; `__init__` files are not among them."""
+    """Return the paths of our modules that importing a file imports, without `__init__` files."""
     blocks = [ast.parse(path.read_text())]
     while blocks:
         for node in blocks.pop().body:
@@ -129,7 +129,7 @@ def imported(path, root):
 
 
 def closure(root, *entries):
-    """All modules that entries need, by syntax trees."""
+    """Return all modules that entries need, by syntax trees."""
     found, left = set(), [root / entry for entry in entries if (root / entry).exists()]
     while left:
         path = left.pop()
@@ -160,7 +160,7 @@ print(len(seen))
 
 
 def ways(root):
-    """Pairs of a measure and its value."""
+    """Return pairs of a measure and its value."""
     operators = closure(root, "koopman/_operators/_fit.py", "koopman/operators.py")
     yield "modules of koopman that `fit` needs", sum(root / "koopman" in path.parents for path in operators)
     trainings = ("dissociation/training/_fitting.py", "dissociation/training/fitting.py")

@@ -1,13 +1,12 @@
-"""Bilinear networks against PyTorch, in one run: training epochs, several seeds, and eigendecompositions.
+"""Compare bilinear networks with PyTorch: training epochs, several seeds, and eigendecompositions.
 
     python benchmarks/spectral.py [--samples 60000] [--repeats 3] [--epochs 3] [--only training seeds decompose]
 
-training: epochs at size 300, against a lean PyTorch loop (batches cut from a tensor) and against the published kind
-of loader (samples indexed one by one and stacked). seeds: epochs of 5 networks of size 100 against 5 in PyTorch.
-decompose: eigenvectors on inputs, in order, of 5 networks x 10 classes at size 300 against the same in PyTorch, and
-against torch.linalg.eigh of the hidden matrices alone. XLA's CPU eigh goes through SciPy's OpenBLAS and spreads a batch
-over the cores by itself; `use_all_cores` keeps OpenBLAS's own threads out of its way.
-Compile time is reported apart: the first call.
+training: epochs at size 300, against a lean PyTorch loop (batches cut from a tensor) and the published kind of loader
+(samples indexed one by one and stacked). seeds: epochs of 5 networks of size 100 against 5 in PyTorch.
+decompose: ordered eigenvectors on inputs of 5 networks x 10 classes at size 300 against the same in PyTorch, and
+against torch.linalg.eigh of the hidden matrices alone. XLA's CPU eigh calls SciPy's OpenBLAS for parts of a batch in
+parallel; `use_all_cores` limits OpenBLAS's own threads. The first call, which compiles, is apart.
 """
 
 import argparse
@@ -39,7 +38,7 @@ class TorchBilinear(torch.nn.Module):
         self.head = torch.nn.Linear(hidden, 10, bias=False)
 
     def forward(self, x):
-        """Logits."""
+        """Return logits."""
         left, right = self.both(self.embed(x)).chunk(2, dim=-1)
         return self.head(left * right)
 

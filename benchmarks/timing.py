@@ -1,4 +1,4 @@
-"""What the benchmarks share: work timed in turn with its peers, and rows for the table that `all.py` writes."""
+"""Time work alternately with its peers, and make rows for the table of `all.py`."""
 
 import json
 import multiprocessing
@@ -13,14 +13,14 @@ ROWS = "BENCHMARK_ROWS"
 
 
 def timed(function):
-    """Seconds of a call that waits for its result."""
+    """Return the seconds of a call, including the wait for its result."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
 def in_turn(functions, repeats):
-    """Seconds of every call: each function once in a round, so that a drift of the machine meets all."""
+    """Return the seconds of every call. A round calls each function once, so that drifts of the machine affect all."""
     seconds = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
@@ -29,19 +29,19 @@ def in_turn(functions, repeats):
 
 
 def ratio(ours, theirs):
-    """Lower quartile, median and upper quartile of the peer's time over ours, round by round."""
+    """Return lower quartile, median and upper quartile of the peer's time over ours, round by round."""
     return tuple(np.quantile(np.divide(theirs, ours), (0.25, 0.5, 0.75)).tolist())
 
 
 def add_row(work, ours, peers, *, first=None, note=""):
-    """Add a row to the table, if one is being made.
+    """Add a row to the table, if there is one.
 
     Args:
-        work: What was done, with its sizes.
-        ours: Seconds of every round.
-        peers: Seconds of every round by the name of the peer.
+        work: Description of the work, with sizes.
+        ours: Our seconds of every round.
+        peers: Seconds of every round by peer.
         first: Seconds of our first call, with compiling.
-        note: Why it is as it is.
+        note: Explanation of the ratio.
     """
     if ROWS not in os.environ:
         return
@@ -62,9 +62,9 @@ def _one_process(barrier, warm, run, arguments):
 
 
 def one_process_per_core(warm, run, arguments):
-    """Seconds in which PyTorch does `run` of every entry of `arguments`, one process each on one thread.
+    """Return PyTorch's seconds for `run` of every entry of `arguments`, in one process of one thread per entry.
 
-    Starting the processes, and `warm`, are left out. Both are functions of a script's top level.
+    Starts of processes and `warm` are left out. `run` and `warm` are functions of a script's top level.
     """
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(arguments) + 1)
@@ -79,6 +79,6 @@ def one_process_per_core(warm, run, arguments):
 
 
 def shares(number):
-    """How many of so many members each core gets."""
+    """Return the number of members on each core."""
     cores = min(os.cpu_count() or 1, number)
     return [number // cores + (core < number % cores) for core in range(cores)]

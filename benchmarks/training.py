@@ -1,11 +1,11 @@
-"""One training epoch of S seeds against a plain PyTorch CPU loop, seed after seed, and against the matmul peak.
+"""Compare one training epoch of S seeds with a plain PyTorch CPU loop, one seed after another, and the matmul peak.
 
     python benchmarks/training.py [--seeds 1 4 8] [--repeats 3] [--threads 2] [--samples 60000]
 
 Both train the same 784-1024-1024-10 ReLU network without biases by SGD in batches of 128 on the same random images
-(values do not change the time), from data in memory. Compile time is reported apart: the first call of each size. The
-peak is a product of two 2048 x 2048 float32 matrices, timed in JAX and in PyTorch in the same run; flops count the
-products of forward and backward pass (2 per multiply-add), no gradient for the images.
+(values do not change the time), from data in memory. The first call of each size, which compiles, is apart. The peak is
+a product of two 2048 x 2048 float32 matrices, timed in JAX and PyTorch in the same run. Flops are those of the products
+of forward and backward pass (2 per multiply-add), without gradients for the images.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Entries of JAX that may change without notice. No other module imports them."""
+"""Entries of JAX that may change without notice, imported by no other module."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute, needed = ENTRIES[name]
     try:
-        # An entry is imported at its first use. If it is gone, everything that does not need it still works.
+        # An entry is imported at its first use, so that without it everything else works.
         found = importlib.import_module(module)
         return found if attribute is None else getattr(found, attribute)
     except (ImportError, AttributeError) as error:

@@ -18,28 +18,28 @@ _INNER = ("dissociation", "koopman", "jax", "equinox", "jaxtyping", "beartype")
 
 
 class WrongValue(ValueError):
-    """Error of an argument that its caller has to change."""
+    """Error of a wrong argument."""
 
 
 def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raise the common error, "`name` must `wanted`, got `got`. `advice`.", as a `WrongValue`."""
+    """Raise a `WrongValue`, "`name` must `wanted`, got `got`. `advice`."."""
     tail = f" {advice}." if advice else ""
     raise WrongValue(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raise a `TypeError` in the words of `fail`."""
+    """Raise a `TypeError` with the message of `fail`."""
     tail = f" {advice}." if advice else ""
     raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize) -> None:
-    """Warn at the user's line, unless more than `gates` calls of `validated` functions lie between."""
+    """Warn at the user's line, unless more than `gates` calls of `validated` functions lie in between."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         gates -= frame.f_code.co_name == "gate"
         frame, level = frame.f_back, level + 1
-    # An outer validated function has already given the same warning.
+    # An outer validated function has already warned of its argument.
     if gates >= 0:
         warnings.warn(message, category, stacklevel=level)
 
@@ -50,7 +50,7 @@ def that_differ(names: Sequence[str]) -> str:
 
 
 def is_traced(value: Any) -> bool:
-    """Return True if `value` is traced, so that its numbers are unknown."""
+    """Return True if `value` is traced."""
     return isinstance(value, Tracer)
 
 
@@ -113,7 +113,7 @@ def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
     """Raise unless known labels are classes from 0, below `num_classes`."""
     if is_traced(labels) or not np.size(labels):
         return
-    known = np.asarray(labels)  # arrays of JAX are traced as soon as anything is computed of them under a trace
+    known = np.asarray(labels)  # under a trace, results computed from JAX arrays are traced
     if known.min() < 0 or known.max() >= num_classes:
         fail(name, f"lie between 0 and {num_classes - 1}", f"{known.min()} to {known.max()}")
 
@@ -123,11 +123,11 @@ def check_finite(name: str, array: ArrayLike) -> None:
     if is_traced(array):
         return
     if isinstance(array, jax.Array) and array.devices().pop().platform != "cpu":
-        with jax.ensure_compile_time_eval():  # where the data are, also while a program around is traced
+        with jax.ensure_compile_time_eval():  # on the data's device, even under a trace
             if bool(jnp.isfinite(array).all()):
                 return
     array = np.asarray(array)
-    with np.errstate(all="ignore"):  # a sum is quicker than a mask; one that overflows is looked at again
+    with np.errstate(all="ignore"):  # a sum is quicker than a mask, which is for sums that overflow
         if bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all()):
             return
     position = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
@@ -135,7 +135,7 @@ def check_finite(name: str, array: ArrayLike) -> None:
 
 
 def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
-    """Raise a `TypeError` unless `function` takes as many positional arguments as `arguments` lists."""
+    """Raise a `TypeError` unless `function` takes `len(arguments)` positional arguments."""
     with suppress(ValueError):  # a compiled function has no known signature
         signature = inspect.signature(function)
         try:
@@ -145,7 +145,7 @@ def check_call(name: str, function: Any, arguments: Sequence[str], advice: str =
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
-    """Return the shapes and dtypes of a model's outputs for one example."""
+    """Return the shapes and dtypes of a model's outputs for one example; raise a `TypeError` if it fails."""
     shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(np.shape(part), part.dtype), example)
     sizes = jax.tree.map(lambda part: part.shape, shapes)
     wanted = f"take one example of shape {sizes}"
@@ -162,7 +162,7 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
 
 
 def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a model's output array for one example."""
+    """Return the shape and dtype of a model's output for one example; raise unless it is one real array."""
     output = check_takes(name, model, example)
     if not isinstance(output, jax.ShapeDtypeStruct):
         fail_kind(name, "give one array", f"{jax.tree.structure(output)}")
@@ -180,13 +180,13 @@ def check_same_length(first: str, length: int, second: str, other: int, meaning:
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
-    """Raise unless values are distinct, and at least one."""
+    """Raise unless there are values and they are distinct."""
     if not values or len(set(values)) != len(values):
         fail(name, "be different from each other, one at least", values)
 
 
 def check_seed(name: str, value: Any) -> None:
     """Raise unless `value` is an integer from 0 to 2^32 - 1."""
-    # `jax.random.PRNGKey` does not distinguish other integers.
+    # `jax.random.PRNGKey` gives other integers the key of one in this range.
     if not 0 <= check_count(name, value, maximum=None) < 2**32:
         fail(name, "lie from 0 to 4294967295", value)

@@ -13,7 +13,7 @@ import numpy as np
 from dissociation._core.checks import check_classes, check_finite, fail, fail_kind, is_traced, warn
 
 LOST_DIGITS = 1e3
-"""Largest mean of a column, in standard deviations, without a warning of digits that float32 drops."""
+"""Largest mean of a column, in standard deviations, without a warning of lost digits."""
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
     for array in jax.tree.leaves(arrays):
         check_fits(name, array)
         if number_kind(array.dtype) == "float":
-            warn_narrowed(name, array, gates=sys.maxsize)  # nothing around has looked at them
+            warn_narrowed(name, array, gates=sys.maxsize)  # no outer function has checked these arrays
     arrays = jax.tree.map(jnp.asarray, arrays)
     leaves = jax.tree.leaves(arrays)
     shapes = [leaf.shape for leaf in leaves]
@@ -110,7 +110,7 @@ def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
 
 
 def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
-    """Return an array with numbers of the given kinds. Half precisions become float32."""
+    """Return an array converted to one of the kinds `numbers`. Half precisions become float32."""
     dtype = array.dtype
     kind = number_kind(dtype)
     if kind == "float" and "float" in numbers:
@@ -127,24 +127,24 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
 
 
 def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
-    """Warn if JAX's floats drop digits in which known numbers of a column differ, or round integers."""
+    """Warn if JAX's floats lose digits in which known numbers of a column differ, or round integers."""
     kind, working = number_kind(array.dtype), jax.dtypes.canonicalize_dtype(float)
     narrow = {"int": working.itemsize // 2, "float": working.itemsize}.get(kind, np.inf)
     if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
         return
     width = array.shape[-1] if array.ndim > 1 else 1
     number = min(1000, 30 + 2_000_000 // width)
-    rows = np.asarray(array)[:: -(-len(array) // number) | 1]  # odd: multiples of a power of two may be exact
+    rows = np.asarray(array)[:: -(-len(array) // number) | 1]  # odd, as every 2^k-th of consecutive integers is exact
     rows = rows.reshape(-1, width)
     rows = rows[:: -(-len(rows) // number) | 1]
     with np.errstate(all="ignore"):
         kept = rows.astype(working)
         rounding = rows.astype(np.float64) - kept
         mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), (rows - rows.min(0)).std(0, dtype=np.float64)
-        # Of numbers about a large mean float32 drops a share of 2 ** -25 of the mean; of some, as integers, none.
+        # Rounding to float32 is about 2 ** -25 of the mean, or zero for numbers such as small integers.
         dropped = np.std(rounding, 0) / deviation
         exact = kept.astype(rows.dtype) == rows
-    # Two or three numbers may lie close by chance, and what a constant differs by is the rounding of float64.
+    # Two or three numbers may lie close by chance, and a constant may vary by the rounding of float64.
     lost = dropped > (LOST_DIGITS * 2.0**-25 if len(rows) > 3 else 0.01)
     lost &= deviation > 64 * np.finfo(np.float64).eps * mean
     if kind == "int":
@@ -165,7 +165,7 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
 def common_dtype(names: list[str], arrays: list[Any]) -> Any:
     """Return a dtype in which JAX holds all arrays."""
     kinds = {jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays}
-    # NumPy's promotion keeps digits of integers that JAX's would round.
+    # NumPy's promotion keeps digits of integers, unlike JAX's.
     dtype = jax.dtypes.canonicalize_dtype(np.result_type(*kinds))
     for name, array in zip(names, arrays, strict=True) if len(kinds) > 1 else ():
         if number_kind(dtype) == "int":
@@ -191,7 +191,7 @@ def check_fits(name: str, array: Any, dtype: Any = None) -> None:
 
 
 def check_pixels(name: str, images: Any) -> None:
-    """Raise if images hold integers above 1, such as grey levels."""
+    """Raise if images hold integers above 1."""
     array = as_array(name, images)
     if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
         advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
@@ -206,7 +206,7 @@ def kind_words(numbers: frozenset[str]) -> str:
 
 
 def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
-    """Return a random key, typed or raw, with `stacked` one per member, with None either."""
+    """Return a random key, typed or raw: one, or with `stacked` one per member, or with None either."""
     wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
     wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
     if not isinstance(value, (jax.Array, np.ndarray)) and not is_traced(value):
@@ -257,7 +257,7 @@ def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty:
         if number_kind(labels.dtype) not in ("int", "bool"):
             fail_kind(name, f"be {wanted}", f"dtype {labels.dtype}", "If they are integers, pass labels.astype(int)")
         labels = labels.astype(int) if labels.dtype == np.bool_ else labels
-        # A result computed from JAX's arrays under a trace is traced, so known labels are converted to NumPy's.
+        # Under a trace, results computed from JAX arrays are traced, so NumPy checks known labels.
         if not is_traced(labels) and labels.size and (least := int(np.min(np.asarray(labels)))) < 0:
             fail(name, "be integers from 0", least)
         check_fits(name, labels)

@@ -1,4 +1,4 @@
-"""Datasets of xarray with named axes, and files that restore every bit of them."""
+"""Datasets of xarray with named axes, and files that restore them bit for bit."""
 
 import dataclasses
 import importlib
@@ -38,9 +38,9 @@ def make_dataset(
 ) -> "xarray.Dataset":
     """Return a dataset of arrays with named axes.
 
-    An array with the name of its only axis becomes a coordinate. The second of two equal axes of an array is called
-    `other_<axis>`. Without a coordinate, an axis that differs in length between arrays is called `<axis>_<length>`.
-    Attributes of compound types become JSON.
+    An array named as its only axis becomes a coordinate. The second of two equal axes is called `other_<axis>`. An axis
+    without coordinate that differs in length between arrays is called `<axis>_<length>`. Attributes of compound types
+    become JSON.
     """
     import xarray
 
@@ -71,13 +71,13 @@ def make_dataset(
 
 
 def check_name(name: str) -> None:
-    """Raise if an array in a file of results cannot have this name."""
+    """Raise if no array in a file of results can have this name."""
     if name in _RESERVED or not name or "/" in name:
         fail("arrays", f"have names other than {', '.join(_RESERVED)}, without a slash", repr(name))
 
 
 def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]) -> Iterator[str]:
-    """Yield the axes, so that none occurs twice and those of several lengths end in their length."""
+    """Yield distinct names of axes, with the length at the end of those of several lengths."""
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
         earlier = axes[:i].count(axis)
         mark = "" if not earlier else "other_" if earlier == 1 else f"other{earlier}_"
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def tables_of(dataset: "xarray.Dataset") -> "dict[tuple[str, ...], pandas.DataFrame]":
-    """Return tidy tables by the names of their axes, one per set of axes, with a row per position along the axes."""
+    """Return a tidy table per set of axes, by the names of the axes, with a row per position along them."""
     import pandas
 
     groups: dict[frozenset[Any], list[Any]] = {}
@@ -132,7 +132,7 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
     """Write a dataset to a file that `load_results` reads, atomically, and return its path.
 
     Args:
-        dataset: Result of a figure, or of `to_xarray`: coordinates have one axis; numbers, booleans or text.
+        dataset: Dataset of a figure or of `to_xarray`: numbers, booleans or text; coordinates have one axis.
         path: Path that ends in ".npz", or in ".nc" (needs h5netcdf). Complex numbers in ".nc" have the HDF5 form of
             h5py and NumPy.
 

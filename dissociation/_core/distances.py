@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from dissociation._core.linalg import product, scale_of
 
 NEAR = 2.0**-10
-"""Relative size below which a squared distance loses digits as a difference of products."""
+"""Relative size below which squared distances lose too many digits as differences of products."""
 
 
 def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
@@ -20,8 +20,7 @@ def squared_distances_with_size(
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Return `squared_distances` and the magnitudes whose rounding they carry, for `ties.snapped`."""
     norms = root(jnp.sum(x**2, 1))
-    # From the row nearest to the mean: an offset cancels, and differences of small integers stay integers, so that
-    # equal distances are equal.
+    # About the row nearest to the mean: an offset cancels, and integers stay integers, so equal distances are equal.
     middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
     moved = x - x[middle][None]
     lengths = jnp.sum(moved**2, 1)
@@ -30,7 +29,7 @@ def squared_distances_with_size(
     rounding = 4 + x.shape[1] ** 0.5 / 16
     selves = jnp.eye(x.shape[0], dtype=bool) & jnp.isfinite(square)
     small = square <= rounding * jnp.finfo(x.dtype).eps * both
-    square = jnp.where(small | selves, 0.0, square)  # NaN stays NaN
+    square = jnp.where(small | selves, 0.0, square)  # but NaN stays
     size = rounding * both / 16
     if by_order:
         # Ranks need exact ties, so near rows get sums of squared differences, at a cost of n^2 p.
@@ -38,7 +37,7 @@ def squared_distances_with_size(
         differences = lambda: lax.map(lambda row: jnp.sum((row[None] - x) ** 2, 1), x)  # noqa: E731
         square = jnp.where(near, lax.cond(jnp.any(near), differences, lambda: square), square)
         size = jnp.where(near, 0.0, size)
-    # What was subtracted, and what a rounding of the rows themselves changes: d^2 by 2 d eps |x| + (eps |x|)^2.
+    # Rounding of the subtraction, and of the rows, which changes d^2 by 2 d eps |x| + (eps |x|)^2.
     norms = norms[:, None] + norms[None]
     own = norms * (root(square) + 8 * jnp.finfo(x.dtype).eps * norms) / 32
     return square, size + own
@@ -46,7 +45,7 @@ def squared_distances_with_size(
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """Return the square root, 0 for negative numbers, with derivative 0 at 0."""
-    none = square <= 0  # and NaN stays NaN
+    none = square <= 0  # not `~(square > 0)`, so NaN stays
     return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
 
 
@@ -63,7 +62,7 @@ def cosine_distances_with_size(
     far = cosines < 0.5
     distances = jnp.where(far, 1 - cosines, 0.5 * square)
     unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)
-    # A row of zeros has no angle to other rows.
+    # A row of zeros has no angle to others, and counts as orthogonal.
     return jnp.where(unknown, 1.0, distances), jnp.where(far, 0.5 + x.shape[1] ** 0.5 / 256, size)
 
 
@@ -92,7 +91,7 @@ def median(values: Float[Array, "*b"]) -> Float[Array, ""]:
     reached = jnp.sum(bits <= low) > number // 2
     high = jnp.where(reached, low, jnp.min(bits, where=bits > low, initial=jnp.iinfo(kind).max))
 
-    def mean_of(which: Array) -> Array:  # with the derivative of those that are equal to it
+    def mean_of(which: Array) -> Array:  # with the mean derivative of equal values
         own = bits == which
         change = jnp.where(own & jnp.isfinite(values), values - lax.stop_gradient(values), 0.0)
         return lax.bitcast_convert_type(which, values.dtype) + jnp.sum(change) / jnp.sum(own)

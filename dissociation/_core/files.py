@@ -40,11 +40,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with naming(target):
-        # Not `tempfile`: its files are readable by their owner alone, and keep that through a rename.
+        # Files of `tempfile` can be read by their owner alone, even after a rename.
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                _lock(descriptor)  # no other write takes it for a dead one's
+                _lock(descriptor)  # another write removes scratch files without a lock
                 _remove_scratches(target)
                 yield file
                 file.flush()
@@ -53,7 +53,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
-    with suppress(OSError):  # bring the rename to the disk, if the system lets a folder be opened
+    with suppress(OSError):  # write the rename to disk, on systems that open folders
         descriptor = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -64,7 +64,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def followed(path: str | os.PathLike[str]) -> Path:
     """Return the target of a symbolic link, or any other path unchanged."""
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
-    if os.path.islink(target):  # `realpath` returns a link only for a loop
+    if os.path.islink(target):  # `realpath` returns a link only if links form a loop
         raise OSError(errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path))
     return target
 
@@ -81,7 +81,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
-    import fcntl  # absent on some systems, where files can still be read
+    import fcntl  # here, because systems without it can still read files
 
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -130,10 +130,9 @@ def _lock_file(path: Path, subject: object) -> TextIO:
             holder = file.read().strip() or "another process"
             file.close()
             raise BlockingIOError(f"{subject} is in use by {holder}. Wait for it to end, or stop it.") from None
-        file.close()  # its last holder removed it meanwhile
+        file.close()  # its last holder has removed it
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a file, but not through a symbolic link."""
-    # Through a link, another file would be written or emptied.
+    # Through a symbolic link, another file would be written or emptied.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

@@ -17,7 +17,7 @@ _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
 def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
-    """Return frames as arrays in order of time, one per run, and other values unchanged."""
+    """Return frames as arrays in order of time, one per run; other values unchanged."""
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
     if not any(map(is_table, parts)):
@@ -29,7 +29,7 @@ def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
         runs += _runs(f"{name}[{i}]" if several else name, part, several, steps) if is_table(part) else [part]
     for kind, step, spread in steps:
         first, other, varies = steps[0]
-        # Steps of two trajectories may differ as much as those within one.
+        # Mean steps of two trajectories may differ as much as the steps within one.
         if kind == first and abs(step - other) > max(spread, varies) + 1e-6 * max(step, other):
             unit = " s" if kind == "dates" else ""
             fail(name, "have one time step", f"{other:.6g}{unit} and {step:.6g}{unit}", f"Resample them; {_ROWS}")
@@ -40,7 +40,7 @@ def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
 
 
 def _states(table: Any) -> tuple[Any, ...]:
-    """Return the labels of a table's states, if it has labels."""
+    """Return the labels of a table's states; empty without labels."""
     if not is_table(table) or not hasattr(table, "dims"):
         return tuple(getattr(table, "columns", ()))
     own = [table.indexes[dim] for dim in table.dims if dim in table.indexes and not _meaning(dim, table.indexes[dim])]
@@ -101,7 +101,7 @@ def _numbers(name: str, table: Any) -> np.ndarray:
         advice = f"Use frame.set_index({wrong}) if they are runs or times, or drop them"
         fail_kind(name, "hold real numbers in every column", f"text, dates or objects in {wrong}", advice)
     check_columns(name, table)
-    values = np.asarray(table)  # objects: numbers of several kinds, or missing ones
+    values = np.asarray(table)  # of objects, if numbers are of several kinds or missing
     return table.to_numpy(float, na_value=np.nan) if values.dtype == object else values
 
 

@@ -38,9 +38,9 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
     narrow = jnp.issubdtype(kind, jnp.floating) and kind.itemsize <= 4
     size = math.prod(shape)
     if not narrow or size == 0 or key.ndim or str(jax.random.key_impl(key)) != "threefry2x32":
-        return jax.random.normal(key, shape, dtype)  # which refuses several keys
-    # Threefry makes two words of 32 bits per call, and `jax.random.bits` returns their exclusive or. Both words are
-    # used here, which halves the number of calls.
+        return jax.random.normal(key, shape, dtype)  # it raises for several keys
+    # Threefry makes two words of 32 bits per call, of which `jax.random.bits` returns the exclusive or. Both used, half
+    # of the calls suffice.
     half, words = -(-size // 2), jax.random.key_data(key)
     counts = lax.iota(jnp.uint32, half)
     try:
@@ -49,7 +49,7 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
         warn(f"{error} Until then it draws other numbers.")
         return jax.random.normal(key, shape, dtype)
     first, second = map(_normal_of_bits, generator.bind(words[0], words[1], jnp.zeros_like(counts), counts))
-    # Joined end to end, they would be computed element by element where XLA on a CPU joins inside of a loop.
+    # XLA on a CPU would compute halves joined end to end element by element, inside the loop that joins them.
     both = jnp.zeros((2, half), jnp.float32).at[0].set(first).at[1].set(second)
     return both.reshape(-1)[:size].reshape(shape).astype(kind)
 

@@ -21,7 +21,7 @@ def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexa
 
 
 def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Return a power of two near a size, a constant for derivatives, which divides data without rounding."""
+    """Return a power of two near a size, which divides data without rounding; a constant for derivatives."""
     size = lax.stop_gradient(size)
     usable = (size > 0) & jnp.isfinite(size)
     exponent = jnp.frexp(jnp.where(usable, size, 0.5))[1]
@@ -30,7 +30,7 @@ def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def no_derivative(x: Array, what: str) -> Array:
-    """Return the array. Its derivative raises an error that names `what`."""
+    """Return the array, whose derivative raises an error that names `what`."""
     return x
 
 
@@ -54,7 +54,7 @@ def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
     centred = x - jnp.mean(x, 0)[None]
     # The first mean carries the rounding of a large offset.
     centred = centred - jnp.mean(centred, 0)[None]
-    step = x - jax.lax.stop_gradient(x)  # zero, but for its derivative
+    step = x - jax.lax.stop_gradient(x)  # zero, with the derivative of x
     return jnp.where(even[None], step - jnp.mean(step, 0)[None], centred)
 
 
@@ -114,7 +114,7 @@ def _psd_power(power: float, matrix: Array, rtol: Array) -> Array:
 def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     values, kept, vectors, image = _decompose(power, *primals)
     # With r = log(a / b), (a^p - b^p) / (a - b) = (a b)^((p - 1) / 2) sinh(p r / 2) / sinh(r / 2): smooth and even in
-    # r, so nothing cancels where a is close to b.
+    # r, so nothing cancels if a is close to b.
     ratio = jnp.log(values)[:, None] - jnp.log(values)[None]
     equal = ratio == 0
     quotient = jnp.where(equal, power, jnp.sinh(0.5 * power * ratio) / jnp.sinh(jnp.where(equal, 1.0, 0.5 * ratio)))
@@ -139,7 +139,7 @@ def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, 
 
 @validated
 def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"]) -> Float[Array, ""]:
-    """Return the sum of the singular values, with derivative <U V^T, dM> over those that are not negligible.
+    """Return the sum of singular values, with derivative <U V^T, dM> over those that are not negligible.
 
     Source: Watson (1992), Characterization of the subdifferential of some matrix norms.
     """
@@ -165,7 +165,7 @@ def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Ar
 
 def rank_cut(x: Float[Array, "n p"]) -> float:
     """Return the fraction of the largest singular value up to which others count as zero."""
-    # What rounding leaves of a missing direction does not grow with the number of samples: some 3 roundings.
+    # The rounding of a missing direction, some 3 units, does not grow with the number of samples.
     return min(max(x.shape), 300) * float(jnp.finfo(x.dtype).eps)
 
 
@@ -175,8 +175,7 @@ def singular_map(
 ) -> Float[Array, "n p"]:
     """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s [k], in falling order.
 
-    `function` f(s, parameter) is hashable and acts entry by entry, up to factors that are constant under small
-    changes.
+    `function` f(s, parameter) is hashable and acts entry by entry, up to locally constant factors.
     """
     return _singular(function, x, parameter)[0]
 

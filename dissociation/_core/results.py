@@ -62,7 +62,7 @@ class Labels:
 
 
 def check_names(name: str, tree: Any, beginning: str, *taken: str) -> None:
-    """Raise if a file of results with the axes `taken` cannot hold a tree, whose names start with `beginning`."""
+    """Raise if a tree, with names that start with `beginning`, does not fit into a file with axes `taken`."""
     names = [*taken, *(each for each, *_ in _fields(tree, beginning))]
     try:
         for each in names:
@@ -75,7 +75,7 @@ def check_names(name: str, tree: Any, beginning: str, *taken: str) -> None:
 
 
 class _Front(NamedTuple):
-    """Leading axes before the annotated ones."""
+    """Axes before the annotated ones."""
 
     axes: tuple[str, ...]
     coords: dict[str, tuple[str, Any]]
@@ -83,7 +83,7 @@ class _Front(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Return the number of leading axes of an array, where a grid is one axis."""
+        """Return the number of leading axes of an array, in which a grid is one axis."""
         return len(self.axes) - max(len(self.grid) - 1, 0)
 
 
@@ -184,7 +184,7 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
 
 
 def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
-    """Return the names of an annotation's axes before, of and after a variable number of axes."""
+    """Return the names of an annotation's axes before, at and after a variable number of axes."""
     for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else [hint]:
         if not hasattr(kind, "index_variadic"):
             continue
@@ -192,7 +192,7 @@ def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | 
         at = kind.index_variadic
         if at is None and len(names) <= ndim:
             return [], None, names
-        # The class's `AXES` replace "..." if their number fits.
+        # "..." stands for the class's `AXES` if their number fits.
         if at is not None and names[at] is None and len(names) - 1 + len(axes) == ndim:
             return [], None, [*names[:at], *axes, *names[at + 1 :]]
         if at is not None and len(names) - 1 <= ndim:
@@ -203,12 +203,12 @@ def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | 
 class Result(eqx.Module, Labels):
     """Base of results. `repr` prints small arrays as numbers, larger ones as shape and range.
 
-    If `vmap` added a leading axis of seeds, `result.to_xarray("seeds")` names this axis.
+    After a `vmap` over seeds, `result.to_xarray("seeds")` names the leading axis.
 
     Attributes:
         UNITS: Units of fields, by name.
         AXES: Axes that replace "..." in annotations if their number fits.
-        LEAST: Bounds by field. Numbers at or below the bound are printed as "< bound".
+        LEAST: Bounds by field; numbers at or below print as "< bound".
 
     Example:
         >>> import jax.numpy as jnp
@@ -228,8 +228,7 @@ class Result(eqx.Module, Labels):
 
 
 def printed(self: Any) -> str:
-    """Return a result as text."""
-    # Named tuples have no bases, so they take this function as their `__repr__`.
+    """Return a result as text, as the `__repr__` of modules and named tuples."""
     fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
     least = getattr(self, "LEAST", {})
     known = {name: value for name, value in fields.items() if value is not None}

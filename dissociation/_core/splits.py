@@ -5,7 +5,7 @@ import numpy as np
 
 def permutation(number: int) -> np.ndarray:
     """Return a permutation [number] that is the same everywhere."""
-    # Raw words of a bit generator are stable across versions of NumPy; its `permutation` is not.
+    # Across versions of NumPy, raw words of a bit generator are stable, unlike `permutation`.
     return np.argsort(np.random.Philox(key=1).random_raw(number), kind="stable")
 
 

@@ -1,4 +1,4 @@
-"""Ties among computed numbers, which are equal but for rounding."""
+"""Ties among computed numbers, up to rounding."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ LONGEST = 4
 def snapped(values: Any, size: Any = None) -> Any:
     """Return `values`, a constant for derivatives, with numbers made equal that differ by rounding alone.
 
-    Sorted neighbours closer than 64 rounding units of `size` take the value of the smallest, or 0 if 0 is as close.
+    Runs of neighbours closer than 64 rounding units of `size` (default: the largest) get their smallest value, or 0 if
+    it is as close to 0.
     """
     xp: Any = np if isinstance(values, np.ndarray) else jnp
     values = xp.asarray(values)
@@ -47,7 +48,7 @@ def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Flo
 
 
 def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
-    """Return the rising order, and in it flags of first members of ties, and tied numbers."""
+    """Return the rising order, and in this order True for the first number of each tie, and tied numbers."""
     values = (values if xp is np else lax.stop_gradient(values)).reshape(-1)
     if size is None:
         size = xp.max(xp.where(xp.isfinite(values), abs(values), 0))
@@ -61,13 +62,13 @@ def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
         order = np.argsort(values, kind="stable")
         values, slack = values[order], slack[order]
         running = np.maximum.accumulate
-    else:  # numbers come out of the sort itself: computed anew behind it, they might be rounded in another way
+    else:  # the sort returns the numbers, because XLA may round recomputed ones differently
         values, slack, order = lax.sort((values, slack, places), num_keys=1)
         running = lax.cummax
-    with np.errstate(invalid="ignore"):  # infinities less each other
+    with np.errstate(invalid="ignore"):  # infinity - infinity
         same = (values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])) | (values[1:] == values[:-1])
         start = running(xp.where(xp.concatenate([xp.zeros(1, bool), same]), 0, places))
-        # Dense numbers form runs too. A fixed grid would separate equal numbers on two sides of a boundary.
+        # Dense numbers form long runs, which are cut from their start: a fixed grid would separate equal numbers.
         width = xp.where(slack[start] > 0, LONGEST * slack[start], 1)
         cell = xp.where(values == values[start], 0, xp.floor((values - values[start]) / width))
     first = xp.concatenate([xp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))])  # each NaN is a tie of its own

@@ -1,4 +1,4 @@
-"""Types of arguments that both packages share. `dissociation._core.validation` converts such arguments."""
+"""Types of arguments, which `dissociation._core.validation` converts."""
 
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 if TYPE_CHECKING:
-    PyTree = Any  # jaxtyping's is of no known type, of which a strict type checker warns whoever calls us
+    PyTree = Any  # strict type checkers warn callers of jaxtyping's, because its type is unknown
 else:
     from jaxtyping import PyTree as PyTree
 
@@ -37,7 +37,7 @@ PRNGKeys = Key[Array, " members"] | UInt32[Array | np.ndarray, "members 2"]
 """Random keys, one per member."""
 
 OneHot = Annotated[Float[Array | np.ndarray, "n classes"], Labels(one_hot=True)]
-"""Labels given as integers or one-hot rows, and converted to one-hot rows."""
+"""Labels, integers or one-hot rows, converted to one-hot rows."""
 
 Classes = Annotated[Int[Array | np.ndarray, " n"], Labels(one_hot=False)]
-"""Labels given as integers or one-hot rows, and converted to integers."""
+"""Labels, integers or one-hot rows, converted to integers."""

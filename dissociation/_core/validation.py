@@ -62,13 +62,13 @@ def validated(
         hints = getattr(function, "__annotations__", {})
         found = {name: _rule(hints.get(name, Any), may_be_empty=name in empty) for name in positions}
         rules = {name: rule for name, rule in found.items() if rule is not None}
-        # Labels last: the other arguments may tell how many classes there are.
+        # Labels last, because other arguments may hold the number of classes.
         return dict(sorted(rules.items(), key=lambda item: item[1].labels is not None))
 
     @functools.wraps(function)
     def gate(*args: Any, **kwargs: Any) -> Any:
         if len(args) > len(positions) or not (takes_more or kwargs.keys() <= set(positions)):
-            return function(*args, **kwargs)  # Python says what is wrong with the call
+            return function(*args, **kwargs)  # Python's own error
         given = dict(zip(positions, args, strict=False)) | kwargs
         # An axis of one name has one length in all arguments. Shapes are always checked, values only if they are
         # known.
@@ -85,7 +85,7 @@ def validated(
                 check_finite(name, given[name])
         return function(*(given[name] for name in positions[: len(args)]), **{name: given[name] for name in kwargs})
 
-    gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # the fuzz test asks
+    gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # for tests
     return gate
 
 
@@ -94,8 +94,8 @@ class _Kind(NamedTuple):
 
     numbers: frozenset[str]  # kinds among "bool", "int", "float", "complex"
     axes: tuple[str, ...]  # names, fixed lengths, and "..." or "*name" for any number of axes
-    variadic: int | None  # position of any number of axes
-    shaped: Any  # jaxtyping's class of such shapes, whatever the numbers
+    variadic: int | None  # position of "..." or "*name"
+    shaped: Any  # jaxtyping's class of such shapes, for any numbers
     place: Any  # NumPy alone, JAX alone, or None
 
     @property
@@ -122,7 +122,7 @@ class _Kind(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """Arguments of one call that were admitted so far."""
+    """Admitted arguments of one call."""
 
     arrays: list[tuple[str, Any, _Kind]]
     columns: dict[str, Any]  # labels of frames' columns
@@ -154,8 +154,8 @@ class _Bound(NamedTuple):
 
 @functools.lru_cache(4096)
 def _misfit(*shapes: tuple[Any, tuple[int, ...]]) -> int | None:
-    """Return the position of the first shape that does not fit its class of jaxtyping and the axes before it."""
-    # One frame asks for all: jaxtyping's import hook gives every function axes of its own.
+    """Return the position of the first shape that does not fit its jaxtyping class and the axes before it."""
+    # In one context, because jaxtyping's import hook compares axes within a function only.
     with jaxtyped("context"):
         for position, (shaped, shape) in enumerate(shapes):
             if not isinstance(jax.ShapeDtypeStruct(shape, np.float32), shaped):
@@ -181,7 +181,8 @@ class _Rule:
 
     def admit(self, name: str, value: Any, bound: _Bound) -> Any:
         """Return the converted argument, or raise an error that names the argument."""
-        text = isinstance(value, (str, bytes)) and collections.abc.Sequence in self.instances  # a sequence too
+        # Text is a sequence, but no sequence of numbers.
+        text = isinstance(value, (str, bytes)) and collections.abc.Sequence in self.instances
         instance = isinstance(value, self.instances) and not text
         if (value is None and self.optional) or instance or (self.function and callable(value)):
             return value
@@ -241,7 +242,7 @@ class _Rule:
         if "float" in kind.numbers and not (counts and "int" in kind.numbers):
             if kind.place is not np.ndarray:
                 warn_narrowed(name, array)
-            elif counts and not is_traced(array):  # all digits, as it stays on the host
+            elif counts and not is_traced(array):  # the host keeps all digits
                 array = np.asarray(array, np.float64)
         array = as_numbers(name, array, kind.numbers)
         bound.arrays.append((name, array, kind))
@@ -311,7 +312,7 @@ def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule | None:
         slots[slot].append(item)
     if "free" in slots:
         return None
-    arrays = [] if "keys" in slots else slots["arrays"]  # the raw form of a key
+    arrays = [] if "keys" in slots else slots["arrays"]  # an array beside a key is its raw form
     if len({kind.place for kind in arrays}) > 1:
         arrays = list(dict.fromkeys(kind._replace(place=None) for kind in arrays))
     labels = next(iter(slots.pop("labels", [])), None)
@@ -320,7 +321,7 @@ def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule | None:
 
 
 def _members(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, and the mark of an annotated member before it."""
+    """Yield the members of a union, each after the marks of its annotation."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         for member in typing.get_args(hint):
             yield from _members(member)

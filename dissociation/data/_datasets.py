@@ -20,16 +20,16 @@ from dissociation.data._mnist import mnist_data
 class Dataset(eqx.Module):
     """Labelled images for training and testing, checked when the dataset is made.
 
-    Images are flat, [n, d]. Labels are integers [n] or one-hot rows [n, classes], and are stored one-hot. Integers
-    define classes up to the largest of both splits; pass one-hot rows if there are more.
+    Images are flat, [n, d]. Labels, integers [n] or one-hot rows [n, classes], are stored one-hot. Integers define
+    classes up to the largest of both splits; pass one-hot rows if there are more.
 
     Attributes:
-        name: Source of the images, which results carry.
+        name: Source of the images.
 
     Raises:
         TypeError: If images or labels do not hold numbers.
         ValueError: If the name is empty, lengths or widths disagree, an image is not finite or holds integers above 1,
-            or a row of labels is not one-hot.
+            or labels are neither integers from 0 nor one-hot.
     """
 
     name: str = eqx.field(static=True)
@@ -90,7 +90,7 @@ def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None
         if number is not None and number > len(arrays[i]):
             fail(name, f"be at most {len(arrays[i])}, which is all of MNIST", number)
         if number is not None and number < len(arrays[i]):
-            arrays[i] = arrays[i][:number].copy()  # so that the rest can be freed
+            arrays[i] = arrays[i][:number].copy()  # a view would keep all images in memory
     return tuple(arrays)
 
 
@@ -98,7 +98,7 @@ SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
     "glyphs": ("digits drawn by code", _glyphs),
     "mnist": ("MNIST", _mnist),
 }
-"""Description and loader of each dataset that `load`, figures and command lines accept.
+"""Description and loader of each dataset.
 
 A loader takes the numbers of training and test images (None: defaults), folder and key, and returns both splits.
 """
@@ -120,8 +120,8 @@ def load(
 
     Args:
         name: One of `NAMES`: "glyphs" (digits drawn by code), "mnist".
-        num_train: Training images, at least 1; default 10 000 glyphs or MNIST's 60 000. MNIST's leading
-            images are taken.
+        num_train: Training images, at least 1; default 10 000 glyphs or MNIST's 60 000. From MNIST, the leading images
+            are taken.
         num_test: Test images, at least 1; default 2 000 glyphs or MNIST's 10 000.
         folder: Folder of MNIST's files, see `mnist_data`; ignored for glyphs.
         key: Random key of the glyphs, by default `named_key("glyphs")`; ignored for MNIST.

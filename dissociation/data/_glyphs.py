@@ -1,4 +1,4 @@
-"""Digits drawn by code, a stand-in for MNIST without files and downloads."""
+"""Digits drawn by code, in place of MNIST without download."""
 
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,8 +25,7 @@ NUM_CLASSES = 10
 BORDER = 2
 """Number of dark rows and columns on each side of an image."""
 
-# Fonts of the system would differ between machines. The sans obliques are slanted upright fonts, and slant varies
-# anyway.
+# System fonts differ between machines. Sans obliques are left out: they are slanted upright fonts, and slant varies.
 FONTS = (
     "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold",
     "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic",
@@ -43,7 +42,7 @@ _BATCH = 1000  # Images drawn at once: 60 000 would need gigabytes of temporarie
 
 
 class Variation(NamedTuple):
-    """Variation of the images of one digit. All values may be traced, and zeros give the font's shape.
+    """Variation of the images of one digit; values may be traced. Zeros give the font's shape.
 
     Attributes:
         rotation: Largest angle, in radians, to either side.
@@ -51,10 +50,10 @@ class Variation(NamedTuple):
         log_scale: Largest logarithm of the independent factors that stretch width and height.
         shift: Largest displacement along each axis, in pixels.
         elastic: Root mean square displacement of the elastic map along each axis, in pixels.
-        weight: Largest thickening of a stroke's edge, in pixels; the largest thinning is a quarter of it.
-        blur: Range of the width of a stroke's edge above its minimum of 1, in pixels.
+        weight: Largest thickening of a stroke's edge, in pixels, four times the largest thinning.
+        blur: Largest increase of the width of a stroke's edge from 1, in pixels.
         fade: Largest reduction of the ink from 1.
-        noise: Standard deviation of noise on pixels off the border, before clipping to [0, 1].
+        noise: Standard deviation of noise on pixels inside the border, before clipping to [0, 1].
     """
 
     rotation: float | int | Real[Array, ""] = 0.12
@@ -88,7 +87,7 @@ def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarr
 @lru_cache(maxsize=1)
 def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
     """Return signed distance fields of the digits of all fonts, 20 pixels high and centred by their bounding boxes."""
-    # With a distance field, stroke weight is an offset of the field, and blur the width of its edge.
+    # On a distance field, a stroke's weight is an offset, and its blur the width of a ramp.
     line = np.arange(_SAMPLES) * _SPACING - SIDE / 2
     # Rows run down the image, and the fonts' second coordinate up.
     right, up = (axis.reshape(-1, 1) for axis in np.meshgrid(line, -line, indexing="xy"))
@@ -117,12 +116,12 @@ def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2
 
 
 def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]) -> Float[Array, "pixels 2"]:
-    """Return a smooth displacement: cosine modes with normal amplitudes that fall as the squared wave number."""
+    """Return a smooth displacement: cosine modes with normal amplitudes over the squared wave number."""
     order = jnp.arange(_MODES, dtype=centres.dtype)
     waves = jnp.cos(jnp.pi * (centres[:, :, None] / SIDE + 0.5) * order[None, None, :])
     modes = (waves[:, 0, :, None] * waves[:, 1, None, :]).reshape(-1, _MODES**2)
     squares = (order[:, None] ** 2 + order[None, :] ** 2).reshape(-1)
-    # The constant mode is a shift, drawn elsewhere. The mean square over draws and pixels is one along each axis.
+    # Without the constant mode, a shift, and with mean square one over draws and pixels along each axis.
     decay = jnp.where(squares > 0, 1 / jnp.maximum(squares, 1), 0)
     decay = decay / jnp.sqrt(jnp.sum(decay**2 * jnp.mean(modes**2, axis=0)))
     return modes @ (draws * decay[:, None])
@@ -185,8 +184,7 @@ def draw_glyphs(
 ) -> Float[Array, "n pixels"]:
     """Return images [n, 784] in [0, 1] of a digit for every label.
 
-    Image i depends only on `fold_in(key, i)` and its label, so a shorter list of labels gives the leading images of a
-    longer one.
+    Image i depends only on `fold_in(key, i)` and label i.
 
     Args:
         templates: Signed distance fields in pixels, from `glyph_templates`.
@@ -204,7 +202,7 @@ def draw_glyphs(
 
 
 def _fold_in_all(key: PRNGKey, num: int) -> PRNGKeys:
-    """Return keys for the numbers from 0 to `num` - 1, the same for any larger `num`."""
+    """Return keys for the numbers below `num`, equal for any larger `num`."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num))
 
 
@@ -222,7 +220,7 @@ def _draw_each(
         label, key = item
         return draw_glyph(templates, label, key=key, variation=variation, border=border)
 
-    # Batches of one size, the last filled up: a smaller rest would be a second program to compile.
+    # Batches have one size, the last one padded, because a smaller one would compile a second program.
     num = labels.shape[0]
     if num <= batch_size:
         return jax.vmap(draw)((labels, keys))
@@ -251,7 +249,7 @@ def _draw_splits(
         tens.append(-(-num // NUM_CLASSES))
         order_keys.append(_fold_in_all(label_key, tens[-1]))
         keys.append(_fold_in_all(image_key, num))
-    # Both splits are drawn by one map, so that the map compiles once.
+    # One map draws both splits, so that it compiles once.
     train, test = jnp.split(_orders(jnp.concatenate(order_keys)), tens[:1])
     labels = jnp.concatenate([train.reshape(-1)[:num_train], test.reshape(-1)[:num_test]])
     keys = jnp.concatenate(keys)
@@ -274,9 +272,9 @@ def glyph_data(
 ]:
     """Draw a training and a test set of digits, in the form of `mnist_data`.
 
-    Both sets have the same fonts and variation, with independent draws. Labels are balanced and in random order. A
-    smaller set is the beginning of a larger one with the same key. The outer two rows and columns are zero, and noise
-    reaches all other pixels. With at least 576 images the null space of the data is exactly the 208 border pixels.
+    Both sets have the same fonts and variation, with independent draws. Labels are balanced and in random order. With
+    the same key a smaller set is the beginning of a larger one. The null space of at least 576 images is exactly the
+    208 pixels of the outer two rows and columns, which are zero.
 
     Args:
         num_train: Training images, at least 1.
@@ -285,7 +283,7 @@ def glyph_data(
         variation: Variation of the images, by default `Variation()`.
 
     Returns:
-        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1] and
+        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1],
         one-hot labels [n, 10].
     """
     check_count("num_train", num_train, minimum=1)

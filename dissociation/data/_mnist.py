@@ -55,13 +55,13 @@ MnistArrays = tuple[
 def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | None = None) -> MnistArrays:
     """Load MNIST as flat images in [0, 1] and one-hot labels.
 
-    Files (gzipped or not) are read from `folder` or its subfolder `mnist`. Without `folder`, the environment variable
-    `DISSOCIATION_DATA` names the folder. Without either, files are read from the platform's cache folder, and missing
-    files are downloaded to it. The SHA-256 of every file's contents is verified.
+    Files (gzipped or not) are read from `folder`, by default the environment variable `DISSOCIATION_DATA`, or from its
+    subfolder `mnist`. Without either, they are read from the platform's cache folder, to which missing files are
+    downloaded. The SHA-256 of every file's contents is verified.
 
     Args:
         permute_train: If True, training images and labels are permuted together by a fixed seed.
-        folder: Folder of the four files. If `folder` or the variable is given, nothing is downloaded.
+        folder: Folder of the four files. If it or the variable is given, nothing is downloaded.
 
     Returns:
         `(train_images [60000, 784], train_labels [60000, 10], test_images [10000, 784], test_labels [10000, 10])`,
@@ -70,7 +70,7 @@ def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | 
     Raises:
         FileNotFoundError: If `folder`, or the folder that the variable names, lacks a file.
         ValueError: If a file is corrupt, truncated, or not the original.
-        ConnectionError: If no file is found and no mirror answers in time.
+        ConnectionError: If a file cannot be downloaded from any mirror.
     """
     train_images, train_labels, test_images, test_labels = (
         array.reshape(len(array), -1).astype(np.float32) / np.float32(255)
@@ -161,7 +161,7 @@ def _download(name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         for mirror in MIRRORS:
-            # Verified in a folder of its own, then renamed: an interruption leaves no half-written file behind.
+            # Verified in a separate folder, then renamed, so that an interrupt leaves no half-written file.
             with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
                 try:
                     fetched = _fetch(mirror + target.name, Path(scratch) / target.name)
@@ -172,7 +172,7 @@ def _download(name: str) -> Path:
                     failures.append(f"{mirror}: {error}")
     finally:
         with suppress(OSError):
-            folder.rmdir()  # if nothing was downloaded, nothing was there
+            folder.rmdir()  # if it is empty
     raise ConnectionError(
         f"MNIST could not be downloaded ({'; '.join(failures)}). Three ways out: pass `folder=` with the four IDX "
         f"files; set {ENVIRONMENT_VARIABLE} to such a folder; or use the built-in data, `--data glyphs`, which "
@@ -181,7 +181,6 @@ def _download(name: str) -> Path:
 
 
 def _fetch(address: str, target: Path) -> Path:
-    """Download a file."""
     import pooch  # Loaded only here: most runs never download.
 
     pooch.get_logger().setLevel("WARNING")
@@ -200,7 +199,7 @@ def _fetch(address: str, target: Path) -> Path:
         except Exception as error:
             failure.append(error)
 
-    # Not in this thread, which can then leave, be it for the time or for an interrupt.
+    # In another thread, so that this one can stop waiting at the time limit or at an interrupt.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(DOWNLOAD_SECONDS)
@@ -221,7 +220,7 @@ class _Limited(io.FileIO):
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed downloads left."""
+    """Remove scratch folders of killed downloads."""
     for path in folder.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
             # Running downloads are younger.

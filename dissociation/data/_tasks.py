@@ -48,8 +48,8 @@ def rotated_quarters(
     Rotation is counter-clockwise, with row 0 at the top. The images are permuted before and after.
 
     Args:
-        images: Square images, flat [n, side * side] or [n, side, side], n at least 4. If four does not divide n, the
-            first n mod 4 quarters hold one image more.
+        images: Square images, flat [n, side * side] or [n, side, side], n at least 4. The first n mod 4 quarters hold
+            one image more.
         key: Random key of both permutations.
 
     Returns:
@@ -62,7 +62,7 @@ def rotated_quarters(
         fail("images", "hold at least 4 images", num)
     dtype = images.dtype if jnp.issubdtype(images.dtype, jnp.floating) else jnp.float32
     first_key, last_key = jax.random.split(key)
-    # The order of a dataset may carry information: the later half of MNIST's test set is easier than the first.
+    # The later half of MNIST's test set is easier than the first.
     order = jax.random.permutation(first_key, num)
     quarters = jnp.array_split(images[order].reshape(num, side, side), NUM_QUARTERS)
     turned = jnp.concatenate([jnp.rot90(quarter, k, axes=(1, 2)) for k, quarter in enumerate(quarters)])
@@ -89,8 +89,8 @@ def coarse_grained(
     """Replace digits by their least prime factors as labels, where 0 and 1 are kept.
 
     Args:
-        images: Images of any shape, one per row, which are only reordered.
-        labels: Digits as integers [n] or one-hot rows [n, 10], or rows of their probabilities.
+        images: Images of any shape, [n, ...].
+        labels: Digits as integers [n], one-hot rows [n, 10] or rows of probabilities.
         key: Random key that permutes images and labels together; None keeps their order.
 
     Returns:

@@ -1,7 +1,4 @@
-"""Cached arrays of a run, from which a figure resumes, and the description of a run.
-
-A digest of the run and a checksum detect arrays that were changed, renamed or copied from another run.
-"""
+"""Cached arrays of a run, from which a figure resumes, and the description of a run."""
 
 import json
 import os
@@ -36,6 +33,7 @@ _RUN, _CHECKSUM = "run_digest", "checksum"
 
 def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], digest: str) -> None:
     """Write an `.npz` file that `read_part` accepts only with the same digest and name."""
+    # Digest and checksum detect arrays that were changed, renamed or copied from another run.
     values = {name: np.asarray(value) for name, value in arrays.items()}
     marks = {_RUN: np.asarray(digest), _CHECKSUM: np.asarray(_checksum(path, values, digest))}
     with replacing(path) as file:
@@ -43,7 +41,12 @@ def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], di
 
 
 def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
-    """Return the arrays that `save_part` wrote; raise `RefusedFile` for others."""
+    """Return the arrays that `save_part` wrote.
+
+    Raises:
+        RefusedFile: If the file is broken, was changed or renamed, or has another digest.
+        OSError: If it cannot be opened.
+    """
     try:
         with open(path, "rb") as opened, np.load(opened) as file:
             arrays = dict(file)
@@ -65,13 +68,13 @@ def _checksum(path: str | os.PathLike[str], arrays: Arrays, digest: str) -> str:
 def save_description(path: str | os.PathLike[str], description: Mapping[str, Any]) -> None:
     """Write `description` and the environment of the run as JSON."""
     plain = json.dumps(as_json({**description, "environment": provenance.environment()}))
-    # JSON has null instead of NaN and infinity.
+    # JSON has no NaN and no infinity.
     strict = json.loads(plain, parse_constant=lambda _: None)
     write_bytes(path, (json.dumps(strict, indent=2) + "\n").encode())
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings, or of other entries of two identities, that differ."""
+    """Return the names of settings and other entries in which two identities differ."""
     names = sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
     one, other = stored.get("config"), wanted.get("config")
     if "config" in names and isinstance(one, dict) and isinstance(other, dict):
@@ -124,8 +127,8 @@ def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
 class Cache:
     """Named parts of a long computation, each saved in a folder when it is computed; a context manager.
 
-    A part is a dictionary of arrays. A folder has one identity (configuration, key and data), else an error is raised,
-    and one user at a time. Process 0 alone writes.
+    A part is a dictionary of arrays. A folder holds parts of one identity (configuration, key and data), and is locked
+    by one process, the only one that writes.
 
     Args:
         folder: Folder of the parts; None saves nothing.
@@ -176,12 +179,12 @@ class Cache:
         return None if self.folder is None else self.folder / name
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Save the part `name` if there is a folder, in place of an earlier part."""
+        """Write the part `name` to the folder, if there is one, over an earlier part of this name."""
         if (path := self.path(f"{name}.npz")) is not None and jax.process_index() == 0:
             save_part(path, arrays, self.digest)
 
     def load(self, name: str) -> Arrays | None:
-        """Return the part `name`, or None.
+        """Return the saved part `name`, or None if there is none.
 
         Raises:
             RefusedFile: If the part is broken, was changed, or belongs to another run.
@@ -190,7 +193,7 @@ class Cache:
         return None if path is None or not path.exists() else read_part(path, self.digest)
 
     def get(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Arrays:
-        """Return the part `name`: read it if it was saved, else compute, time and save it."""
+        """Return the part `name`: read it if it was saved, else compute and save it."""
         path = self.path(f"{name}.npz")
         there = path is not None and path.exists()
         # All processes read it, or all compute it, because computing may need all of them.
@@ -204,7 +207,7 @@ class Cache:
         return arrays
 
     def get_all(self, jobs: Mapping[str, Callable[[], Mapping[str, Any]]], title: str) -> dict[str, Arrays]:
-        """Return by name the parts that `jobs` compute, see `get`, with a meter titled `title`."""
+        """Return the parts that `jobs` compute, by name, and show a meter titled `title`; see `get`."""
         found = {}
         with closing(open_meter(self.progress, len(jobs), title)) as meter:
             for done, (name, compute) in enumerate(jobs.items()):

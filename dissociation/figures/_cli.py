@@ -1,4 +1,4 @@
-"""The command line: `python -m dissociation FIGURE` computes a figure and leaves image, arrays and description."""
+"""Command line `python -m dissociation FIGURE`, which writes a figure as image, arrays and description."""
 
 from dissociation.figures._command import run_command
 from dissociation.figures._protocol import Figure
@@ -11,7 +11,8 @@ The same command resumes an interrupted run. --version prints the version."""
 
 
 def figures() -> dict[str, Figure]:
-    """Return the figures of this package by command name; importing them takes seconds."""
+    """Return the figures of this package by command name."""
+    # Imported here, because it takes seconds.
     from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
 
     return {

@@ -1,6 +1,6 @@
 """Drawing of the figure `collapse`, panel by panel, from its dataset.
 
-Colours and markers are weight decays, dashes kinds of curves; curves of a single weight decay are black.
+Colours and markers show weight decays, dashes kinds of curves. Curves of a single weight decay are black.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _PAIRS = {
     "nhsic_{}": ("nHSIC", "fixed bandwidth"),
     "nhsic_{}_free": ("nHSIC", "median bandwidth"),
 }
-"""Symbols and labels of the measures of the information plane, by name for inputs or labels."""
+"""Symbols and labels of the measures of the information plane, by array name with "zx" or "zy" for {}."""
 
 
 def draw(dataset: "xarray.Dataset") -> Figure:
@@ -46,7 +46,7 @@ def draw(dataset: "xarray.Dataset") -> Figure:
 
 
 def caption(dataset: "xarray.Dataset") -> str:
-    """Return the caption without the data, which the headline has."""
+    """Return the caption without the data."""
     said = "; ".join(f"({'abcdefghijkl'[index]}) {words}" for index, (_, words) in enumerate(_panels(dataset)))
     curves = [*dataset.test_accuracy.values, *dataset.rnc1_score.values]
     count = len(dataset.information_step) if "mi_zx_compression" in dataset else 0
@@ -102,7 +102,7 @@ def _curves(axis: Axes, values: "xarray.DataArray", *, log: bool = False, **opti
 
 
 def _means(axis: Axes, values: "xarray.DataArray", linestyle: str) -> None:
-    """Draw means over seeds of another kind of curve."""
+    """Draw means over seeds, a curve per weight decay, without bands."""
     steps = values[values.dims[-1]].values
     later = steps >= 10
     for index, curves in enumerate(values.values):
@@ -118,7 +118,7 @@ def _against_steps(axis: Axes, steps: np.ndarray, *, log: bool = False) -> None:
 
 
 def _floor(values: np.ndarray) -> float:
-    """Return half the least positive value, the lower limit of bands."""
+    """Return the lower limit of bands on a logarithmic axis: half the least positive value, or 1e-12."""
     positive = values[np.isfinite(values) & (values > 0)]
     return 0.5 * float(positive.min()) if positive.size else 1e-12
 
@@ -261,7 +261,7 @@ def _crossings(axis: Axes, dataset: "xarray.Dataset") -> None:
     dataset = dataset.isel(weight_decays=dataset.weight_decays.values > 0)  # a logarithmic axis has no 0
     decays, alive = dataset.weight_decays.values, ~dataset.diverged.values
     for name, color, marker, aside in shown:
-        times = np.maximum(dataset.first_crossing.sel(events=name).values, 1)  # for the same reason
+        times = np.maximum(dataset.first_crossing.sel(events=name).values, 1)  # neither for step 0
         places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
         flat = times[alive]
         crossed = ~np.isnan(flat)

@@ -30,14 +30,14 @@ SAVED = "series"
 
 
 def spread_observations(num_steps: int, number: int) -> np.ndarray:
-    """Return `number` of the observed steps, evenly spaced in the logarithm; all if there are fewer."""
+    """Return `number` of the observed steps, evenly spaced in the logarithm, or all if there are fewer."""
     times = observation_steps(num_steps)
     if number < 2:
         return times[:0] if number == 0 else times[-1:]
     if number >= len(times):
         return times
     finer = number
-    while True:  # several wanted steps share a sparse observation: ask for more until enough differ
+    while True:  # several wanted steps may be nearest to one observation, so more are wanted until enough differ
         wanted = log_spaced_steps(num_steps, min(finer, num_steps + 1))
         chosen = np.unique(times[np.abs(times[None] - wanted[:, None]).argmin(1)])
         if len(chosen) >= number:
@@ -57,15 +57,13 @@ class Information(eqx.Module):
     num_smoothed: int = eqx.field(static=True)  # images for smoothed information
 
     def __call__(self, model: Any, key: Array) -> dict[str, Array]:
-        """Return measures by name: "null" of shuffled pairs, "free" with a bandwidth that follows the features' scale.
-
-        The free bandwidth is the published one for features of variance 1.
-        """
+        """Return measures by name: "null" of shuffled pairs, "free" with a bandwidth in proportion to the features."""
         keys = jax.random.split(key, 4)
         features = representations(model, self.images)["features"]
         size = min(100, len(self.images))
         plane = information_plane(features, self.images, self.labels, key=keys[0], batch_size=size)
         plane, features = after(plane, features)
+        # At this sigma the median bandwidth is the published one for features of variance 1.
         free = information_plane(
             features, self.images, self.labels, key=keys[0], batch_size=size, sigma=5 / 2**0.5, bandwidth="median"
         )
@@ -97,7 +95,7 @@ def compressed(
     identity = {"train": train, "images": images, "key": key, "code": size, "epochs": num_epochs}
     identity["format"] = 2  # to be raised if `train_compression` returns other codes
     digest = checkpoint.fingerprint(identity)
-    # Shared by parallel sweeps: both may compute the same codes, and the later one replaces them.
+    # Parallel sweeps share the file. Both may compute the same codes, and the later one replaces it.
     path = code_cache() / f"{digest}.npz"
     if all(distributed.all_values(path.exists())):  # processes train together, or none does
         return read_part(path, digest)
@@ -108,7 +106,7 @@ def compressed(
 
 
 def code_cache() -> Path:
-    """Return the folder of cached codes of images."""
+    """Return the folder of cached codes."""
     return Path(platformdirs.user_cache_dir("dissociation")) / "codes"
 
 
@@ -124,7 +122,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
 
     "margin_{class}_{train|test}" is [members, samples]; "plane_{class}_{train|test}", coordinates in the plane of the
     two classes' weights, [members, samples, 2]; "plane_boundary", the boundary's place on the first axis, [members].
-    "test" is the training images after the first `num_train`, and all test images.
+    "test" are all test images, and the training images after the first `num_train`.
     """
     train = data.train_images[:num_train], data.train_labels[:num_train]
     rest = ([data.train_images[num_train:], data.test_images], [data.train_labels[num_train:], data.test_labels])
@@ -136,7 +134,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
         truth = np.asarray(labels).argmax(1)
         for label in classes:
             chosen = standardised(np.asarray(images)[truth == label])
-            # Members sequentially, not in a compiled loop, in which convolutions are slow on a CPU.
+            # Not in a compiled loop over members, in which convolutions are slow on a CPU.
             parts = [_places(model, chosen, *classes) for model in each]
             margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
             margins |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
@@ -152,7 +150,7 @@ def _places(model: Any, images: Array, first: int, second: int) -> tuple[Array, 
 
 
 class SeriesKeeper:
-    """Callback that saves the series so far, and continues those of an interrupted run."""
+    """Callback that saves the series so far, and continues the series of an interrupted run."""
 
     def __init__(self, cache: Cache):
         self.cache = cache
@@ -168,11 +166,11 @@ class SeriesKeeper:
             self.found = [{name: leaf[..., i] for name, leaf in earlier.items()} for i in before]
         self.steps.append(step)
         self.found.append(flat(records["observed"]))
-        # At every observation, so that the series are never behind the checkpoint.
+        # At every observation, so that a checkpoint never is ahead of the series.
         stacked = {name: np.stack([one[name] for one in self.found], -1) for name in self.found[0]}
         self.cache.save(SAVED, {"time_step": np.asarray(self.steps), **stacked})
 
 
 def flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return observations with expensive measures beside the cheap ones."""
+    """Return observations with expensive measures on the level of the cheap ones."""
     return {**{name: leaf for name, leaf in observed.items() if name != "expensive"}, **observed.get("expensive", {})}

@@ -18,10 +18,10 @@ EVENTS = ("fitted", "generalised", "collapsed", "delay")
 def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> tuple[dict[str, Any], str]:
     """Return variables on the steps at which networks crossed the thresholds, and a sentence on slopes.
 
-    `first_crossing` [events, weight_decays, seeds], see `first_crossings`, or NaN; `median_crossing` [events,
-    weight_decays, bounds], over the seeds that did not diverge, of "delay" over those that fitted, with 90 % intervals;
-    `collapse_line`, slope and intercept of log collapse time on log weight decay, NaN if too few networks crossed;
-    `diverged` [weight_decays, seeds].
+    `first_crossing` [events, weight_decays, seeds], see `first_crossings`; `median_crossing` [events, weight_decays,
+    bounds] with 90 % intervals, over the seeds that did not diverge and for "delay" fitted; `collapse_line`, slope and
+    intercept of log collapse time on log weight decay, NaN if too few networks crossed; `diverged` [weight_decays,
+    seeds].
     """
     first, end = first_crossings(config, series, time_step), int(time_step[-1])
     median = np.full((len(EVENTS), len(config.weight_decays), 3), np.nan)
@@ -57,12 +57,12 @@ def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray)
 def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
     """Return the first steps beyond the thresholds, [decay, seed]; NaN if a network never crossed or diverged.
 
-    "collapsed" is searched from "fitted" on, because features may be close to each other at the start too; "delay" is
-    the difference.
+    "collapsed" is the first such step from "fitted" on, "delay" their difference.
     """
     times = np.asarray(time_step, np.float32)
     generalised = np.asarray(first_cross(times, series["test_accuracy"], config.test_threshold))
     fitted = np.asarray(first_cross(times, series["train_accuracy"], config.accuracy_threshold))
+    # Features may be close to each other at the start too.
     after = np.where(times >= fitted[..., None], series["rnc1_score"], np.nan)
     collapsed = np.asarray(first_cross(times, after, config.collapse_threshold, "below"))
     diverged = np.asarray(~np.isfinite(series["train_loss"]).all(-1))
@@ -131,7 +131,7 @@ def assemble(
     import xarray
 
     grid, steps = (len(config.weight_decays), len(config.seeds)), np.asarray(steps)
-    # Numbers of a network that is not finite may look plausible, such as the accuracy of the first class.
+    # Accuracy by argmax of NaN is that of the first class, so it looks plausible.
     finite = np.isfinite(flat["train_loss"])
     if diverged_at is None:  # the first observation that is not finite
         diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
@@ -162,7 +162,7 @@ SPLITS = ("train", "test")
 
 
 def _margins(config: Any, margins: dict[str, np.ndarray], grid: tuple[int, int]) -> dict[str, Any]:
-    """Return variables of `margins_of`: images of classes and splits are padded to the largest number."""
+    """Return the arrays of `margins_of` as variables, padded to the largest number of images."""
     axes, found = ("classes", "splits", "weight_decays", "seeds", "images"), {}
     for kind, dims in (("margin", axes), ("plane", (*axes, "coordinates"))):
         parts = [margins[f"{kind}_{label}_{split}"] for label in config.classes for split in SPLITS]

@@ -1,8 +1,4 @@
-"""Command lines of both packages.
-
-Every run of a figure has a folder, named by figure, settings and a digest of its identity: other settings, other data
-or `--quick` never touch its results, and the same command resumes it.
-"""
+"""Command lines of both packages. Every run has a folder, which only the same command with the same data resumes."""
 
 import contextlib
 import dataclasses
@@ -52,8 +48,8 @@ class RunOptions:
     """Options of a run: folder, seed, resuming, processes."""
 
     out: Path = Path("results")
-    """Folder with a folder per run: the figure (PDF and PNG), arrays (.npz), a description (.json), a report with all
-    of it (report.html), and the parts from which an interrupted run resumes."""
+    """Folder with a folder per run: the figure (PDF and PNG), arrays (.npz), a description (.json), a report of all
+    (report.html), and the parts from which an interrupted run resumes."""
     seed: int = DEFAULT_SEED
     """Seed of all randomness."""
     quick: Flag = False
@@ -127,10 +123,8 @@ def _until_readers_leave() -> Iterator[None]:
 
 
 def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
-    """Return a function of a figure's options, from which tyro makes the command.
-
-    If `words` contain `--quick`, the default options are those of a smoke run.
-    """
+    """Return a function of a figure's options, from which tyro makes the command."""
+    # With `--quick`, the defaults in `--help` are those of a smoke run.
     default = figure.Config().quick() if "--quick" in words else figure.Config()
 
     def choose(
@@ -257,7 +251,7 @@ def _finish(
 
 
 def certificates_of(dataset: "xarray.Dataset") -> dict[str, Any]:
-    """Return a section of a report with the certificates of variants, if the dataset has any."""
+    """Return a section of a report with the variants' certificates; empty without certificates."""
     if "max_abs_change" not in dataset:
         return {}
     table = dataset[list(Certificate._fields)].to_dataframe()
@@ -267,7 +261,7 @@ def certificates_of(dataset: "xarray.Dataset") -> dict[str, Any]:
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
     """Return the name of a run's folder: the figure, the settings that differ from their defaults, and a hash.
 
-    The hash is of figure, configuration, key, data, precision and the package's version.
+    The hash is of figure, identity and the package's version.
     """
     default = figure.Config().quick() if run.quick else figure.Config()
     words = [figure.STEM, *(["quick"] * run.quick)]
@@ -283,7 +277,7 @@ def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str
 
 
 def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
-    """Return the error of `--resume`, with the most similar run."""
+    """Return the error message of `--resume`, which names the most similar run."""
     others = []
     for path in sorted(run.out.glob(f"{figure.STEM}_*")):
         with contextlib.suppress(OSError, ValueError):
@@ -301,7 +295,7 @@ def cache_folder() -> Path:
 
 
 def start_compilation_cache() -> dict[str, Any]:
-    """Enable JAX's persistent cache, and return a tally that later compilations update."""
+    """Enable JAX's persistent cache, and return a tally of compilations, which JAX updates."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -27,7 +27,7 @@ def draw(dataset: "xarray.Dataset") -> Figure:
 
 
 def caption(dataset: "xarray.Dataset") -> str:
-    """Return the caption without the data, which the headline has."""
+    """Return the caption without the data."""
     config = config_of(dataset)
     errors = [of_size(dataset, size).error.values for size in config.sizes]
     counts = ", ".join(f"{error.shape[1]} of size {size}" for size, error in zip(config.sizes, errors, strict=True))
@@ -43,7 +43,7 @@ def caption(dataset: "xarray.Dataset") -> str:
 
 
 def _ranks(axis: Any, last: int) -> None:
-    """Set ticks of ranks, which count from 1."""
+    """Set ticks and limits of ranks from 1."""
     step = max(1, round(last / 6)) if last < 10 else 5
     ticks = [1, *range(step, last + 1, step)] if step > 1 else range(1, last + 1)
     axis.set_xticks(list(ticks))
@@ -87,7 +87,7 @@ def _draw_truncation(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
                 plotting.band(left, kept, 100 * errors[:, 1:], within=(1e-3, 100), **look)
     left.set(xlabel="components kept (per digit)", ylabel="test error (%, log)")
     plotting.log_height(left)
-    bottom = 1.2 * min(lowest, -0.02)  # without an empty negative half
+    bottom = 1.2 * min(lowest, -0.02)  # a symmetric axis would be half empty
     for axis, title in zip(drops, ORDERS.values(), strict=True):
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set_yscale("symlog", linthresh=0.1, linscale=0.5)
@@ -133,7 +133,7 @@ def _square(pixels: np.ndarray) -> np.ndarray:
 
 
 def _image(axis: Any, pixels: np.ndarray) -> Any:
-    """Draw an image, brighter from negative to positive, to show signs without colour."""
+    """Draw an image whose brightness rises from negative to positive, to show signs without colour."""
     shown = axis.imshow(_square(pixels / np.abs(pixels).max()), cmap="cividis", vmin=-1, vmax=1)
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)

@@ -41,14 +41,14 @@ RANKINGS = ("magnitude", "positive", "negative")
 """Orders in which components are ranked."""
 
 MEASURES = (*RANKINGS, "matched")
-"""Similarities of equally ranked components, and of the best matching of those by magnitude."""
+"""Similarities of equally ranked components, and of best matching components among the leading ones by magnitude."""
 
 ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"}
 """Orders in which components are kept."""
 
 
 PADDED = ("seeds", "pairs", "ranks", "components")
-"""Axes that differ in length between sizes; a coordinate holds the lengths, for example "seeds_length"."""
+"""Axes that differ in length between sizes. Coordinates hold the lengths, for example "seeds_length"."""
 
 
 def of_size(dataset: "xarray.Dataset", size: int) -> "xarray.Dataset":
@@ -58,7 +58,7 @@ def of_size(dataset: "xarray.Dataset", size: int) -> "xarray.Dataset":
 
 
 def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.ndarray:
-    """Return first and second members of all pairs of two sizes, of different members: [2, pairs]."""
+    """Return the first and second members of all pairs of different networks of two sizes, [2, pairs]."""
     one, two = len(alive[size]), len(alive[other])
     return np.stack(member_pairs(one) if size == other else member_pairs(one, two))
 
@@ -88,7 +88,7 @@ def _each_pair(
 def similarities(
     leading: dict[int, dict[str, Spectrum]], forms: dict[int, Spectrum], size: int, other: int, pairs: np.ndarray
 ) -> dict[str, Array]:
-    """Return similarities of pairs of networks of two sizes by measure: [pairs, classes, ranks]; forms: one rank."""
+    """Return similarities of pairs of networks of two sizes by measure, [pairs, classes, ranks]; 1 rank for "form"."""
     measures = {by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs) for by in RANKINGS}
     measures["matched"] = _each_pair(_matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs)
     measures["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
@@ -103,9 +103,9 @@ _first = eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))
 
 
 def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the mean similarity of the leading component between all sizes, "top": [sizes, sizes].
+    """Return the mean similarity of the leading component between all sizes, "top" [sizes, sizes]; NaN without pairs.
 
-    `alive`: by size, the networks that did not diverge; NaN if they make no pair.
+    `alive`: True for each network that did not diverge, by size.
     """
     sizes = list(alive)
     table = np.zeros((len(sizes),) * 2)
@@ -120,7 +120,7 @@ def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.
 
 
 def truncations(num_components: int, spectra: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
-    """Return test errors of leading components, in both orders, and of all components."""
+    """Return test errors of the leading 0, 1, ... components in both orders, and of all components."""
 
     def one(spectrum: Spectrum) -> dict[str, Array]:
         def wrong(outputs: Array) -> Array:
@@ -189,7 +189,7 @@ def masking(
 
 @eqx.filter_jit
 def _classes(model: Any, images: Array, masks: Array, norms: Array) -> Array:
-    """Return the predicted classes of images plus masks of some norms, [masks, norms, n]."""
+    """Return the predicted classes of images plus multiples of masks, [masks, norms, n]."""
     steps = masks[:, None] * norms[None, :, None]
     run = jax.lax.map(
         lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1), steps.reshape(-1, masks.shape[1])
@@ -205,11 +205,10 @@ def pooled(similarity: np.ndarray) -> np.ndarray:
 def intervals(
     similarity: np.ndarray, pairs: np.ndarray, alive: np.ndarray, others: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return means over pairs and classes with the ends of 90 % intervals, of two kinds: [2, 3, ranks].
+    """Return means over pairs and classes with the ends of 90 % intervals of two kinds, [2, 3, ranks].
 
-    The first kind resamples members. The second is Student's over pairs and classes, as published, as if they were
-    independent although pairs share networks. Fewer than two members have no interval: NaN. `similarity`: [pairs,
-    classes, ranks], NaN for pairs with a diverged network.
+    The first kind resamples members. The second is Student's, as published, as if pairs and classes were independent.
+    Intervals of fewer than two members are NaN. `similarity`: [pairs, classes, ranks], NaN for diverged networks.
     """
     known = np.isfinite(similarity).all((1, 2))
     values, (first, second) = similarity[known].astype(np.float32), pairs[:, known]

@@ -27,7 +27,7 @@ def run(
     """Return `body(config, key, data, cache)`, a dataset, with the configuration as an attribute.
 
     Args:
-        body: Function that computes the dataset; it takes cached arrays from an open `Cache`.
+        body: Function that computes the dataset, with an open `Cache`.
         config: Options of the figure.
         key: Key of all randomness.
         data: Data, or None if the figure simulates them.
@@ -59,13 +59,13 @@ def config_of(dataset: "xarray.Dataset") -> SimpleNamespace:
 
 
 def rows(array: "xarray.DataArray", axis: str) -> "dict[str, np.ndarray]":
-    """Return the arrays along an axis by coordinate, without those that are NaN throughout."""
+    """Return the arrays along an axis by coordinate, without arrays of NaN alone."""
     known = {str(name): array.sel({axis: name}).values for name in array[axis].values}
     return {name: values for name, values in known.items() if not np.isnan(values).all()}
 
 
 def padded(arrays: Sequence[np.ndarray], fill: float | int = np.nan) -> np.ndarray:
-    """Return arrays of equal rank stacked along a new first axis, filled up to the largest sizes."""
+    """Return arrays of equal rank stacked along a new first axis, padded with `fill` to the largest sizes."""
     sizes = np.max([array.shape for array in arrays], 0)
     kinds = [array.dtype for array in arrays]
     stacked = np.full((len(arrays), *sizes), fill, np.result_type(*kinds))

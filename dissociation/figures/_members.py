@@ -1,4 +1,4 @@
-"""Training, rewriting and measuring of stacked members."""
+"""Train, rewrite and measure stacked members."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ else:
     ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help="Architecture; see `recipes.fit_classifiers`.")]
 
 FACTORS = (1e-15, 1e15)
-"""Range of scale factors for which squares of scaled values stay within float32."""
+"""Range of scale factors at which squares of scaled values stay within float32."""
 
 MAX_WEIGHTS = 2**28
 """Largest number of incoming weights of a rewritten layer: a GiB of float32."""
@@ -52,7 +52,7 @@ def check_fields(config: Any, check: Callable[..., Any], *names: str, **options:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Base of settings: the dataset. Subclasses also have `num_test` and the field named by `LOADED`."""
+    """Base of settings with a dataset. Subclasses add `num_test` and the field named by `LOADED`."""
 
     LOADED: ClassVar[str] = "num_train"
     """Name of the field with the number of training images to load."""
@@ -74,7 +74,7 @@ class DataConfig:
 class Config(DataConfig):
     """Base of settings of networks from several seeds, whose last hidden layer is rewritten.
 
-    Subclasses also have `width`, `scale_factor`, `duplicate_multiplier` and `num_zero`.
+    Subclasses add `width`, `scale_factor`, `duplicate_multiplier` and `num_zero`.
     """
 
     model: ModelName = "mlp"
@@ -103,7 +103,7 @@ class Config(DataConfig):
         self._check_neurons("num_zero", self.num_zero)
 
     def check_data(self, data: Dataset) -> None:
-        """Raise if there are fewer test images than `num_samples`, in figures that have it."""
+        """Raise if there are fewer test images than `num_samples`."""
         number, most = getattr(self, "num_samples", 0), len(data.test_images)
         if number > most:
             fail("num_samples", f"be at most the number of test images ({most})", number)
@@ -115,7 +115,7 @@ class Config(DataConfig):
 
 
 def source(config: Any, data: Dataset | None = None) -> Dataset:
-    """Return the dataset of a configuration, or the given one, after checking it."""
+    """Return the dataset of a configuration, or `data`, after checks."""
     sizes = {"num_train": getattr(config, config.LOADED), "num_test": config.num_test}
     data = load(config.data, **sizes) if data is None else data
     config.check_data(data)
@@ -136,7 +136,7 @@ def headline(dataset: "xarray.Dataset") -> str:
 
 
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
-    """Return the last group of neurons that can be scaled and widened, of stacked models of one shape."""
+    """Return the last group of neurons of stacked models that can be scaled and widened."""
     groups = neuron_groups(take(models, 0), jnp.asarray(example))
     fit = [group for group in groups.values() if group.scaling is not None and group.sharing is not None]
     if not fit:
@@ -160,12 +160,12 @@ class Trained(NamedTuple):
 
     models: Any  # stacked; diverged ones are replaced, see `_seeds.stand_ins`
     alive: np.ndarray  # True for networks that did not diverge, [seeds]
-    diverged_at: np.ndarray  # the step at which a network diverged, or -1: [seeds]
-    test_error: np.ndarray  # along training, NaN from where a network diverged: [seeds, epochs + 1]
+    diverged_at: np.ndarray  # step at which a network diverged, or -1: [seeds]
+    test_error: np.ndarray  # along training, NaN after a network diverged: [seeds, epochs + 1]
     observed: dict[str, np.ndarray]  # all observations, [seeds, epochs + 1, ...] each
 
     def dataset(self, data: Dataset, variables: Mapping[str, Any], coords: Mapping[str, Any]) -> "xarray.Dataset":
-        """Return a dataset of variables and coordinates, with those that all figures of trained networks share."""
+        """Return a dataset of variables and coordinates, with test errors along training and steps of divergence."""
         import xarray
 
         shared = {"test_error": (("seeds", "epochs"), self.test_error), "diverged_at": ("seeds", self.diverged_at)}
@@ -209,14 +209,14 @@ def measure_members(
 ) -> Any:
     """Return `measure(model, rewrite(model, rewrite_key), measure_key)` of every member, compiled.
 
-    Each process measures its own members: sequentially on a CPU, in as many threads as there are devices, and all at
-    once on an accelerator. All rewritten networks stay in memory. Arrays bound by `eqx.Partial` are arguments of the
-    program, not constants.
+    Each process measures its own members: sequentially on a CPU, in a thread per device, and all at once on an
+    accelerator. All rewritten networks stay in memory. Arrays bound by `eqx.Partial` are arguments of the program, not
+    constants.
     """
 
     def measured(stacked: Any) -> Any:
         models, rewrite_keys, keys = stacked
-        # Two programs, so that rewrites that keep shapes share the measuring one, which takes longer.
+        # Two programs, so that rewrites that keep shapes share the second one, which takes longer to compile.
         stacked = models, _rewritten(rewrite, models, rewrite_keys), keys
         return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
 
@@ -235,7 +235,7 @@ def _measured(measure: Any, stacked: Any) -> Any:
 
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
-    """Measure the certificate on `images`, and the rewritten network's error there, `clean_error`."""
+    """Return the certificate on `images`, and the rewritten network's error on them, `clean_error`."""
     error = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
     return {**certify(model, rewritten, images)._asdict(), "clean_error": error}
 
@@ -243,10 +243,9 @@ def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, ke
 def certified(
     found: Mapping[str, dict[str, np.ndarray]], variants: Iterable[str], alive: Bool[np.ndarray, " seeds"]
 ) -> dict[str, Any]:
-    """Return variables with the axis "variants": `clean_error` by seed, and one `Certificate` of all seeds.
+    """Return variables by variant: `clean_error` of each seed, and one `Certificate` of all seeds that did not diverge.
 
-    Changes are the largest, and numbers of predictions and inputs are sums. Diverged networks are left out; any other
-    change that is NaN is the largest.
+    Its changes are the largest, NaN if one is NaN; its numbers of predictions and inputs are sums.
     """
     parts = [found[f"{name}_certificate"] for name in variants]
     worst = {
@@ -257,5 +256,5 @@ def certified(
 
 
 def represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
-    """Measure the rewritten network's last hidden layer on `images`."""
+    """Return the rewritten network's last hidden layer on `images`."""
     return representations(rewritten, images)["features"]

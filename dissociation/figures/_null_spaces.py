@@ -1,4 +1,4 @@
-"""Null spaces of the inputs of the weights that figures move."""
+"""Null spaces of the inputs of weights, in which figures move the weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +19,17 @@ BATCH = 1000
 
 
 def moved_weights(architecture: str, models: Any, group: NeuronGroup, images: np.ndarray) -> LayerInputs:
-    """Return the weights to move: the first ones of a perceptron, else the group's incoming weights."""
+    """Return the weights to move, those of a perceptron's first layer, else the group's incoming weights."""
     made = next(slot.path for slot in group.slots if not slot.outgoing and len(slot.shape) > 1)
     return layer_inputs(take(models, 0), images, ".layers[0].weight" if architecture == "mlp" else made)
 
 
 def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, num_members: int) -> dict[str, Any]:
-    """Return bases of the null spaces of layer inputs in float64, the least dimension, and the least clear cut.
+    """Return null spaces of layer inputs in float64: `basis`, `dimension`, `rank` and the singular values at the cut.
 
-    Images have one exact null space. Hidden layers are rounded: singular values below 1e-6 of the largest count as
-    zero, and each member has its own basis, padded with zeros: [1 or members, dimension, features].
+    `basis` is [1 or members, dimension, features], padded with zeros. Images have one exact null space. Hidden layers
+    are rounded, so singular values below 1e-6 of the largest count as zero, and there is a basis per member. Numbers
+    are those of the smallest null space and the least clear cut.
     """
 
     def seen(index: int) -> np.ndarray:
@@ -57,7 +58,7 @@ def _rows(model: Any, images: Array | np.ndarray, path: str) -> Array:
 
 
 def of_members(bases: np.ndarray, num_members: int) -> Array:
-    """Return a basis for every member, from one for all or one for each."""
+    """Return a basis for every member, from `null_spaces`."""
     return jnp.asarray(np.broadcast_to(bases, (num_members, *bases.shape[-2:])))
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # The list of figures is read before anything slow is importe
 
 @runtime_checkable
 class Settings(Protocol):
-    """Options of a figure: a frozen dataclass that checks itself; docstrings of fields are help texts."""
+    """Options of a figure: a frozen dataclass that checks itself. Its fields' docstrings are help texts."""
 
     def quick(self) -> "Settings":
         """Return the options of a smoke run."""
@@ -27,7 +27,7 @@ class Figure(Protocol):
     Attributes:
         STEM: Name of the files.
         SHOWS: Purpose of the figure in a sentence, the help of its command.
-        Config: Class of the options, defined in the module itself.
+        Config: Class of the options, defined in the module.
     """
 
     @property
@@ -52,7 +52,7 @@ class Figure(Protocol):
         cache: "CacheFolder" = None,
         progress: "AnyMeter" = None,
     ) -> "xarray.Dataset":
-        """Compute the dataset of the figure: named axes, coordinates, units; attribute `config`, JSON.
+        """Compute the dataset of the figure, with coordinates, units, and the configuration as JSON attribute `config`.
 
         Args:
             config: Options.
@@ -68,7 +68,7 @@ class Figure(Protocol):
         ...
 
     def draw(self, dataset: "xarray.Dataset") -> "matplotlib.figure.Figure":
-        """Draw the value of `compute`, also after `load_results`, without further measurements."""
+        """Draw the value of `compute`, or of `load_results`, without further measurements."""
         ...
 
     def caption(self, dataset: "xarray.Dataset") -> str:

@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this package's checkout, with "-dirty" if files differ; None without a checkout."""
+    """Return the commit of the checkout, with "-dirty" if files differ; None without a checkout."""
     top = Path(__file__).parents[2]
     if not (top / ".git").exists():
         return None

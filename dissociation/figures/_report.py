@@ -24,7 +24,7 @@ class Exhibit(NamedTuple):
 
     Attributes:
         headline: Data and number of networks, in a line or two.
-        figure: Figure of matplotlib.
+        figure: Matplotlib's figure.
         caption: Explanation of panels, numbers of samples, bands and errors.
         table: Header and rows of cells.
     """
@@ -50,7 +50,7 @@ class Exhibit(NamedTuple):
 
 
 def exhibit_of(figure: Figure, dataset: "xarray.Dataset") -> Exhibit:
-    """Draw a figure and return it with headline, caption and table.
+    """Return a figure, drawn, with headline, caption and table.
 
     Args:
         figure: Module of the figure.
@@ -69,7 +69,7 @@ def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, 
         title: Heading of the page.
         exhibits: Figures in order.
         sections: Content by heading. A mapping becomes a table, with columns if its values are mappings of equal names;
-            any other object, such as a model, becomes text and a tree to open.
+            any other object, such as a model, becomes text and a tree.
     """
     parts = [each._repr_html_() for each in exhibits]
     for heading, content in sections.items():
@@ -97,7 +97,7 @@ def _tree(value: Any) -> str:
     return f"<pre>{text}</pre>\n<details>{summary}<template>{view}</template></details>"
 
 
-# Scripts of treescope fail in half a page, so their templates are filled at the end of the page.
+# Scripts of treescope fail before the page is complete, so the page's end fills their templates.
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

@@ -17,7 +17,7 @@ RECORD, LOG = "run.json", "log.txt"
 
 @contextmanager
 def recorded(folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any]) -> Iterator[None]:
-    """Write the record of a run, and the log of both packages, in its folder while the block runs."""
+    """Write the record of a run and the log of both packages to its folder while the block runs."""
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
 
@@ -28,7 +28,7 @@ def recorded(folder: str | os.PathLike[str], command: Sequence[str], facts: Mapp
     write("running")
     handler = logging.FileHandler(Path(folder) / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    handler.handleError = lambda record: None  # a full disk is reported once, not by the log as well
+    handler.handleError = lambda record: None  # a full disk is reported by the run itself
     loggers = [logging.getLogger(name) for name in ("dissociation", "koopman", "py.warnings")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Mask diverged networks with NaN, and average over the others."""
+"""Replace, mask and name diverged networks, and write means over the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from dissociation.training._members import take
 
 
 def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "networks") -> Bool[np.ndarray, " members"]:
-    """Return True for members that did not diverge, [members].
+    """Return True for each member that did not diverge, [members].
 
     Args:
         diverged_at: Step at which a member diverged, or -1.
@@ -30,10 +30,10 @@ def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "netwo
 
 
 def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
-    """Return stacked models, diverged ones replaced by the first that did not diverge."""
+    """Return stacked models, with diverged ones replaced by the first that did not diverge."""
     if alive.all():
         return models
-    # A decomposition may raise or not return for numbers that are not finite. `masked` makes the results NaN.
+    # Decompositions of numbers that are not finite may raise or never return. `masked` makes the results NaN.
     return take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
 
 
@@ -51,12 +51,12 @@ def _masked(value: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 
 def masked_job(alive: Bool[np.ndarray, "*members"], compute: Callable[[], Mapping[str, Any]]) -> Callable[[], Arrays]:
-    """Return a function that computes on `stand_ins`, and returns the `masked` arrays."""
+    """Return a function that returns the `masked` arrays of `compute`, which computes on `stand_ins`."""
     return lambda: masked(compute(), alive)
 
 
 def without_diverged(variables: Mapping[str, Any], alive: Mapping[str, Bool[np.ndarray, " members"]]) -> dict[str, Any]:
-    """Return variables of a dataset with NaN for diverged members, whose axes are the keys of `alive`."""
+    """Return variables of a dataset with NaN for diverged members, along the axes that `alive` names."""
     found = {}
     for name, (dims, values, *attrs) in variables.items():
         for place, axis in enumerate(dims):
@@ -68,7 +68,7 @@ def without_diverged(variables: Mapping[str, Any], alive: Mapping[str, Bool[np.n
 
 
 def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float | int = 1, unit: str = "") -> str:
-    """Return mean and standard deviation over members for a table, with their number if some are missing.
+    """Return mean and standard deviation over members for a table, and the number of members if some are missing.
 
     Args:
         values: One number per member; NaN for a diverged member.
@@ -88,14 +88,14 @@ def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float
 
 
 def number(values: Real[np.ndarray, " members"], form: str) -> str:
-    """Return the mean over members for a table, with their number if some are missing."""
+    """Return the mean over members for a table, and the number of members if some are missing."""
     mean, _, count = summarise(values)
     shown = format(float(mean), form)
     return shown if count == len(values) else f"{shown} ({count} of {len(values)})"
 
 
 def named_diverged(names: Sequence[str], diverged_at: Int[np.ndarray, " members"]) -> str:
-    """Return the end of a headline with the members that diverged; empty if there are none.
+    """Return the end of a headline, which names the members that diverged; empty if there are none.
 
     Args:
         names: Names of the members.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import xarray
 
 REWRITES = ("scaled", "duplicated", "nuisance", "permuted")
-"""Rewrites of one function, by their names in tables, arrays and the figure."""
+"""Names of the rewrites in tables, arrays and the figure."""
 
 
 def draw(dataset: "xarray.Dataset") -> Figure:
@@ -38,7 +38,7 @@ def draw(dataset: "xarray.Dataset") -> Figure:
 
 
 def layers_of(dataset: "xarray.Dataset | xarray.DataArray") -> list[str]:
-    """Return the layers of items, the first layer of the network first."""
+    """Return the layers of items, in the order of the network."""
     return list(dict.fromkeys(dataset.layer.values.tolist()))
 
 
@@ -62,7 +62,7 @@ def _matrix(panel: Axes, matrix: "xarray.DataArray", layers: list[str], *, first
 
 
 def _rewrites(panel: Axes, calibrated: "xarray.DataArray") -> None:
-    """Draw 1 for measures that a rewrite does not move, 0 for chance."""
+    """Draw a map of calibrated values, 1 if a rewrite does not move a measure and 0 for chance."""
     table = calibrated.values
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table.tolist()])
     panel.set_xticks(range(len(REWRITES)), REWRITES, rotation=30, ha="right", rotation_mode="anchor")
@@ -83,7 +83,7 @@ def _training(panel: Axes, course: "xarray.DataArray") -> None:
 
 
 def _function(panel: Axes, dataset: "xarray.Dataset") -> None:
-    """Draw estimates with their intervals by disagreement."""
+    """Draw estimates with intervals against disagreement."""
     x = 100 * dataset.disagreement.values[np.triu_indices(len(dataset.disagreement), 1)]
     for index, name in enumerate(dataset.measures.values):
         look, one = plotting.look(index), dataset.sel(measures=name)
@@ -95,7 +95,7 @@ def _function(panel: Axes, dataset: "xarray.Dataset") -> None:
 
 
 def _plane(panel: Axes, points: "xarray.DataArray") -> None:
-    """Draw representations in grey, because colours are measures."""
+    # In grey, because colours are measures.
     values = points.values
     shades = ("black", "0.4", "0.7", "0.2", "0.55")
     for layer, marker, shade in zip(layers_of(points), "osD^v", shades, strict=False):

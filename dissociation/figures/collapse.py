@@ -1,7 +1,7 @@
 """Figure `collapse`: grokking, neural collapse and the information plane through training.
 
-Networks with large initial weights fit a few images at once and generalise much later. In between, the features of a
-class shrink to a point, sooner for larger weight decays, and lose information about the image beyond its class.
+Networks with large initial weights fit a few images and generalise much later. In between, the features of a class
+shrink to a point, sooner for larger weight decays, and lose information about the image beyond its class.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class Config(DataConfig):
     num_steps: int = 100_000
     """Optimiser steps."""
     num_train: int = 1000
-    """Training images that are used, the first ones; margins take the others for test images."""
+    """Number of training images, the first ones; margins use the others as test images."""
     batch_size: int = 100
     """Images in a batch."""
     learning_rate: float = 1e-3
@@ -83,7 +83,7 @@ class Config(DataConfig):
     init_scale: float = 8.0
     """Factor of all initial parameters."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimiser. The loss, a sum over classes and batch, is steep at an initial scale of 8: there "sgd" diverges at the
+    """Optimiser. The loss, a sum over classes and batch, is steep at an initial scale of 8, where "sgd" diverges at the
     default rate within 3 steps (glyphs); at scale 1 it learns with 1e-4."""
     network: Literal["mlp", "cnn"] = "mlp"
     """Architecture."""
@@ -94,20 +94,20 @@ class Config(DataConfig):
     last_activation: bool = True
     """If True, take features after an activation."""
     num_information: int = 30
-    """Number of observations at which information is measured, evenly spaced in the logarithm of the step."""
+    """Number of observations of information, evenly spaced in the logarithm of the step."""
     num_images: int = 10_000
     """Largest number of test images for information."""
     num_neighbours: int = 10
-    """Neighbours of the estimators by entropies, which are right in 4 + 4 dimensions; Kraskov's is too small there."""
+    """Neighbours of the estimators by entropies (Kraskov's underestimates in 4 + 4 dimensions)."""
     feature_noise: float = 0.1
     """Standard deviation of the noise on whitened features, without which information would be infinite."""
     code: int = 4
-    """Number of dimensions to which images and features are compressed."""
+    """Dimensions to which images and features are compressed."""
     compression_epochs: int = 10
     """Passes of the autoencoder over at most 10 000 training images."""
     smoothing: float = 0.3
-    """Standard deviation of the noise for smoothed information, over the features' root mean square distance from their
-    mean: d features then show at most (d / 2) log(1 + 1 / (smoothing^2 d)) nats."""
+    """Standard deviation of the noise for smoothed information, in units of the features' root mean square distance
+    from their mean: d features show at most (d / 2) log(1 + 1 / (smoothing^2 d)) nats."""
     num_smoothed: int = 2000
     """Largest number of test images for smoothed information, whose cost grows quadratically."""
     classes: tuple[int, int] = (0, 1)
@@ -179,15 +179,15 @@ def compute(
 ) -> "xarray.Dataset":
     """Train and measure all networks; see `figures.Figure.compute`.
 
-    `key` is for the autoencoder that compresses images; networks follow from `config.seeds`. `cache` also keeps the
+    `key` is of the autoencoder that compresses images; networks follow from `config.seeds`. `cache` also keeps the
     series so far, see `load_partial`. `mesh` is that of `training.fit`.
 
     Returns:
         Series [weight_decays, seeds, time_step], on training images, or on test images if the name starts with "test_";
         expensive measures `nhsic_...` and `mi_...` (nats) [weight_decays, seeds, information_step], on test images;
         steps of crossings, see `_collapse_results.crossings`; `margin` [classes, splits, weight_decays, seeds, images],
-        signed distances to the boundary between the classes, NaN beyond a class' number of images; `plane`, their
-        coordinates in the plane of the classes' weights, and `plane_boundary`. Numbers are NaN from `diverged_at` on.
+        signed distances to the boundary between the classes, padded with NaN; `plane`, coordinates in the plane of the
+        classes' weights, and `plane_boundary`. Numbers are NaN from `diverged_at` on.
     """
     given = {"key": key, "data": source(config, data), "cache": cache, "progress": progress}
     return run(partial(_computed, mesh=mesh), config, **given)
@@ -221,13 +221,14 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mes
     margins = cache.get("margins", masked_job(alive, job))
     sizes = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
-    cache.save(SAVED, {"time_step": steps, **series})  # complete, even if the file was deleted during the run
+    # The keeper's file lacks earlier steps if it was deleted during the run.
+    cache.save(SAVED, {"time_step": steps, **series})
     cache.network = take(trained.models, 0)
     return assemble(config, sizes, steps, series, margins, trained.diverged_at)
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> "xarray.Dataset":
-    """Load the dataset so far of a running or stopped sweep; `draw` leaves out what is missing.
+    """Load the dataset so far of a running or stopped sweep, for `draw`.
 
     Args:
         config: Configuration of the sweep.
@@ -284,7 +285,7 @@ def caption(dataset: "xarray.Dataset") -> str:
 
 
 def headline(dataset: "xarray.Dataset") -> str:
-    """Return a line with the data, and the exponents of weight decay in collapse time and in delay after fitting."""
+    """Return a line with the data, and exponents of weight decay in collapse time and in delay after fitting."""
     decays, seeds, data = dataset.weight_decays.values, dataset.seeds.values, json.loads(dataset.attrs["data"])
     names = [f"weight decay {decay:g} seed {seed}" for decay in decays for seed in seeds]
     return (

@@ -1,7 +1,7 @@
 """Figure `eigenvectors`: features of bilinear networks of several sizes and seeds, from their weights alone.
 
-Every class of a bilinear network is a quadratic form of the image, whose eigenvectors are its features. The figure
-compares them between seeds and sizes, and counts those that the classification needs.
+Every class is a quadratic form of the image, whose eigenvectors are its features. The figure compares them between
+seeds and sizes, and counts those that the classification needs.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Config(DataConfig):
     sizes: tuple[int, ...] = (30, 50, 100, 300)
     """Hidden sizes."""
     reference: int = 300
-    """Size with which all are compared; one of the sizes."""
+    """Size with which all sizes are compared, one of them."""
     num_seeds: int = 5
     """Networks of each size."""
     large: int = 500
@@ -72,7 +72,7 @@ class Config(DataConfig):
     mask_norms: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
     """Euclidean norms of the masks added to test images."""
     num_certified: int = 100
-    """Test images with a computed distance to another class, for the reference size's first network."""
+    """Test images whose distance to another class is computed, for the reference size's first network."""
     num_train: int | None = None
     """Training images; all by default."""
     num_test: int | None = None
@@ -118,8 +118,8 @@ def compute(
         `similarity` [hidden_sizes, measures, pairs, classes, ranks]; `form` [hidden_sizes, pairs, classes], that of
         whole forms; `interval` [hidden_sizes, measures, kinds, bounds, ranks], see `_eigenvector_measures.intervals`.
         Entries that a size lacks are NaN or -1, see `_eigenvector_measures.of_size`. `top` [hidden_sizes,
-        other_hidden_sizes] is the mean similarity of the leading component; `with_self` the same within the reference
-        size if every network is also compared with itself, as published.
+        other_hidden_sizes] is the mean similarity of the leading component; `with_self` that within the reference size
+        with pairs of a network with itself, as published.
 
         Of the reference size's first network and class `digit`: `eigenvalues` [value_ranks], descending; `leading`
         [ends, end_ranks, pixels], its most positive and negative eigenvectors; of a test `image` [pixels], the largest
@@ -192,14 +192,14 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
 def _dataset(
     config: Config, data: Dataset, found: dict[int, dict[str, Any]], parts: dict[str, Arrays], count: int
 ) -> "xarray.Dataset":
-    """Return the dataset of variables by size and cached arrays; `count`: networks of the reference size."""
+    """Return the dataset of variables by size and cached arrays, with `count` networks of the reference size."""
     import xarray
 
     details, masks, pixels = parts["details"], parts["masks"], {"units": "pixel intensity"}
     kept = [int(name.removeprefix("radii_")) for name in details if name.startswith("radii_")]
     kept.sort(key=lambda components: components or np.inf)
     overlap = pooled(found[config.reference]["similarity"][1][0])[0]
-    # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
+    # Among pairs i <= j, n (n - 1) / 2 are of different networks, and n of a network with itself, of similarity 1.
     with_self = (overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)
     variables = {
         "top": (("hidden_sizes", "other_hidden_sizes"), parts["top"]["top"]),
@@ -242,7 +242,7 @@ def _dataset(
 def components_needed(dataset: "xarray.Dataset", order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
     """Return by size the least number of components per class that costs less accuracy than `drop`, mean over seeds.
 
-    Infinite if no number up to `num_components` does.
+    It is infinite if `num_components` are too few.
     """
     added = dataset.error.sel(orders=order) - dataset.full_error
     enough = summarise(added.transpose("seeds", "hidden_sizes", "components").values).mean < drop

@@ -1,8 +1,7 @@
 """Figure `freedom`: attainable range of the similarity of two networks, for the same two functions.
 
-Networks of several seeds are compared in pairs by linear CKA, layer by layer. Scaling neurons keeps the functions and
-moves the similarity. Each pair's value is drawn in the interval that the first network's function can show; certified
-rewrites approach the ends.
+Networks of several seeds are compared in pairs by linear CKA, layer by layer. Each pair's value is drawn in the
+interval that scaling the first network's neurons can reach; certified rewrites approach the ends.
 """
 
 import dataclasses
@@ -62,11 +61,11 @@ class Config(members.Config):
     num_seeds: int = 5
     """Networks trained from scratch, at least 2."""
     num_samples: int = 1000
-    """Test images that are represented, the first ones."""
+    """Number of represented test images, the first ones."""
     width: int = 256
     """Units in each of the two hidden layers; of networks of images, in the last."""
     scale_factor: float = 20.0
-    """Factor on all incoming weights (outgoing ones are divided by it)."""
+    """Factor on all incoming weights; outgoing ones are divided by it."""
     spread: float = 1.0
     """Standard deviation of the logarithm of the factors of unevenly scaled neurons."""
     duplicate_multiplier: float = 2.0
@@ -99,9 +98,9 @@ def compute(
 
     Returns:
         By layer and pair of seeds, the first network of a pair in rows: `measured` linear CKA; `low` and `high`, the
-        smallest and largest for networks of the first one's function; `residual` of the conditions that certify the
-        largest, relative; by end, `approached`, linear CKA of the first network rewritten towards that end, and
-        `change`, its largest change of a logit on all test images. By rewrite, `moved`, linear CKA of the last layer
+        smallest and largest for networks of the first one's function; `residual`, the relative one of the conditions
+        that certify the largest; by end, `approached`, linear CKA of the first network rewritten towards it, and
+        `change`, the largest change of a logit on all test images. By rewrite, `moved`, linear CKA of the last layer
         after it. Numbers are NaN on the diagonal and for diverged networks. Along training, `test_error`.
     """
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
@@ -139,7 +138,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
 
 
 def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -> dict[str, NeuronGroup]:
-    """Return the groups of layers that are vectors of neurons: both of the perceptron, else the last one."""
+    """Return the groups of both hidden layers of the perceptron, else of the last one."""
     groups = {"features": members.rewritten_group(models, example)}
     if config.model == "mlp":
         groups = {"hidden0": neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]} | groups
@@ -169,7 +168,7 @@ def _freedom(
 
 @eqx.filter_jit
 def _rewritten(model: Any, rewrite: Rewrite) -> Any:
-    """Rewrite in a separate program, because fused weights would be rounded differently."""
+    # In a separate program, because fused weights would be rounded differently.
     return rewrite(model)
 
 
@@ -214,7 +213,7 @@ def _moved(
 
 
 def draw(dataset: "xarray.Dataset") -> Figure:
-    """Draw a panel per layer with every pair's value in its interval, and one of rewrites; 1.7 inches each."""
+    """Draw a panel per layer with every pair's value in its interval, and one of rewrites; 1.75 x 1.7 inches each."""
     layers = dataset.layers.values
     with plotting.house_style():
         figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
@@ -246,7 +245,6 @@ def _intervals(panel: Axes, layer: "xarray.Dataset") -> None:
 
 
 def _rewrites(panel: Axes, dataset: "xarray.Dataset") -> None:
-    """Draw the similarity after rewrites of the last layer."""
     trained = _known(dataset.measured.sel(layers="features"))
     panel.axhline(float(trained.mean()), color="0.5", linestyle=":", linewidth=0.8)
     for place, moved in enumerate(dataset.moved):

@@ -1,8 +1,7 @@
 """Figure `robustness`: networks of one function and many representations, under noise on inputs and parameters.
 
-Trained networks are rewritten without a change of function: moved in the null space of the data, duplicated, scaled, or
-given nuisance neurons. Rewrites of hidden neurons keep the function everywhere, so input noise has the same effect;
-moves in the null space keep it on the data alone. Parameter noise distinguishes the rewrites.
+Trained networks are moved in the null space of the data, which keeps their function on the data, or duplicated, scaled
+or given nuisance neurons, which keeps it everywhere and so under input noise. Under parameter noise all differ.
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
 
 UNCLEAR = "function changed"
-"""Variant moved in a null space that the usual float32 cut-off makes too large."""
+"""Name of the variant moved in a null space that the usual float32 cut-off makes too large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +60,11 @@ class Config(members.Config):
     duplicate_multiplier: float = 2.0
     """Copies of each neuron in the duplicated network."""
     scale_factor: float = 20.0
-    """Factor on incoming weights (outgoing ones are divided by it)."""
+    """Factor on incoming weights; outgoing ones are divided by it."""
     num_zero: int = 1024
     """Nuisance neurons, one per group."""
     published_null: bool = False
-    """If True, add the usual float32 cut-off: its null space is too large, so the function changes."""
+    """If True, add a move in the null space of the usual float32 cut-off, which is too large: the function changes."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,8 +103,7 @@ def compute(
         Test errors under noise, `input_error` [variants, seeds, input_scales] and `parameter_error` [variants, seeds,
         parameter_scales]; without noise, `clean_error` [variants, seeds]; along training, `test_error` [seeds, epochs].
         Over all seeds, the certificate of each variant on the test images, see `rewrites.Certificate`. The attribute
-        `null_space` holds dimension, rank, and the singular values on both sides of the cut (the least clear one, if
-        each network has its own).
+        `null_space` holds dimension, rank, and the singular values on both sides of the (least clear) cut.
     """
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
@@ -162,7 +160,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
 
 
 def draw(dataset: "xarray.Dataset") -> Figure:
-    """Draw test error by noise on inputs and parameters, above what rewrites add; 3.24 x 2.9 inches."""
+    """Draw test error by noise on inputs and parameters, and below what rewrites add; 3.24 x 2.9 inches."""
     looks = plotting.looks(dataset.variants.values)
     if UNCLEAR in looks:
         looks[UNCLEAR] |= {"color": "0.6", "marker": None}

@@ -1,7 +1,6 @@
 """Similarity of representations: between seeds and layers, under rewrites, through training, beside the function.
 
-Every layer of networks from several seeds represents some test images, at the start and after every epoch. Measures of
-`similarity` compare the representations.
+Measures of `similarity` compare the representations of test images in every layer of networks from several seeds.
 """
 
 import dataclasses
@@ -54,21 +53,21 @@ class Config(members.Config):
     """Settings of training, rewrites and comparison."""
 
     model: members.ModelName = "mlp"
-    """Architecture. Neurons are all positions of all channels of a convolutional layer, all entries of tokens."""
+    """Architecture. Neurons are all entries of a layer: positions of channels, entries of tokens."""
     num_seeds: int = 5
     """Networks trained from scratch, at least 3."""
     num_samples: int = 1000
-    """Test images that are represented, the first ones."""
+    """Number of represented test images, the first ones."""
     width: int = 128
     """Units in each of the two hidden layers; of networks of images, in the last."""
     measures: tuple[str, ...] = ("debiased_cka", "angular_similarity", "rsa", "mutual_knn")
-    """Measures of seeds and layers, through training and beside the function: similarities up to 1."""
+    """Measures between seeds and layers, through training and by disagreement: similarities up to 1."""
     rewrite_measures: tuple[str, ...] = REPRESENTATIONAL
     """Measures on which rewrites are tried."""
     num_blocks: int = 20
     """Blocks of samples for the jackknife's 90 % intervals."""
     scale_factor: float = 20.0
-    """Factor on incoming weights (outgoing ones are divided by it)."""
+    """Factor on incoming weights; outgoing ones are divided by it."""
     duplicate_multiplier: float = 2.0
     """Copies of each neuron in the duplicated network."""
     num_zero: int = 64
@@ -123,11 +122,11 @@ def compute(
         the values; `estimate`, the same without their bias; `low` and `high`, 90 % intervals about the estimates;
         `baseline`, the values by chance. Last hidden layer: `through` [measures, epochs, seeds, other_seeds], and its
         `course`, the mean over pairs with the ends of its 90 % interval; `rewritten` [rewrite_measures, rewrites,
-        seeds], the values of a network and its rewrites, `chance`, the same with samples in another order, and
+        seeds], the values of a network and its rewrites, `chance`, those with samples in another order, and
         `calibrated`, means over seeds, 0 for chance and 1 for a measure that does not move. Between seeds,
-        `disagreement`, the share of samples with different classes, and `jensen_shannon`, the divergence of their
-        predictions. `points` [items, dimensions], all representations in a plane by angular distance, and its
-        `stress`, Kruskal's stress-1. Along training, `test_error`. Numbers of diverged seeds are NaN.
+        `disagreement`, the share of samples of different predicted classes, and `jensen_shannon`, the divergence of
+        predictions. `points` [items, dimensions], all representations in a plane by angular distance, and Kruskal's
+        stress-1, `stress`. Along training, `test_error`. Numbers of diverged seeds are NaN.
     """
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 

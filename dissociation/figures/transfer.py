@@ -1,9 +1,8 @@
 """Figure `transfer`: linear probes on the representations of networks of one function.
 
-Softmax probes learn another task from the last hidden layer of networks, trained on digits and rewritten: how far an
-image was turned, or a coarser class. A converged probe measures the content of a representation; a fixed number of
-gradient steps, at a rate that follows its curvature, measures learning in limited time. The same steps at one rate per
-seed (the largest that is stable for all its networks) show the effect of the rate.
+Softmax probes learn quarter turns or coarser classes from the last hidden layer of networks, trained on digits and
+rewritten. A converged probe measures the content of a representation, and a fixed number of gradient steps learning in
+limited time, at a rate by its curvature, or at the largest one that is stable for all networks of a seed.
 """
 
 import dataclasses
@@ -63,7 +62,7 @@ class Config(members.Config):
     gradient_steps: int = 200
     """Steps of the probe with limited time."""
     scale_factor: float = 20.0
-    """Factor on incoming weights (outgoing ones are divided by it)."""
+    """Factor on incoming weights; outgoing ones are divided by it."""
     duplicate_multiplier: float = 1.2
     """Copies of each neuron in the duplicated network."""
     num_zero: int = 128
@@ -148,7 +147,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
 
 
 def draw(dataset: "xarray.Dataset") -> Figure:
-    """Draw transfer error by sample budget, and what rewrites add: two rows a task, a column a probe; 1.62 inches."""
+    """Draw transfer error by sample budget, and what rewrites add: two rows a task, a column (1.62 inches) a probe."""
     budgets, steps = dataset.budgets.values, config_of(dataset).gradient_steps
     first, last = budgets[-1] / 10, budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= budgets[0]]
@@ -224,7 +223,7 @@ def _curves(
         step = eqx.Partial(_stable_step, images)
         largest = [members.measure_members(one, step, models, keys, keys) for one in variants.values()]
         steps = jnp.min(jnp.stack(largest), 0)
-    # In a separate program, which compiles slowly and is shared by variants of one width.
+    # In a separate program, which variants of one width share, because it compiles slowly.
     measure = eqx.Partial(_errors, config, fractions, probe, labels)
     return members.measure_members(_as_it_is, measure, (features, steps), keys, keys)
 

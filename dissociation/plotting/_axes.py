@@ -1,4 +1,4 @@
-"""Style, statistics over members, curves, maps and files of figures."""
+"""Style, statistics over members, curves, maps and files."""
 
 import functools
 import io
@@ -30,7 +30,7 @@ FEW = 6
 
 MARKERS = "osD^vPX"
 DASHES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (2, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)))
-"""Dashes of curves, which stay distinct in a print without colour."""
+"""Dashes that distinguish curves in a print without colour."""
 
 
 def style_path() -> Path:
@@ -46,7 +46,7 @@ def style_path() -> Path:
 @contextmanager
 def house_style() -> Iterator[None]:
     """Apply the house style inside the block, and restore matplotlib's settings."""
-    # A style that is set globally would change the user's own figures.
+    # A global style would change the user's figures.
     with mpl.rc_context(), plt.style.context(str(style_path())):
         yield
 
@@ -73,7 +73,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
 
     Returns:
         Float64 arrays without the first axis: mean (NaN without finite members), sample standard deviation with
-        divisor n - 1 (NaN for fewer than two), and number.
+        divisor n - 1 (NaN for fewer than two), and number of finite members.
 
     Example:
         >>> mean, deviation, count = summarise(np.array([1.0, 3.0, np.nan]))
@@ -82,7 +82,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
     """
     values = np.asarray(values, float)
     finite = np.isfinite(values)
-    # A diverged member is left out, and its NaN does not spread to the mean.
+    # The NaN of a diverged member must not spread to the mean.
     count = finite.sum(0)
     mean = np.where(count > 0, np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1), np.nan)
     squares = (np.where(finite, values - mean, 0.0) ** 2).sum(0)
@@ -90,7 +90,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
-    """Return True if members are few or in two groups."""
+    """Return True if `band` draws each member, because members are few or in two groups."""
     curves = np.asarray(curves, float).reshape(len(curves), -1)
     curves = curves[np.isfinite(curves).any(1)]
     if len(curves) < FEW:
@@ -112,20 +112,20 @@ def band(
     within: tuple[float | int, float | int] = (-np.inf, np.inf),
     **line: Any,
 ) -> None:
-    """Draw the mean over members with Student's interval as a band, or with thin lines for few members.
+    """Draw the mean over members with a band of Student's interval, or with a thin line per member, see `draws_each`.
 
     Args:
         axes: Axes to draw on.
         x: Positions, [points].
         curves: Curves, [members, points]. Values that are not finite are left out.
         label: Name in the legend.
-        within: Limits of the band: the quantity's range, or the lowest value on a logarithmic axis.
+        within: Limits of the band: the range of the quantity, or the lowest value on a logarithmic axis.
         line: Options of `Axes.plot`, for example `look(i)`.
     """
     checks.check_same_length("x", len(x), "curves", curves.shape[1], "points")
     summary = summarise(curves)
     if not np.isfinite(summary.mean).any():
-        line.pop("markevery", None)  # matplotlib looks for the first point
+        line.pop("markevery", None)  # it needs a finite point
     (drawn,) = axes.plot(x, summary.mean, label=label, **line)
     if not draws_each(curves):
         low, high = (np.clip(edge, *within) for edge in summary.interval())
@@ -136,7 +136,7 @@ def band(
 
 
 def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
-    """Return a caption's sentence on how `band` draws these curves.
+    """Return a sentence for a caption on how `band` draws curves.
 
     Example:
         >>> drawn_as(np.zeros((4, 9)))
@@ -169,8 +169,8 @@ def differences(
         axes: Axes to draw on.
         x: Positions, [points].
         curves: Curves [members, points] by variant, with the same members.
-        names: Names of variants in the legend, by default the keys of `curves`.
-        looks: Options of the variants' lines.
+        names: Names in the legend, by default the keys of `curves`.
+        looks: Options of the lines, by variant.
     """
     first, *others = curves
     names = dict(zip(curves, curves, strict=True)) if names is None else names
@@ -193,7 +193,7 @@ def differences(
 
 def look(index: int) -> dict[str, Any]:
     """Return the colour, dashes and sparse markers of curve `index`."""
-    # Offsets keep markers of neighbouring curves apart.
+    # Offsets by curve, so that markers of neighbouring curves do not coincide.
     kind = index % len(MARKERS)
     marks: dict[str, Any] = {"marker": MARKERS[kind], "markevery": (0.02 + 0.03 * kind, 0.25), "markersize": 2.2}
     return {"color": color(index), "linestyle": DASHES[kind], **marks}
@@ -206,7 +206,7 @@ def _colors() -> list[str]:
 
 def color(index: int) -> str:
     """Return the house style's colour of curve `index`."""
-    # "C0" would depend on the style at the time when the figure is shown.
+    # "C0" would depend on the style when the figure is shown.
     return _colors()[index % len(_colors())]
 
 
@@ -247,7 +247,7 @@ def heat(
     Args:
         axes: Axes to draw on.
         values: Numbers; those below 0 are darkest.
-        shown: Texts to write on the map.
+        shown: Texts on the map.
     """
     image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     for row, texts in enumerate(shown or ()):
@@ -264,7 +264,7 @@ def save_figure(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
     paths = [target.with_name(target.name + suffix) for suffix in (".pdf", ".png")]
     with house_style():
         for path in paths:
-            drawn = io.BytesIO()  # a writer of PDF that meets a full disk fails a second time while it closes
+            drawn = io.BytesIO()  # on a full disk, a PDF writer would raise again when it is closed
             figure.savefig(drawn, format=path.suffix[1:])
             write_bytes(path, drawn.getvalue())
     return paths

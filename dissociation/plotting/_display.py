@@ -47,14 +47,11 @@ class Shown:
 
 
 def show(value: Any) -> Shown:
-    """Show a model or an array in a notebook, as text or image with treescope's interactive view.
+    """Return a view of a model or an array for a notebook: text or image, and treescope's interactive view.
 
     Args:
         value: A PyTree. An array of two axes is an image, one of three axes a row of images, in grey from 0 to the
             largest value, or with negative values in red and blue about 0.
-
-    Returns:
-        An object that notebooks show and `print` writes.
 
     Raises:
         ValueError: If an array is empty.
@@ -89,7 +86,7 @@ def _image(array: np.ndarray) -> bytes:
         colours = mpl.colormaps["RdBu_r"](0.5 + 0.5 * row / largest)
     else:
         colours = mpl.colormaps["gray"](row / largest)
-    # NaN marks the gaps between images.
+    # Gaps between images, which are NaN, become white.
     colours[np.isnan(row)] = 1.0
     # An integer factor keeps pixels sharp.
     times = max(1, _HEIGHT // len(row))
