@@ -1,4 +1,4 @@
-"""Pages of HTML: whether they are well formed, and what a headless browser makes of them, where there is one."""
+"""Check that pages of HTML are well formed, and open them in a headless browser, if there is one."""
 
 import html.parser
 import re
@@ -9,7 +9,7 @@ NAME = next((name for name in ("chromium", "chromium-browser", "google-chrome", 
 
 
 def run(address, folder, *flags):
-    """Opens a file or an address and returns what the browser wrote to its output, and what its console says."""
+    """Open a file or an address, and return the browser's output and the messages of its console."""
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0"]
     words += [f"--user-data-dir={folder / 'profile'}", "--window-size=1100,4000", "--virtual-time-budget=10000", *flags]
     where = address if isinstance(address, str) else address.as_uri()
@@ -18,7 +18,7 @@ def run(address, folder, *flags):
 
 
 class Tags(html.parser.HTMLParser):
-    """Counts elements, and raises on one that is closed out of turn."""
+    """Parser that counts elements, and raises if one is closed in the wrong order."""
 
     VOID = ("img", "meta")
 

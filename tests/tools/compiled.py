@@ -1,10 +1,10 @@
-"""What a call compiles."""
+"""List the programs that a call compiles."""
 
 import jax
 
 
 def compilations(caplog, function):
-    """What the call compiles, by name."""
+    """Return the names of the programs that the call compiles."""
     caplog.clear()
     with jax.log_compiles():
         function()

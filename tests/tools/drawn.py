@@ -1,10 +1,10 @@
-"""What `draw` may not do."""
+"""Check that `draw` computes nothing."""
 
 import jax
 
 
 def assert_only_draws(figure, results):
-    """Raises if drawing computes: traced, every operation of JAX leaves an equation, or a tracer that NumPy refuses."""
+    """Raise if drawing computes: traced, every operation of JAX is an equation, or a tracer that NumPy rejects."""
     drawn = []
     program = jax.make_jaxpr(lambda: drawn.append(figure.draw(results)))()
     assert not program.eqns, f"{figure.__name__}.draw computes {program.eqns}"

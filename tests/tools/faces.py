@@ -1,4 +1,4 @@
-"""Public names of both packages, read from the sources: `FACES` maps a folder or module to its `__all__`."""
+"""Read the public names of both packages from the sources. `FACES` maps a folder or module to its `__all__`."""
 
 import ast
 from pathlib import Path
@@ -8,13 +8,13 @@ PACKAGES = ("dissociation", "koopman")
 
 
 def dotted(path):
-    """The name by which a source file of the packages is imported."""
+    """Return the name by which a source file of the packages is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def listed(path):
-    """Names in `__all__` of a file, or all its top-level functions and classes if it has none."""
+    """Return the names in `__all__` of a file, or without it those of all top-level functions and classes."""
     body = ast.parse(path.read_text()).body
     for node in body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":

@@ -1,11 +1,11 @@
-"""Kills runs of a command at random moments and compares what they leave.
+"""Kill runs of a command at random moments, and compare their files.
 
     python tests/tools/kill_runs.py dissociation robustness --quick --num-train 300 --kills 12
 
-A reference run, in a folder of its own, says how long the command takes. Then the same command is stopped `--kills`
-times, each time after a time drawn evenly from that span, by SIGKILL, SIGINT and SIGTERM in turn, and started again; a
-run that came to its end is followed by one in another folder, and the last run goes through. Arrays are compared bit
-for bit with those of a run alone. Anything that looks like a traceback is shown, and counts.
+A reference run in a separate folder takes some time T. Then the same command is stopped `--kills` times, each after a
+uniformly random time up to T, by SIGKILL, SIGINT and SIGTERM alternately, and started again. After a run that has ended
+the next one has another folder, and the last run is not stopped. Arrays are compared bit for bit with those of the
+reference run. Output that looks like a traceback is shown and counts as a fault.
 """
 
 import argparse
@@ -26,14 +26,14 @@ STATUS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def begin(words: list[str], out: Path, errors: Path) -> subprocess.Popen[bytes]:
-    """Starts the command in the folder `out`, silently but for what it says to `errors`."""
+    """Start the command in the folder `out`, with its error output in `errors`."""
     arguments = [sys.executable, "-m", *words, "--silent", "--out", str(out)]
     with errors.open("ab") as file:
         return subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=file)
 
 
 def arrays(out: Path) -> dict[str, dict[str, np.ndarray]]:
-    """What lies in the folder: by run and part or figure, its arrays but for wall times and marks."""
+    """Return the arrays of the folder by run and part or figure, without wall times and marks."""
     found = {}
     for path in sorted(out.rglob("*.npz")):
         with np.load(path) as file:
@@ -43,7 +43,7 @@ def arrays(out: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def compare(found: Path, wanted: Path) -> tuple[int, int, int]:
-    """Number of arrays, of those that differ or lack, and of files of another run."""
+    """Return the numbers of arrays, of arrays that differ or are missing, and of files of other runs."""
     here, there = arrays(found), arrays(wanted)
     number = sum(len(part) for part in there.values())
 

@@ -1,4 +1,4 @@
-"""Members to train in tests: linear maps, with batch normalisation or without, data, losses."""
+"""Linear maps to train in tests, with or without batch normalisation, their data and losses."""
 
 import equinox as eqx
 import jax
@@ -56,7 +56,7 @@ def normalised_error(model, state, batch, key):
 
 
 def mean_of_batch(model, batch, key):
-    """What is in the batch, whatever the model."""
+    """Return the mean of the batch, for any model."""
     return jnp.mean(batch) + 0 * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(model))
 
 
@@ -65,7 +65,7 @@ def weights(result):
 
 
 def trained(key, models=None, *, loss=squared_error, optimizer=None, sampler=None, keys=None, **options):
-    """Return `fit` of three linear members by gradient descent on ten samples, or of what is given."""
+    """Return `fit` of three linear members by gradient descent on ten samples, or of the given arguments."""
     return fit(
         linear_members(key) if models is None else models,
         make_step(loss, optax.sgd(0.1) if optimizer is None else optimizer),

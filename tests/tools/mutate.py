@@ -1,10 +1,10 @@
-"""Mutation testing: one small fault at a time, drawn by a seeded generator, and whether the module's tests notice.
+"""Test the tests of modules by random small faults, one at a time.
 
     python tests/tools/mutate.py --seed 0 --number 60 --out mutants.json
 
 A mutant is one change on one line of the library: a sign, a factor, a comparison, an axis, a count off by one, `and`
-for `or`, a minimum for a maximum. It is made in a copy of the tree, where the test files that import the module run
-until the first failure. A mutant that survives asks for a test, or changes nothing that can be seen.
+for `or`, a minimum for a maximum. In a copy of the tree, the test files that import the module run until the first
+failure. A mutant that survives needs a test, or changes no result.
 """
 
 import argparse
@@ -64,7 +64,7 @@ SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
 
 
 def sites(path):
-    """Every possible mutation of a file: (line, first column, last column, replacement)."""
+    """Return every mutation of a file: (line, first column, last column, replacement)."""
     source = path.read_text()
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()]
     lines = source.splitlines()
@@ -84,7 +84,7 @@ def sites(path):
 
 
 def is_python(source):
-    """Whether a mutated file can be compiled."""
+    """Return True if a mutated file can be compiled."""
     try:
         compile(source, "mutant", "exec")
     except SyntaxError:
@@ -93,7 +93,7 @@ def is_python(source):
 
 
 def uses(path, dotted, names):
-    """How many names of a module a test file takes: from it, through a folder's face, or by an imported folder."""
+    """Return the number of names that a test file takes from a module, directly or through a folder."""
     tree = ast.parse(path.read_text())
     package, module = dotted.rsplit(".", 1)
     faces = (package, package.partition(".")[0])
@@ -111,7 +111,7 @@ def uses(path, dotted, names):
 
 
 def tests_of(module, root):
-    """Test files that import a module of the library or its public names, its own first."""
+    """Return the test files that import a module of the library or its public names, the module's own file first."""
     dotted = ".".join(module.with_suffix("").parts)
     files = [root / "tests" / own for own in TESTED_BY.get(dotted, ())]
     if files:
@@ -126,7 +126,7 @@ def tests_of(module, root):
 
 
 def draw(generator, number, root):
-    """Mutants drawn by lines over all modules: (module, line, first column, last column, replacement)."""
+    """Return mutants at random lines of all modules: (module, line, first column, last column, replacement)."""
     lines = []
     for package in ("dissociation", "koopman"):
         for path in sorted((root / package).rglob("*.py")):
@@ -140,7 +140,7 @@ def draw(generator, number, root):
 
 
 def mutated(mutant, root):
-    """The file's text with the mutation in it, and the line before and after."""
+    """Return the mutated text of the file, and the line before and after the mutation."""
     path, line, first, last, replacement = mutant
     lines = (root / path).read_text().splitlines(keepends=True)
     old = lines[line - 1]
@@ -149,12 +149,12 @@ def mutated(mutant, root):
 
 
 def environment_of(root):
-    """Variables under which tests import the tree in `root`."""
+    """Return the environment in which tests import the tree in `root`."""
     return os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def run(mutant, root, timeout):
-    """Whether the tests notice a mutant made in `root`; the file is put back."""
+    """Return the outcome of the tests of a mutant in `root`, and restore the file."""
     path, line = mutant[:2]
     file = root / path
     before = file.read_text()
@@ -176,7 +176,7 @@ def run(mutant, root, timeout):
 
 
 def main():
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, default=60)

@@ -1,7 +1,7 @@
-"""Similarity of representations from the definitions: slow, plain NumPy and SciPy in float64, the yardstick of tests.
+"""Measures of similarity of representations in plain NumPy and SciPy, as references for tests.
 
-Written from the papers and the table of definitions, without a look at the package. Samples are rows: x is [n, p], y is
-[n, q], the same samples in the same order. Nothing here is optimised, and nothing here is imported by the package.
+They were written from the papers and the table of definitions, independently of the package, and are slow, in float64.
+Samples are rows: x is [n, p], y is [n, q], with the same samples in the same order.
 """
 
 import itertools

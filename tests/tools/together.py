@@ -1,4 +1,4 @@
-"""Processes on this machine that work together: `start` and `wait` for tests, and what each of them runs.
+"""Start processes on this machine that work together, and wait for them; the program of each process.
 
     python tests/tools/together.py fit 127.0.0.1:1234 2 0 members=5 checkpoint=run.ckpt then member_map=vmap
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A free port."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def start(count: int, *words: str, command: list[str] | None = None, devices: int = 1) -> list[subprocess.Popen[str]]:
-    """Starts `count` processes of a part of this file, or of a figure's command, each with so many devices."""
+    """Start `count` processes of a program of this file or of a figure's command, each with `devices` devices."""
     where = f"127.0.0.1:{free_port()}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1"}
     env["XLA_FLAGS"] = " ".join(w for w in env.get("XLA_FLAGS", "").split() if "device_count" not in w)
@@ -40,7 +40,7 @@ def start(count: int, *words: str, command: list[str] | None = None, devices: in
 
 
 def wait(started: list[subprocess.Popen[str]], timeout: float = 200) -> list[tuple[int, str, str]]:
-    """Exit status, what was printed, and what was complained of, of each; kills what is left in the end."""
+    """Return exit status, output and error output of each process, and kill those that are left."""
     deadline = time.monotonic() + timeout
     try:
         return [
@@ -55,14 +55,14 @@ def wait(started: list[subprocess.Popen[str]], timeout: float = 200) -> list[tup
 
 
 def run(count: int, *words: str, **options) -> list[str]:
-    """What each of `count` processes prints, which must end well."""
+    """Return the output of each of `count` processes; raise unless all succeed."""
     ended = wait(start(count, *words, **options))
     assert all(status == 0 for status, *_ in ended), "\n".join(f"{status}: {err}" for status, _, err in ended)
     return [said for _, said, _ in ended]
 
 
 def end(options: dict[str, str], step: int) -> None:
-    """End a run by an error or a signal, if the options say so for this step."""
+    """End a run by an error or a signal, if the options do so at this step."""
     if options.get("fail") == str(step):
         raise OSError("the disk of the callback is full")
     for name, number in (("interrupt", signal.SIGINT), ("terminate", signal.SIGTERM)):
@@ -126,7 +126,7 @@ def fit(options: dict[str, str]) -> None:
 
 
 def maps(options: dict[str, str]) -> None:
-    """Map over the members of this process, all-gather, call functions in process 0 alone, and be refused by `fit`."""
+    """Map over the members of this process, all-gather, call functions in process 0 alone, and make `fit` raise."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -172,7 +172,7 @@ def maps(options: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Run what one of the processes runs: "maps", or "fit" several times, with "then" between the options."""
+    """Run the program of one process: "maps", or "fit" several times, with "then" between the options."""
     part, where, count, index, *words = sys.argv[1:]
     from dissociation import training
 

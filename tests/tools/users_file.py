@@ -1,4 +1,4 @@
-"""What a user of both packages may write, for a strict type checker to read and for a test to run."""
+"""A user's code of both packages, for a strict type checker and a test."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models of many kinds, small: what the search for groups of neurons is tried on."""
+"""Small models of many kinds, to test the search for groups of neurons."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dissociation.rewrites import neuron_groups
 
 
 class Kind(NamedTuple):
-    """A model, inputs for it, and its groups: their sizes, and which may be scaled, grow, or be rotated."""
+    """A model, its inputs, and its groups: their sizes, and the changes that they allow."""
 
     make: Callable[[jax.Array], Any]
     inputs: Callable[[jax.Array], jax.Array]
@@ -37,7 +37,7 @@ def normal(*shape):
 
 @contextlib.contextmanager
 def numpy_draws():
-    """Let NumPy draw for known keys: JAX compiles a program for each shape."""
+    """Draw by NumPy for known keys, because JAX compiles a program for each shape."""
     by_jax = jax.random.uniform, jax.random.normal
 
     def uniform(key, shape=(), dtype=float, minval=0.0, maxval=1.0):
@@ -57,7 +57,7 @@ def numpy_draws():
 
 
 class ResidualMLP(eqx.Module):
-    """Blocks x + W2 relu(W1 norm(x)), with layer normalisation or without."""
+    """Blocks x + W2 relu(W1 norm(x)), with or without layer normalisation."""
 
     embed: eqx.nn.Linear
     norms: list
@@ -104,7 +104,7 @@ class ResidualCNN(eqx.Module):
 
 
 class Normalised(eqx.Module):
-    """A layer, batch normalisation, and a layer; running statistics are its state."""
+    """A layer, batch normalisation with running statistics as state, and a layer."""
 
     first: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -120,7 +120,7 @@ class Normalised(eqx.Module):
 
 
 def residual_cnn(key, mode):
-    """After a pass in training mode, so that the running statistics differ between channels."""
+    """Return the network after a pass in training mode, so that running statistics differ between channels."""
     model, state = eqx.nn.make_with_state(ResidualCNN)(key, mode)
     images = normal(16, 1, 8, 8)(key)
     apply = jax.vmap(lambda *args: model(*args), in_axes=(0, None), out_axes=(0, None), axis_name="batch")
@@ -129,7 +129,7 @@ def residual_cnn(key, mode):
 
 
 class Block(eqx.Module):
-    """Attention and a perceptron around a residual stream, normalised before each."""
+    """Attention and a perceptron on a residual stream, each after a normalisation."""
 
     norms: list
     attention: eqx.nn.MultiheadAttention
@@ -151,7 +151,7 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Tokens to logits."""
+    """Transformer from tokens to logits."""
 
     embedding: eqx.nn.Embedding
     positions: jax.Array
@@ -193,7 +193,7 @@ class Recurrent(eqx.Module):
 
 
 class Depthwise(eqx.Module):
-    """A convolution, one of as many groups as channels, and one of groups of two."""
+    """Convolutions with one group, with as many groups as channels, and with groups of two channels."""
 
     convolutions: list
 
@@ -301,13 +301,13 @@ ZOO = {
 
 
 def made(name):
-    """A model and inputs."""
+    """Return a model and inputs."""
     kind = ZOO[name]
     return kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
 
 
 def one(name):
-    """A model, inputs, and groups."""
+    """Return a model, inputs, and groups."""
     model, inputs = made(name)
     return model, inputs, neuron_groups(model, inputs[0])
 
@@ -316,6 +316,6 @@ RUN = eqx.filter_jit(lambda model, inputs: jax.vmap(lambda x: called(model, x))(
 
 
 def change(model, rewritten, inputs):
-    """The largest change of an output, of their size."""
+    """Return the largest change of an output, relative to the outputs' size."""
     before, after = (np.asarray(RUN(m, inputs)) for m in (model, rewritten))
     return np.abs(after - before).max() / np.abs(before).max()

@@ -1,8 +1,7 @@
-"""A valid call of every public function of both packages: `CALLS` maps functions to makers of keyword arguments, or to
-several where a function has several ways to be called.
+"""Valid calls of every public function of both packages: `CALLS` maps a function to one or several makers of arguments.
 
-A new public function needs a row here (`test_inputs.py` says which is missing). Arguments are small: the fuzz test
-runs every row some dozens of times.
+A new public function needs a row here (`test_inputs.py` names the missing ones). Arguments are small, because the fuzz
+test runs every row dozens of times.
 """
 
 from dissociation import bilinear, measures, training

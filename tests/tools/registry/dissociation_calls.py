@@ -23,7 +23,7 @@ KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backe
 
 
 def network(**options):
-    """A perceptron of 3 inputs, two hidden layers of 5 and 2 outputs."""
+    """Return a perceptron of 3 inputs, two hidden layers of 5 and 2 outputs."""
     return eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(1), **options)
 
 
@@ -32,7 +32,7 @@ def all_groups(**options):
 
 
 def hidden(**options):
-    """A group of 5 neurons of it."""
+    """Return a group of 5 neurons of `network()`."""
     return all_groups(**options)["layers[1]"]
 
 
@@ -45,61 +45,61 @@ def first_weight(model):
 
 
 def vectors_seen():
-    """By the second hidden layer, of two inputs."""
+    """Return the inputs of the second hidden layer for two examples."""
     return rewrites.layer_inputs(network(), TALL[:2], ".layers[1].weight")
 
 
 def layer():
-    """Weights of a hidden layer of 4 neurons, between 3 inputs and 2 outputs."""
+    """Return the weights of a hidden layer of 4 neurons, between 3 inputs and 2 outputs."""
     generator = np.random.default_rng(1)
     return {"w_in": generator.standard_normal((4, 3)), "w_out": generator.standard_normal((2, 4))}
 
 
 def bilinear_network(seed=0):
-    """A bilinear network of 3 inputs, 4 hidden features and 2 outputs."""
+    """Return a bilinear network of 3 inputs, 4 hidden features and 2 outputs."""
     return models.BilinearNetwork(3, 4, 2, key=jax.random.key(seed))
 
 
 def spectrum(seed=0):
-    """The spectrum of such a network."""
+    """Return the spectrum of `bilinear_network()`."""
     return bilinear.decompose(bilinear_network(seed))
 
 
 def moments():
-    """Moments of 12 samples of 3 features in 3 classes."""
+    """Return the moments of 12 samples of 3 features in 3 classes."""
     return measures.class_moments(TALL, np.arange(12) % 3, 3)
 
 
 def joint():
-    """Moments of two representations of 12 samples."""
+    """Return the moments of two representations of 12 samples."""
     return similarity.stream_moments([(TALL, OTHER)])
 
 
 def dataset():
-    """Twenty images of 9 pixels in 2 classes."""
+    """Return twenty images of 9 pixels in 2 classes."""
     generator = np.random.default_rng(2)
     images, labels = generator.random((20, 9)).astype(np.float32), np.eye(2, dtype=np.float32)[np.arange(20) % 2]
     return data.Dataset("small", images[:12], labels[:12], images[12:], labels[12:])
 
 
 def noisy_call():
-    """What the errors under noise share."""
+    """Return the common arguments of errors under noise."""
     return {"model": network(), "images": TALL, "labels": np.arange(12) % 2, "scales": np.array([0.0, 0.5])}
 
 
 def squared_error(model, batch, key):
-    """A loss."""
+    """Return a squared error."""
     return ((jax.vmap(model)(batch[0]) - batch[1]) ** 2).mean()
 
 
 def training_call():
-    """Two members for two steps."""
+    """Return arguments that train two members for two steps."""
     models = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 2, 5, 1, key=key))(jax.random.split(jax.random.key(0), 2))
     return {"models": models, "step": training_step(), "sampler": training.Epochs(PAIRS, 4), "num_steps": 2}
 
 
 def training_step():
-    """A step of stochastic gradient descent."""
+    """Return a step of stochastic gradient descent."""
     return training.make_step(squared_error, optax.sgd(0.1))
 
 

@@ -24,44 +24,44 @@ KERNEL = koopman.RBF(1.0)
 
 
 def energy(x):
-    """A harmonic well."""
+    """Return the energy of a harmonic well."""
     return jnp.sum(x**2) / 2
 
 
 def squared_error(target, forecast):
-    """A metric of forecasts."""
+    """Return a metric of forecasts."""
     return jnp.mean((target - forecast) ** 2)
 
 
 def kernel(x, y):
-    """The kernel of plain products, as a plain function."""
+    """Return products of states, as a plain function."""
     return x @ y.T
 
 
 def encoder():
-    """From states of 3 coordinates to 2 features."""
+    """Return a network from states of 3 coordinates to 2 features."""
     return eqx.nn.Linear(3, 2, key=jax.random.key(0))
 
 
 @functools.cache
 def operator():
-    """A fitted operator on 3 features."""
+    """Return a fitted operator on 3 features."""
     return koopman.fit(koopman.Ridge(0.1), X, Y)
 
 
 @functools.cache
 def decomposed():
-    """Its spectrum."""
+    """Return the spectrum of `operator()`."""
     return koopman.decompose(operator())
 
 
 def feature_map():
-    """A feature map of states of 3 coordinates."""
+    """Return a feature map of states of 3 coordinates."""
     return koopman.FeatureMap(2, encoder=encoder(), key=jax.random.key(0))
 
 
 def digits():
-    """Images of two classes."""
+    """Return images of two classes."""
     labels = np.eye(2, dtype=np.float32)[[0, 1, 1, 0]]
     images = RANDOM.random((4, 784)).astype(np.float32)
     return Dataset("noise", images, labels, images, labels)
