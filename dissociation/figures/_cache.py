@@ -133,7 +133,7 @@ class Cache:
     Args:
         folder: Folder of the parts; None saves nothing.
         identity: Identity of the run, see `identity_of`.
-        progress: Meter of `get_all`: "auto", "terminal", a function that opens one, or None for silence.
+        progress: Meter of `get_all`: "auto", "terminal", a function that opens one, or None.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any], progress: AnyMeter = None):

@@ -32,7 +32,7 @@ def run(
         key: Key of all randomness.
         data: Data, or None if the figure simulates them.
         cache: Folder of cached arrays, or an open `Cache` of this run; None keeps nothing.
-        progress: Meter: "auto", "terminal", a function that opens one, or None for silence.
+        progress: Meter: "auto", "terminal", a function that opens one, or None.
     """
     if isinstance(cache, Cache):
         return described(body(config, key, data, cache), config)

@@ -59,7 +59,7 @@ class Figure(Protocol):
             key: Key of all randomness.
             data: Data in place of those of `source`.
             cache: Folder of cached arrays, from which a second call with the same arguments resumes.
-            progress: Meter: "auto", "terminal", a function that opens one, or None for silence.
+            progress: Meter: "auto", "terminal", a function that opens one, or None.
 
         Raises:
             RefusedFile: If `cache` holds arrays of another run, or broken ones.

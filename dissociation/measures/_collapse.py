@@ -89,7 +89,7 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
         features: Finite features Z, [samples, d].
         labels: Classes from 0, [samples].
         num_classes: Classes C, some of which may have no samples.
-        scatter: If True, the [d, d] matrix for `trace_ratio` is computed, at a cost of n d^2.
+        scatter: If True, compute the [d, d] matrix for `trace_ratio`, at a cost of n d^2.
 
     Returns:
         The moments. For a traced feature that is not finite or label that is not a class, all but counts, means and
@@ -192,9 +192,6 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
 
     Args:
         moments: Moments of the features.
-
-    Returns:
-        The measures.
 
     Warns:
         UserWarning: If the norm of the mean exceeds 100 times the features' spread.

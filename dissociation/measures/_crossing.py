@@ -75,9 +75,6 @@ def first_cross(
         threshold: Threshold, in the units of y.
         direction: "above" or "below".
 
-    Returns:
-        One x per curve.
-
     Raises:
         ValueError: If lengths differ, x does not increase, or the direction is unknown.
 
@@ -108,7 +105,7 @@ def median_crossing(
         level: Coverage of the interval, between 0 and 1; approximate in small samples.
 
     Returns:
-        Median and interval. An end that the data do not bound is infinite.
+        Median and interval; an end that the data do not bound is infinite.
 
     Raises:
         ValueError: If there are no times, a time is infinite, an end is not finite or before its crossing, or `level`
@@ -186,9 +183,6 @@ def log_slope(
         end: Positive end of all runs or of each.
         level: Coverage of the slope's interval, between 0 and 1, to first order. With up to half of 8 or 15 samples
             censored, intervals at 0.95 held 94 to 97 % of true slopes.
-
-    Returns:
-        The line.
 
     Raises:
         ValueError: If lengths differ, a value or `level` is out of range, or there are fewer than three crossings or

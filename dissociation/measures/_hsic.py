@@ -20,9 +20,9 @@ Features = Float[Array | np.ndarray, "n d"]
 BANDWIDTHS = ("dimension", "median")
 """Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch.
 
-A median of zero is replaced by the mean, and a mean of zero by 1. The median of uncorrelated features of variance 1 is
-2 d, so "median" with sigma 5 / sqrt(2) equals "dimension" with the published 5. At sigma = 1 the measure is near its
-largest value for any features.
+A median of zero is replaced by the mean, and a mean of zero by 1. For uncorrelated features of variance 1, "median"
+with sigma 5 / sqrt(2) equals "dimension" with the published 5. At sigma = 1 the measure of any features is near its
+largest value.
 """
 
 

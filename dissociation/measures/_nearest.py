@@ -96,7 +96,7 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
 
 @validated
 def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Estimate:
-    """Return the differential entropy by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
+    """Return the differential entropy in nats by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
 
     H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))), with the distance r_ij of sample i to its j-th
     neighbour among n in d dimensions, the volume V_d of the unit ball, and `entropy_weights` w_j.
@@ -105,9 +105,6 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
         points: Samples, [n, d].
         num_neighbours: Neighbours k.
         block: Samples compared at once.
-
-    Returns:
-        The entropy in nats.
 
     Raises:
         ValueError: If there are too few samples, or neighbours for the dimension.
@@ -137,7 +134,7 @@ def information(
     num_neighbours: int = 5,
     block: int = 250,
 ) -> Estimate:
-    """Return the mutual information I(X; Z) of paired samples.
+    """Return the mutual information I(X; Z) of paired samples in nats.
 
     Units, and increasing maps of a coordinate, affect only strong relations. An invertible relation has infinite
     information: add a little noise to one side, and compare with shuffled pairs. Coordinates with few values need
@@ -147,12 +144,9 @@ def information(
         x: Samples, [n, p].
         z: Samples, [n, d], converted to the dtype of x.
         estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator with the larger
-            Euclidean distance, which has a smaller error in few dimensions and a bias in more. It computes both.
+            Euclidean distance, with a smaller error in few dimensions and a bias in more. It computes both.
         num_neighbours: Neighbours k. In 4 + 4 dimensions 10 or 20 in place of 5 reduce the error by a third or a half.
         block: Samples compared at once.
-
-    Returns:
-        The information in nats.
 
     Raises:
         ValueError: If lengths differ, or an option is out of range.

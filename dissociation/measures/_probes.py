@@ -56,10 +56,9 @@ def crossval_softmax_predict(
         ridge: Positive penalty on the weights; traced. The intercept is not penalised.
         folds: One of `FOLDS`.
         key: Random key that shuffles samples before they are distributed. Results keep the given order.
-        num_samples: Leading samples in use, at the cost of all n; traced, so all values share one compilation. Later
-            rows of the result are zero.
-        tol: Bound of the `gap` of `SoftmaxFit`; default 1e-5 in float32 and 1e-9 in float64. Errors of probabilities
-            are proportional to its square root.
+        num_samples: Leading samples in use, at the cost of all n; traced. Later rows of the result are zero.
+        tol: Bound of the `gap` of `SoftmaxFit`; default 1e-5 in float32 and 1e-9 in float64. Probabilities err by its
+            square root.
         max_steps: Largest number of solver steps.
 
     Returns:

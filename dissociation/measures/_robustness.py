@@ -29,7 +29,7 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
         labels: Classes [samples], or one-hot [samples, classes].
 
     Returns:
-        Error rate between 0 and 1; NaN without samples, or if the largest logit of a sample is not finite.
+        Error rate from 0 to 1; NaN without samples, or if the largest logit of a sample is not finite.
 
     Raises:
         ValueError: If the shapes differ.

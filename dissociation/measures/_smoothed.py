@@ -17,10 +17,7 @@ from dissociation.measures._neighbours import in_blocks
 Features = Float[Array | np.ndarray, "n d"]
 
 METHODS = ("monte_carlo", "upper", "lower")
-"""Draws from the mixture, or bounds of I(T; X).
-
-The upper bound is from Kullback-Leibler divergences of pairs, the lower one from Bhattacharyya distances.
-"""
+"""Draws from the mixture, or bounds of I(T; X) by Kullback-Leibler divergences or Bhattacharyya distances of pairs."""
 
 
 class SmoothedInformation(Result):
@@ -73,25 +70,22 @@ def smoothed_information(
     num_draws: int = 1,
     block: int = 1000,
 ) -> SmoothedInformation:
-    """Return the information of noisy features about their samples and labels.
+    """Return the information of noisy features about their samples and labels, in nats.
 
     T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, with finite entropy h:
 
         I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X) - I(T; Y).
 
-    Without noise, I(X; Z) of a deterministic network is infinite, or log n for n samples.
+    Without noise, I(X; Z) of a deterministic network is infinite, log n for n samples.
 
     Args:
         features: Features Z of distinct samples, [samples, d].
         labels: Classes from 0, [samples].
         noise: Standard deviation s of the noise, in the units of the features.
-        method: "monte_carlo" for draws from the mixture, "upper" or "lower" for bounds from distances of pairs.
+        method: One of `METHODS`.
         key: Random key of the noise of "monte_carlo".
         num_draws: Draws of the noise per sample.
         block: Samples compared at once with all others.
-
-    Returns:
-        The three informations, in nats.
 
     Raises:
         ValueError: If lengths differ, an option is out of range, or "monte_carlo" has no key.

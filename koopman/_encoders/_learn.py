@@ -101,7 +101,7 @@ def train_encoders(
     validation: Any = None,
     **options: Any,
 ) -> FitResult:
-    """Train networks of many seeds on pairs of a state and the state one lag later, or on states and their classes.
+    """Train networks of many seeds on pairs of states one lag apart, or on states and their classes.
 
     Args:
         model: Function from a key to a network, or a network with the initial weights of every seed: a `FeatureMap` for

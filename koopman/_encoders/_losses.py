@@ -156,7 +156,7 @@ def dpnets_loss(
         x: Features of the states, [n, d].
         y: Features one lag later, [n, d].
         relaxed: If True, take the relaxed score.
-        metric_deformation: Weight of R, non-negative. May be traced.
+        metric_deformation: Weight of R, non-negative, perhaps traced.
         center_covariances: If True, the means are subtracted.
 
     Returns:
@@ -203,9 +203,6 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
         x: Features of the states, [n, d], n at least 2.
         y: Features one lag later, [n, d].
 
-    Returns:
-        The loss, a scalar.
-
     References:
         HaoChen, Wei, Gaidon and Ma (2021), Provable guarantees for self-supervised deep learning with spectral
         contrastive loss, section 3.
@@ -250,7 +247,7 @@ def autoencoder_loss(
         y_enc: enc(y), [n, ...].
         x_evo: K enc(x), in the shape of `y_enc`.
         y_pred: dec(K enc(x)), in the shape of `x`.
-        alpha_rec: Weight of the reconstruction, non-negative, like the others; may be traced.
+        alpha_rec: Weight of the reconstruction, like the others non-negative, perhaps traced.
         alpha_lin: Weight of the latent step.
         alpha_pred: Weight of the prediction.
 
@@ -287,7 +284,7 @@ def energy_loss(
     Args:
         x: Features of samples of the invariant distribution, [n, d].
         jac: Derivatives of the features by the m coordinates of the state, [n, d, m].
-        grad_weight: a, non-negative, in units of time; one over the shift of the resolvent. May be traced.
+        grad_weight: a, non-negative, in units of time, one over the shift of the resolvent; perhaps traced.
         form: "energy" or "pooled".
 
     Returns:

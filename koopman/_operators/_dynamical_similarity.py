@@ -57,8 +57,8 @@ def align_dynamics(
     """Return the orthogonal C that brings C B C^T closest to A, with evidence of the minimum.
 
     `delay_embed`, `koopman.fit` (in the paper with `PrincipalComponents`) and `transition_matrix` compute A and B from
-    trajectories. Derivatives are at fixed C, and those of the minimum if the best C is unique up to changes that keep
-    C B C^T. At zero only the square of the distance is differentiable.
+    trajectories. Derivatives, at fixed C, are those of the minimum if C B C^T is unique. At zero only the squared
+    distance is differentiable.
 
     Args:
         a: A, transition matrix of one system in orthonormal coordinates, [r, r].
@@ -70,7 +70,7 @@ def align_dynamics(
             0 to pi and invariant to scale, NaN for a matrix of zeros. Both have the same C.
 
     Returns:
-        The alignment. Traced matrices that are not finite give NaN, not converged.
+        The alignment; NaN, not converged, for traced matrices that are not finite.
 
     References:
         Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure of computation in
@@ -90,7 +90,7 @@ def dynamical_distance(
 ) -> Float[Array, ""]:
     """Return the distance of `align_dynamics`: the minimum over orthogonal C of |A - C B C^T|, or the angle.
 
-    For symmetric or skew A and B it is the distance of the sorted eigenvalues. For normal ones it is at least
+    For symmetric or skew A and B it is the distance of sorted eigenvalues, for normal ones at least
     `eigenvalue_distance`.
 
     Args:
@@ -352,8 +352,7 @@ def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Arra
     """Return A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of an operator's latent functions.
 
     With latent functions u, E[u_{t+1} | u_t] = u_t K (a row), and their Gram matrix N, v = N^(-1/2) u has
-    A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix. A has the eigenvalues of
-    `koopman.eigenvalues`.
+    A = (N^(1/2) K N^(-1/2))^T, unique up to an orthogonal change of v, with the eigenvalues of `koopman.eigenvalues`.
 
     Args:
         operator: A fitted operator.

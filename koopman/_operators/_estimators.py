@@ -183,8 +183,7 @@ class Ridge(_Principal, Estimator):
 class PrincipalComponents(_Principal, Estimator):
     """Principal component regression: ridge regression on the leading `rank` eigenvectors of C_x.
 
-    It is classical or extended dynamic mode decomposition; with a kernel and alpha = 0, kernel extended dynamic mode
-    decomposition.
+    It is (extended) dynamic mode decomposition, or with a kernel and alpha = 0 its kernel version.
 
     Attributes:
         rank: Number of directions, from 1 to d (with a kernel, n). If it is traced, as in a `jax.vmap` over ranks,
@@ -229,7 +228,7 @@ class PrincipalComponents(_Principal, Estimator):
 class ReducedRank(Estimator):
     """Reduced rank regression: minimiser of the regularised risk among operators of rank at most `rank`.
 
-    It spans the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy.
+    It takes the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy.
 
     Attributes:
         rank: Rank, from 1 to d (with a kernel, n); may be traced, as in `PrincipalComponents`.

@@ -211,10 +211,7 @@ def score(
         lag: Lag of the fit, in samples.
         steps: Lags ahead.
         observable: Observable of the fit at the same times, [time, ...]. Default: `trajectory`.
-        metric: Function of targets and forecasts, [n, ...] each.
-
-    Returns:
-        The metric, by default R^2.
+        metric: Function of targets and forecasts, [n, ...] each; default R^2.
 
     Raises:
         ValueError: If the trajectory is not longer than lag * steps, or is not finite.

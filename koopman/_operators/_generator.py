@@ -50,8 +50,8 @@ def fit_generator(
     For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint, -<f, L g> = D E[grad f . grad g].
     The rate is -(E + shift alpha I) / C along c, so that directions with C << alpha are fast and come last.
 
-    With exact moments, rates are at or below the true ones for any alpha. Features that are flat on a few samples in a
-    tail give a rate near 0 (see `Generator.support`), which only a larger alpha or wider features remove.
+    With exact moments, rates are at or below the true ones. Features that are flat on a few samples in a tail give a
+    rate near 0 (see `Generator.support`), which only a larger alpha or wider features remove.
 
     Args:
         x: Features phi of samples of the invariant measure, [n, d].

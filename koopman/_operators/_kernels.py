@@ -44,7 +44,6 @@ class Linear(eqx.Module):
 
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """Return the matrix of kernel values."""
         return _products(x, y)
 
 
@@ -59,7 +58,6 @@ class _Stationary(eqx.Module):
 
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """Return the matrix of kernel values."""
         x, y = jnp.asarray(x), jnp.asarray(y)
         length = jnp.asarray(self.length_scale, x.dtype)
         unit = scale_of(length)  # otherwise squares overflow or vanish
@@ -137,7 +135,6 @@ class Polynomial(eqx.Module):
 
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
-        """Return the matrix of kernel values."""
         return jnp.asarray(self.gamma * _products(x, y) + self.offset) ** self.degree
 
 
@@ -149,7 +146,6 @@ class Function(eqx.Module):
     function: Callable[[Array, Array], Array] = eqx.field(static=True)
 
     def __call__(self, x: Array, y: Array) -> Any:
-        """Return the kernel values, which `gram` checks."""
         return self.function(x, y)
 
 

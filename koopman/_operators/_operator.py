@@ -14,14 +14,13 @@ from koopman._operators._kernels import gram
 
 
 class LinearMap(eqx.Module):
-    """Map x -> (x - offset) matrix of explicit features. `offset` is their mean if they are centred, else zero."""
+    """Map x -> (x - offset) matrix of features. `offset` is their mean if they are centred, else zero."""
 
     offset: Float[Array, " d"]
     matrix: Float[Array, "d r"]
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
-        """Return the values at features x."""
         if x.shape[1] != self.matrix.shape[0]:
             fail("x", f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted", np.shape(x))
         return product(jnp.asarray(x) - self.offset[None], self.matrix)
@@ -36,7 +35,6 @@ class KernelMap(eqx.Module):
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
-        """Return the values at states x."""
         if x.shape[1] != self.centres.shape[1]:
             fail("x", f"have shape [n, {self.centres.shape[1]}], as the operator was fitted", np.shape(x))
         return product(gram(self.kernel, jnp.asarray(x), self.centres), self.coefficients)
@@ -95,7 +93,6 @@ class Operator(eqx.Module):
     given: bool = eqx.field(static=True, default=True)
 
     def __repr__(self) -> str:
-        """Return one line with rank, regularisation and number of dropped directions."""
         if is_traced(self.alpha) or jnp.ndim(self.alpha):
             return eqx.tree_pformat(self)
         rank, held = self.core.shape[0], int(self.effective_rank)

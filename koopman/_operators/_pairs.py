@@ -56,14 +56,14 @@ def lagged_pairs(
         max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, and each trajectory gives the
             pairs of its first time - max_lag states. Successors at a traced lag, which must be floating point, are NaN
             if it is out of range.
-        trajectory_axis: Axis of the array that indexes trajectories, 0 for those of `koopman.datasets`; the first other
-            axis is time.
+        trajectory_axis: Axis of trajectories in the array, 0 for those of `koopman.datasets`; the first other axis is
+            time.
 
     Returns:
         All pairs, by trajectory and time.
 
     Warns:
-        UserWarning: If trajectories of a list are skipped because they have no pair at this lag.
+        UserWarning: If trajectories without a pair at this lag are skipped.
 
     Raises:
         ValueError: If an array has three axes or more and no `trajectory_axis`, no trajectory has a pair at this lag,
@@ -116,20 +116,20 @@ def delay_embed(
         trajectory: States in the order of time, in the forms of `lagged_pairs`.
         num_delays: q, states in a row, 1 or more.
         stride: s, steps between them, 1 or more.
-        trajectory_axis: Axis of the array that indexes trajectories.
+        trajectory_axis: Axis of trajectories in the array.
 
     Returns:
         [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of trajectories, and
         [trajectories, time - (q - 1) s, q d] with `trajectory_axis`.
 
     Warns:
-        UserWarning: If trajectories of a list are skipped because they are too short for one row.
+        UserWarning: If trajectories too short for one row are skipped.
 
     Raises:
         ValueError: If every trajectory is too short.
 
     References:
-        Takens (1981), Detecting strange attractors in turbulence; Brunton et al. (2017), Chaos as an intermittently
+        Takens (1981), Detecting strange attractors in turbulence. Brunton et al. (2017), Chaos as an intermittently
         forced linear system.
 
     >>> delay_embed(jnp.arange(4.0), 3)

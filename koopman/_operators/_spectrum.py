@@ -128,7 +128,7 @@ def right_eigenfunctions(
 
     Args:
         operator: A fitted operator.
-        x: Features (states, for a kernel operator), [n, d], of the width of the fit.
+        x: Features (states, for a kernel operator), [n, d].
         spectrum: Result of `decompose`, if known.
 
     Returns:
@@ -147,7 +147,7 @@ def left_eigenfunctions(
 
     Args:
         operator: A fitted operator.
-        x: Features (states, for a kernel operator), [n, d], of the width of the fit.
+        x: Features (states, for a kernel operator), [n, d].
         spectrum: Result of `decompose`, if known.
 
     Returns:

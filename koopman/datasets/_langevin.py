@@ -51,7 +51,7 @@ def overdamped_langevin(
         substeps: Steps of the scheme per recorded step, 1 or more.
 
     Raises:
-        ValueError: If a number is out of range, or the potential does not return one number.
+        ValueError: If a number is out of range, or the potential does not return one.
 
     References:
         Maruyama (1955), Continuous Markov processes and stochastic equations.

@@ -32,7 +32,6 @@ class Pixels(eqx.Module):
     deviation: Float[Array, " d"]
 
     def __call__(self, image: Float[Array, "28 28"]) -> Float[Array, " d"]:
-        """Return the features of one image."""
         return (image.reshape(-1) - self.mean) / self.deviation
 
 
@@ -50,7 +49,6 @@ class Forecaster(eqx.Module):
     decoder: Callable[[Array], Array] | None  # from a forecast to an image; None if the dynamics forecast images
 
     def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
-        """Return the images `steps` ahead."""
         return self.ahead(encode(self.features, images), steps)
 
     def ahead(self, values: Float[Array, "n d"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
