@@ -53,7 +53,7 @@ def is_table(value: Any) -> bool:
 
 
 def _meaning(label: Any, values: Any = None) -> str:
-    """Return "time" or "run" if an axis's name or dtype says so, else ""."""
+    """Return the meaning of an axis by its name or dtype: "time", "run" or ""."""
     if hasattr(values, "asi8"):  # dates, periods, spans of time
         return "time"
     name = re.sub(_UNITS, "", str(label).strip().lower())

@@ -86,7 +86,7 @@ def coarse_grained(
     *,
     key: PRNGKey | None = None,
 ) -> tuple[Real[Array, "n *image"], Float[Array, "n 6"]]:
-    """Replace digits by their least prime factors as labels, where 0 and 1 are kept.
+    """Replace the labels of digits by least prime factors; 0 and 1 stay.
 
     Args:
         images: Images of any shape, [n, ...].

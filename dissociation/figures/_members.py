@@ -84,9 +84,9 @@ class Config(DataConfig):
     num_epochs: int = 10
     """Passes over the training images."""
     num_train: int | None = None
-    """Training images; None takes the data set's own number."""
+    """Training images; None takes the data set's default."""
     num_test: int | None = None
-    """Test images; None takes the data set's own number."""
+    """Test images; None takes the data set's default."""
 
     def __post_init__(self: Any):
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Similarity of representations: between seeds and layers, under rewrites, through training, beside the function.
+"""Figure `similarity`: between seeds and layers, under rewrites, through training, and by disagreement of functions.
 
 Measures of `similarity` compare the representations of test images in every layer of networks from several seeds.
 """

@@ -81,7 +81,7 @@ class _Problem(NamedTuple):
     labels: Array  # [classes, n]
     mask: Array  # [folds, 1, n], 1 on the training part
     offset: Array  # [folds, classes, 1], 0 or _NEVER
-    scale: Array  # [folds, 1, d + 1], inverse deviation in the training part; 0 where constant
+    scale: Array  # [folds, 1, d + 1], inverse deviation in the training part; 0 if constant
     mean: Array  # [folds, 1, d + 1], mean in the training part; 0 for the intercept
     penalty: Array  # [1, 1, d + 1], ridge; 0 for the intercept
 

@@ -252,7 +252,7 @@ class ReducedRank(Estimator):
         super().__init__(rank, alpha, solver)
 
     def features(self, problem: FeatureRegression) -> Basis:
-        """Return U = W Q, where Q holds the leading left singular vectors of W^T C_xy and W^T (C_x + alpha I) W = I."""
+        """Return U = W Q with W^T (C_x + alpha I) W = I and the leading left singular vectors Q of W^T C_xy."""
         number, iterated = problem.x.shape[1], ("krylov", "randomized")
         leading = chosen_solver(problem.solver, number, problem.y.shape[1], problem.size) in iterated
         if problem.route == "qr" or not leading:

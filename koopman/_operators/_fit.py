@@ -81,7 +81,7 @@ def fit(
             kernel without centres.
         rtol: Relative size below which a singular value of the features counts as zero. It makes "auto" "qr". Default:
             d times rounding ("qr"), or the root of 8 times rounding ("covariance"). Not for a kernel without centres,
-            where it is the latter for the dense solvers.
+            for which dense solvers take the latter.
 
     Returns:
         The fitted operator, a function of features or states as in `x`.

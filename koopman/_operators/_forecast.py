@@ -65,7 +65,7 @@ def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
     # A bound of the loss, which spares most operators the decomposition.
     if ahead.max(initial=0.0) * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
         return
-    with jax.ensure_compile_time_eval():  # also where a known operator is used under a trace
+    with jax.ensure_compile_time_eval():  # the operator is known, even under a trace
         modulus, kept, share = (np.asarray(part, float) for part in _mode_losses(operator))
     with np.errstate(all="ignore"):
         lost = np.sqrt(np.sum((share * modulus ** (ahead - 1) * (1 - kept**ahead)) ** 2, 1))

@@ -175,7 +175,7 @@ class KernelRegression(eqx.Module):
     alpha: Array  # Tikhonov regularisation
     active: Array  # latent functions in use, the others are zero
     size: int = eqx.field(static=True)  # latent functions
-    solver: str = eqx.field(static=True)  # one that the estimator knows for kernels, "auto" decided
+    solver: str = eqx.field(static=True)  # one of the estimator's `kernel_solvers`, "auto" resolved
 
     @property
     def cutoff(self) -> float:
