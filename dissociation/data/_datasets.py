@@ -130,7 +130,7 @@ def load(
         The dataset of float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
 
     Raises:
-        ValueError: If MNIST has fewer images than requested.
+        ValueError: If `name` is unknown or MNIST has fewer images; see `mnist_data` for other errors.
     """
     check_choice("name", name, NAMES)
     for argument, number in (("num_train", num_train), ("num_test", num_test)):

@@ -20,7 +20,6 @@ SIDE = 28
 """Pixels along a side of an image, as in MNIST."""
 
 NUM_CLASSES = 10
-"""Number of digits."""
 
 BORDER = 2
 """Number of dark rows and columns on each side of an image."""

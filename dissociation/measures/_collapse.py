@@ -188,7 +188,7 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
 def neural_collapse(moments: ClassMoments) -> Collapse:
     """Return within-class and between-class variance, scale, and the condition number of class means.
 
-    `scale`, `rnc1` and `nc2` take uncentred features, as published. If the features' offset is large, they measure it.
+    `scale`, `rnc1` and `nc2` take uncentred features, as published, and measure a large offset of the features instead.
 
     Args:
         moments: Moments of the features.

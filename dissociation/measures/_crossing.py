@@ -96,8 +96,8 @@ def median_crossing(
 ) -> Median:
     """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval, on the host.
 
-    At level 0.9 an interval bounded from below needs four samples. One bounded from above needs five, all crossed, or
-    more samples.
+    At level 0.9 an interval bounded from below needs four samples, one bounded from above five if all have crossed, or
+    more.
 
     Args:
         times: Crossing times; NaN for samples that had not crossed when their run ended.

@@ -219,7 +219,7 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
         transition: P, [regimes, regimes].
 
     Returns:
-        All regimes (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes [n].
+        All `regimes` (1 + d) eigenvalues, and right eigenfunctions of states [n, d] and regimes [n].
 
     References:
         Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2.

@@ -35,7 +35,6 @@ STEM = "spectra"
 SHOWS = "Estimated against exact eigenvalues and eigenfunctions of systems whose spectra are known."
 
 SYSTEMS = ("logistic", "ornstein_uhlenbeck", "prinz")
-"""Names of the systems."""
 
 ESTIMATORS = {
     "ridge": "ridge",
