@@ -121,7 +121,9 @@ def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, ax
         advice = "Pass [frame[[run]] for run in frame], or frame.T; if they are states, pass frame.to_numpy()"
         fail(name, "have states for columns", f"columns of runs or times, named {labels[0]!r}", advice)
     if len(columns) > 1 and (labels := [label for label in columns if _meaning(label) or _may_be(label, table)]):
-        advice = f"Use frame.set_index({labels}) or drop them; if they are states, pass frame.to_numpy()"
+        runs = any(_meaning(level) == "run" for level in getattr(table.index, "names", ()))
+        call = f"frame.set_index({labels}{', append=True' if runs else ''})"
+        advice = f"Use {call}; if they are states, pass frame.to_numpy()"
         fail(name, "hold states alone in its columns", f"what looks like runs or times in {labels}", advice)
 
 

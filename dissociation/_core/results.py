@@ -53,7 +53,10 @@ class Labels:
         return dataset_of(self, over)
 
     def to_dataframe(self: Any, over: Over = None) -> "dict[tuple[str, ...], pandas.DataFrame]":
-        """Return tidy tables by the names of their axes, with a row per position along the axes."""
+        """Return tidy tables by the names of their axes, with a row per position along the axes.
+
+        `found.to_dataframe()["items", "others"]` is the table of `pairwise`; single numbers are in the table `()`.
+        """
         return tables_of(self.to_xarray(over))
 
     def save(self: Any, path: "str | os.PathLike[str]", over: Over = None) -> "Path":

@@ -218,14 +218,15 @@ def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
     centred, _ = _centred(moments, moments.counts)
     unit = jnp.asarray(moments.unit)
     between = jnp.sum(moments.counts / number * jnp.sum((centred / unit) ** 2, 1))
-    scale = moments.norms / number
+    lost = jnp.where(jnp.isnan(within), jnp.nan, 0.0)  # a traced label that is not a class
+    scale = moments.norms / number + lost
     found = Collapse(
         within=within * unit**2,
         between=between * unit**2,
         scale=scale,
         nc1=within * unit / (between * unit + 1e-8 / unit),
         rnc1=within * unit / ((scale / unit) * scale + 1e-10 / unit),
-        nc2=_condition_number(moments),
+        nc2=_condition_number(moments) + lost,
     )
     return found, unit * jnp.sqrt(within + between)
 

@@ -272,6 +272,9 @@ def compare(
 ) -> Similarities:
     """Return `pairwise` across two sets of representations, or of one pair.
 
+    One pair has an interval of coverage 0.9 and a p-value by default. For tables pass `num_blocks=20` and
+    `p_values=True`.
+
     Args:
         x: Representations as in `pairwise`, or one array [n, p] or [n].
         y: Representations of the same samples.

@@ -179,7 +179,7 @@ def fit_grid(
         member_map: Mapping of the members of a group, see `fit`.
         members_per_batch: Members batched at once, see `fit`.
         folder: Folder for the checkpoints and trained models of the groups. A second call with the same arguments
-            resumes from the folder. None: trained models stay in memory.
+            resumes from the folder, and reads a finished sweep. None: trained models stay in memory.
         fresh: If True, move the files of an earlier sweep to a subfolder, such as `before-1`, and start from scratch.
         same_program: If True, accept checkpoints whose programs have other operations, as after an update of JAX.
         memory_budget: Bytes for the training of a group; compilation needs more. None: nine tenths of the free memory

@@ -34,7 +34,7 @@ def warn_narrowed(*arrays: Array | np.ndarray) -> None:
 def _warn_narrowed() -> None:
     _warn(
         "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
-        "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass x.astype(numpy.float32)."
+        "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass .astype(numpy.float32)."
     )
 
 

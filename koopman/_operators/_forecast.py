@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dissociation._core.checks import check_count, check_non_negative, fail, is_traced
+from dissociation._core.checks import check_count, check_finite, check_non_negative, fail, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
@@ -193,31 +193,40 @@ def _r2_score(target: Array, forecast: Array) -> Array:
     return jnp.mean(jnp.where(constant, jnp.where(jnp.all(off == 0, 0), 1.0, 0.0), ratio))
 
 
-@validated(finite=("trajectory",))
+@validated
 def score(
     operator: Operator,
-    trajectory: Annotated[Float[Array | np.ndarray, "time d"], InTime()],
+    trajectory: Annotated[Float[Array | np.ndarray, "time d"] | Sequence[Float[Array | np.ndarray, "_ d"]], InTime()],
     *,
     lag: int = 1,
     steps: int = 1,
-    observable: Annotated[Float[Array | np.ndarray, "time *o"], InTime()] | None = None,
+    observable: Annotated[Float[Array | np.ndarray, "time *o"] | Sequence[Float[Array | np.ndarray, "_ *o"]], InTime()]
+    | None = None,
     metric: Callable[[Array, Array], Array] = r2_score,
 ) -> Array:
     """Return a metric of the states at t + lag * steps and their forecasts from t.
 
     Args:
         operator: An operator fitted on pairs of this lag.
-        trajectory: Features (states, for a kernel operator), [time, d], or a frame as for `lagged_pairs`.
+        trajectory: Features (states, for a kernel operator), [time, d], a list of such trajectories, or a frame as for
+            `lagged_pairs`.
         lag: Lag of the fit, in samples.
         steps: Lags ahead.
         observable: Observable of the fit at the same times, [time, ...]. Default: `trajectory`.
-        metric: Function of targets and forecasts, [n, ...] each; default R^2.
+        metric: Function of targets and forecasts of all pairs within trajectories, [n, ...] each; default R^2.
 
     Raises:
-        ValueError: If the trajectory is not longer than lag * steps, or is not finite.
+        ValueError: If a trajectory is not longer than lag * steps, or is not finite.
     """
     ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
     observable = trajectory if observable is None else observable
-    if trajectory.shape[0] <= ahead:
-        fail("trajectory", f"be longer than lag * steps ({ahead})", f"{trajectory.shape[0]} samples")
-    return metric(jnp.asarray(observable)[ahead:], predict(operator, trajectory[:-ahead], steps))
+    states, targets = (list(one) if isinstance(one, list | tuple) else [one] for one in (trajectory, observable))
+    lengths, others = [len(one) for one in states], [len(one) for one in targets]
+    if min(lengths) <= ahead:
+        fail("trajectory", f"be longer than lag * steps ({ahead})", f"{min(lengths)} samples")
+    if lengths != others:
+        fail("observable", f"be of the lengths of the trajectories, {lengths}", others)
+    for one in states:
+        check_finite("trajectory", one)
+    x = jnp.concatenate([jnp.asarray(one)[:-ahead] for one in states])
+    return metric(jnp.concatenate([jnp.asarray(one)[ahead:] for one in targets]), predict(operator, x, steps))

@@ -241,4 +241,7 @@ def test_traced_labels_out_of_range_give_nan():
     features, labels = samples(40)
     run = jax.jit(lambda y: class_moments(features, y, 5).spread.sum())
     for label, good in ((0, True), (-1, False), (5, False)):
-        assert np.isfinite(run(np.where(np.arange(40) == 3, label, labels))) == good
+        given = np.where(np.arange(40) == 3, label, labels)
+        assert np.isfinite(run(given)) == good
+        found = jax.jit(lambda y: neural_collapse(class_moments(features, y, 5)))(given)
+        assert {bool(np.isfinite(value)) for value in vars(found).values()} == {good}

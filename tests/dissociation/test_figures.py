@@ -299,7 +299,7 @@ WRONG = {
 @pytest.mark.parametrize("figure", sorted(figures()))
 def test_settings_that_cannot_be_met_are_refused_at_once(figure, unchecked):
     settings = [item for names, wrong in WRONG.items() if figure in names for item in wrong.items()]
-    assert settings
+    assert settings, f"WRONG lacks values that {figure} refuses"
     for name, values in settings:
         for value in values:
             with pytest.raises(ValueError, match=f"`(num_train|batch_size|{name})` must "):

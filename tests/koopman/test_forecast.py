@@ -158,13 +158,29 @@ def test_a_frame_is_scored_as_its_pairs_are_made():
         (FRAME[::-1], "index that increases"),
         (FRAME.set_axis(np.arange(len(FRAME), dtype=np.uint32)[::-1]), "index that increases"),
         (FRAME.drop(7), "index of even steps"),
-        (FRAME.assign(**RUNS).set_index(["run", "t"]), "be one trajectory, got 2 runs"),
         (FRAME.assign(**RUNS).set_index("t"), "`trajectory` must .*increases|states alone"),
     ):
         with pytest.raises(ValueError, match=words):
             score(operator, table)
         with pytest.raises(ValueError, match="`observable` must"):
             score(operator, FRAME.to_numpy(), observable=table)
+
+
+def test_several_trajectories_are_scored_by_their_pairs():
+    runs, states = FRAME.assign(**RUNS).set_index(["run", "t"]), FRAME.to_numpy()
+    operator = fit(Ridge(), *lagged_pairs(runs))
+    parts = [states[:15], states[15:]]
+    wanted = r2_score(
+        np.concatenate([part[2:] for part in parts]),
+        predict(operator, np.concatenate([part[:-2] for part in parts]), 2),
+    )
+    for given in (runs, parts):
+        np.testing.assert_allclose(score(operator, given, steps=2, observable=given), wanted, rtol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"`observable` must be of the lengths of the trajectories, \[15, 15\], got \[30\]"
+    ):
+        score(operator, parts, observable=states)
+    assert "append=True" in str(pytest.raises(ValueError, score, operator, runs.reset_index("t")).value)
 
 
 @pytest.mark.parametrize("label", ["run", "Time (s)"])

@@ -527,3 +527,11 @@ def test_snapshots_in_columns_are_hinted_at_once():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "There are fewer pairs")
         fit(Ridge(), *pairs)
+
+
+def test_an_estimator_with_an_array_of_its_own_is_refused():
+    class Cut(Ridge):
+        rtol: float = 0.0
+
+    with pytest.raises(TypeError, match=r"Fields of an estimator must be static, .* got \['rtol'\]"):
+        Cut()
