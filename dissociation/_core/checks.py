@@ -110,7 +110,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
-    """Raise unless known labels are classes from 0, below `num_classes`."""
+    """Raise if a label that is not traced lies outside of 0 to `num_classes` - 1."""
     if is_traced(labels) or not np.size(labels):
         return
     known = np.asarray(labels)  # under a trace, results computed from JAX arrays are traced

@@ -103,7 +103,11 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
 
 @contextmanager
 def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
-    """Lock `subject` by the file `lock` until the block or the process ends."""
+    """Hold the lock file `lock` until the block or the process ends.
+
+    Raises:
+        OSError: If another process holds it; the message names `subject`.
+    """
     path = Path(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path, subject) as file:

@@ -227,7 +227,7 @@ def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> No
 
 @validated
 def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
-    """Return v_i . x of every component; a constant coordinate is added."""
+    """Return v_i . x of every component; x gets a last coordinate 1 if the network has a constant input."""
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
     if x.shape[1] != width:

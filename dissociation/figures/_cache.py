@@ -74,7 +74,7 @@ def save_description(path: str | os.PathLike[str], description: Mapping[str, Any
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings and other entries in which two identities differ."""
+    """Return the names of the entries in which two identities differ; of "config", the names of its settings."""
     names = sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
     one, other = stored.get("config"), wanted.get("config")
     if "config" in names and isinstance(one, dict) and isinstance(other, dict):

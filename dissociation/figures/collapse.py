@@ -296,7 +296,7 @@ def headline(dataset: "xarray.Dataset") -> str:
 
 
 def table(dataset: "xarray.Dataset") -> list[list[str]]:
-    """Return a header and a row per weight decay: steps of crossings, and the measures at the end."""
+    """Return a header and a row per weight decay: steps of threshold crossings, and measures at the last step."""
     shown = crossing_table(dataset)
     shown[0] += ["test accuracy", "RNC1", "NC2"]
     ends = {name: dataset[name].values[:, :, -1] for name in ("test_accuracy", "rnc1_score", "nc2_score")}

@@ -307,7 +307,7 @@ def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
 
 
 def _terms_of_distances(squares: Array, width: int, sizes: Array) -> Array:
-    """Return the samples' terms of the entropy, infinite if samples coincide."""
+    """Return each sample's term of the entropy; -inf for coincident samples, if many samples coincide."""
     count = squares.shape[1]
     weights = jnp.asarray(entropy_weights(count, width), squares.dtype)
     volume = 0.5 * width * math.log(math.pi) - math.lgamma(0.5 * width + 1)

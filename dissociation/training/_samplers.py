@@ -45,7 +45,9 @@ class Segment(NamedTuple):
 
 
 class Sampler(eqx.Module):
-    """Base of samplers. Subclasses define `segment`, `plan`, `batch`, and `check_single` if they can be `stacked`.
+    """Base of samplers.
+
+    Subclasses define `segment`, `plan` and `batch`. Those with stacked data also define `check_single`.
 
     Attributes:
         shared: True if all members of a sweep draw with one key, False if each draws with its own.

@@ -375,8 +375,8 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         x: Features, [n, d].
 
     Returns:
-        Non-negative, and zero for covariance I and mean zero. Eigenvalues of C below d times rounding, or this times
-        the largest if that exceeds 1, count as d times rounding and have no gradient.
+        Non-negative, and zero for covariance I and mean zero. With the machine epsilon eps, eigenvalues of C below
+        d eps max(1, largest eigenvalue) count as d eps, and have no gradient.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), see `dpnets_loss`, metric distortion loss.
