@@ -7,6 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dissociation._core.checks import check_choice
+from dissociation.models._representations import layer_named
 from dissociation.plotting import _axes as plotting
 
 if TYPE_CHECKING:
@@ -43,7 +45,14 @@ def layers_of(dataset: "xarray.Dataset | xarray.DataArray") -> list[str]:
 
 
 def of_seeds(values: "xarray.DataArray", layer: str) -> np.ndarray:
-    """Return the values of pairs of seeds in one layer, [pairs], from a matrix [items, other_items]."""
+    """Return the values of pairs of seeds in one layer, [pairs], from a matrix [items, other_items].
+
+    Args:
+        values: Matrix of one measure.
+        layer: Name of the layer; "features" is the last hidden layer.
+    """
+    layers = layers_of(values)
+    check_choice("layer", layer := layer_named(layer, layers), layers)
     rows = np.flatnonzero(values.layer.values == layer)
     return values.values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]
 

@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Num
 
 from dissociation._core.checks import check_takes, fail, fail_kind
+from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Walk, bound, program_of
+from dissociation.models._program import MOVES, Walk, bound, inner_program, layer_of, numbered, program_of
 from dissociation.training._members import count
 
 
@@ -21,13 +22,22 @@ from dissociation.training._members import count
 class Layers(dict[str, Array]):
     """Dictionary of representations by layer, with features (channels) on the last axis.
 
-    `ranks` are numbers of axes of one example by name, without layers whose axis of features is unknown.
+    `layers["features"]` is the last hidden layer, unless a layer has that name. `ranks` are numbers of axes of one
+    example by name, without layers whose axis of features is unknown.
     """
 
     def __init__(self, arrays: Any, ranks: Mapping[str, int]):
         super().__init__(arrays)
         # `vmap` adds axes of samples and members in front: their number does not follow from an array.
         self.ranks = dict(ranks)
+
+    def __missing__(self, name: str) -> Array:
+        if (last := layer_named(name, self)) in self:
+            return self[last]
+        # Hidden layers were named by their position once.
+        now = [new for place, new in enumerate(_hidden(self)) if name == f"hidden{place}"]
+        advice = f" It is {now[0]!r} now." if now else ""
+        raise KeyError(f"`layer` must be one of {', '.join(map(repr, self))}, got {name!r}.{advice}")
 
     def tree_flatten_with_keys(self) -> Any:
         """Return arrays with their names, in the order of layers, and static data."""
@@ -41,10 +51,26 @@ class Layers(dict[str, Array]):
         return cls(zip(names, arrays, strict=True), dict(ranks))
 
 
-def named(hidden: Sequence[Array], logits: Array) -> Layers:
-    """Return hidden layers, in forward order, and logits of one example by the names of `representations`."""
-    names = [*(f"hidden{index}" for index in range(len(hidden) - 1)), *["features"] * bool(hidden), "logits"]
-    arrays = dict(zip(names, [*hidden, logits], strict=True))
+def layer_named(name: str, layers: Iterable[str]) -> str:
+    """Return `name`, or for "features", unless it is one of `layers`, the name of the last hidden layer."""
+    hidden = _hidden(layers)
+    return hidden[-1] if name == "features" and hidden and name not in hidden else name
+
+
+def _hidden(layers: Iterable[str]) -> list[str]:
+    return [layer for layer in layers if layer != "logits"]
+
+
+def named(hidden: Mapping[str, Array], logits: Array) -> Layers:
+    """Return hidden layers of one example, in forward order by the names of their weights, and its logits.
+
+    Raises:
+        TypeError: If `hidden` has no names.
+    """
+    if not isinstance(hidden, Mapping):
+        advice = 'Name layers by the paths of their weights: named({"layers[0]": array, ...}, logits)'
+        fail_kind("hidden", "be arrays by the names of their layers", describe(hidden), advice)
+    arrays = {**hidden, "logits": logits}
     return Layers(arrays, {name: jnp.ndim(array) for name, array in arrays.items()})
 
 
@@ -83,12 +109,12 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
 
 def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
     """Return the arrays that weights multiply, and the logits, by name."""
-    _, leaves, program = program_of(model, None)
+    paths, leaves, program = program_of(model, None)
     traced = jax.make_jaxpr(program)(leaves, x)
     if len(traced.out_avals) != 1:
         fail_kind("model", "return one array", f"{len(traced.out_avals)} arrays")
-    look = _Look()
-    marks = [*(_Mark("weights", []) for _ in leaves), _Mark("input", [])]
+    look = _Look([layer_of(path, model) for path in paths])
+    marks = [*(_Mark("weights", [], (0, leaf)) for leaf in range(len(leaves))), _Mark("input", [], (-1, 0))]
     ((logits, mark),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
     axis = None if mark is None else mark.axis
     found = named(look.found, logits if axis is None else jnp.moveaxis(logits, axis, -1))
@@ -104,14 +130,20 @@ class _Mark(NamedTuple):
     # Values that differ only by order or shape of axes share the list `noted`, so that each is noted once.
     kind: str
     noted: list[bool]
+    # Number of products with weights up to it, one after another, and index of the first array in the last of them.
+    made: tuple[int, int]
     axis: int | None = None
 
 
-class _Look(Walk):
-    """Walk that records in `found` the arrays that weights multiply."""
+_PRODUCTS = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "while", "cond")
+"""Operations whose weights name the result; weights of others name it before the first of these."""
 
-    def __init__(self) -> None:
-        self.found: list[Array] = []
+
+class _Look(Walk):
+    """Walk that records in `found` the arrays that weights multiply, given the layers of the weights."""
+
+    def __init__(self, layers: Sequence[str]):
+        self.layers, self.found = layers, dict[str, Array]()
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return an operation's results and their mark."""
@@ -123,14 +155,38 @@ class _Look(Walk):
             if sorted(kinds) == ["both", "weights"]:
                 side = kinds.index("both")
                 if not marks[side].noted:
-                    self.found.append(_features_last(equation, values[side], side))
+                    layer = numbered(self.layers[marks[side].made[1]], {"logits", *self.found})
+                    self.found[layer] = _features_last(equation, values[side], side)
                     marks[side].noted.append(True)
             side = kinds.index("weights") if "weights" in kinds else None
-        kinds = {mark.kind for mark in marks if mark is not None}
-        axis = _axis_of_features(equation, marks, side)
+        known = [mark for mark in marks if mark is not None]
+        if not known:
+            return bound(equation, values), None
+        kinds, depth = {mark.kind for mark in known}, max(mark.made[0] for mark in known)
+        own = [mark.made[1] for mark in known if mark.kind == "weights"] if len(kinds) > 1 else []
+        if name == "scan":
+            made = self._made_in_loop(equation, marks)
+        elif name in _PRODUCTS and own:
+            made = depth + 1, min(own)
+        else:  # of a product of attention and values, the values have the features
+            first = max if name == "dot_general" else min
+            made = depth, first(mark.made[1] for mark in known if mark.made[0] == depth)
         noted = marks[0].noted if name in MOVES and marks[0] is not None else []
-        mark = _Mark("both" if len(kinds) > 1 else kinds.pop(), noted, axis) if kinds else None
-        return bound(equation, values), mark
+        kind = "both" if len(kinds) > 1 else kinds.pop()
+        return bound(equation, values), _Mark(kind, noted, made, _axis_of_features(equation, marks, side))
+
+    def _made_in_loop(self, equation: Any, marks: list[Any]) -> tuple[int, int]:
+        """Return the last weights that make the results of a `scan`, see `_Mark.made`."""
+        inner, made = inner_program(equation.params), [(-1, 0)]
+        # What is noted here is of one iteration.
+        own = [None if mark is None else mark._replace(noted=[]) for mark in marks]
+
+        def once(*values: Any) -> None:
+            found = _Look(self.layers).run(inner.jaxpr, inner.consts, values, own)
+            made.extend(mark.made for _, mark in found if mark is not None)
+
+        jax.eval_shape(once, *(variable.aval for variable in inner.jaxpr.invars))
+        return max(made)
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:
@@ -186,11 +242,11 @@ def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
     if getattr(model, "scan", False) and model.depth > 0:
         first, stacked, last = layers
         layers = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(model.depth - 1)), last]
-    hidden = []
+    hidden = dict[str, Array]()
     for index, layer in enumerate(layers[:-1]):
         activation = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, model.activation)
         x = activated(activation, layer(x))
-        hidden.append(x)
+        hidden[numbered(f"layers[{min(index, len(model.layers) - 2)}]", hidden)] = x
     x = layers[-1](x)
     # Without hidden layers Equinox applies no activation.
     if hidden:
@@ -207,8 +263,9 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
         inputs: Examples, [n, ...].
 
     Returns:
-        Arrays [n, ...] by name, channels last for every model. Hidden layers come in forward order: "hidden0",
-        "hidden1", ..., "features" (the last hidden layer), then "logits".
+        Arrays [n, ...] by name, channels last for every model: hidden layers in forward order, then "logits". A hidden
+        layer is named after the weights that made it, as in `rewrites.neuron_groups`: "layers[0]", and "layers[0]:2"
+        for a second one. `["features"]` is the last hidden layer.
 
     Raises:
         TypeError: If the model has no representations, or does not accept such examples.
@@ -217,7 +274,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
     Example:
         >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
         >>> {name: array.shape for name, array in representations(model, jnp.ones((5, 4))).items()}
-        {'hidden0': (5, 8), 'features': (5, 8), 'logits': (5, 3)}
+        {'layers[0]': (5, 8), 'layers[1]': (5, 8), 'logits': (5, 3)}
     """
 
     def layers(x: Array) -> Layers:

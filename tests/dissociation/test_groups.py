@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from zoo import ZOO, one
 
-from dissociation.models import MLP, representations
+from dissociation.models import CNN, MLP, BilinearNetwork, ResNet, Transformer, representations
+from dissociation.models._program import layer_of
 from dissociation.rewrites import _groups as groups
 from dissociation.rewrites import group_report, layer_inputs, neuron_groups
 
@@ -26,16 +27,42 @@ def test_all_groups_are_found(name):
     assert {name: group.copies for name, group in groups.items() if group.copies > 1} == ZOO[name].copies
     alone = neuron_groups(model, inputs[0], single=True)
     assert {name: group.size for name, group in alone.items()} == {name: size for name, (size, _) in found.items()}
+    shown, several = dict(representations(model, inputs)), [*groups.values()]
+    del shown["logits"]
+    for layer, array in shown.items():  # the neurons may lie at several positions or in several copies
+        own = [g.size for g in several if layer in (layer_of(s.path, model) for s in g.slots if not s.outgoing)]
+        assert any(array.shape[-1] % size == 0 for size in own), layer
 
 
-def test_groups_come_in_the_order_of_representations():
-    model, inputs = MLP(20, 6, 3, key=jax.random.key(0)), jax.random.normal(jax.random.key(1), (5, 20))
-    shown = representations(model, inputs)
-    by_name = dict(zip(shown, neuron_groups(model, inputs[0]).values(), strict=False))
-    assert list(by_name) == ["hidden0", "hidden1", "features"]
-    for name, group in by_name.items():
-        (read,) = (slot for slot in group.slots if slot.outgoing)
-        np.testing.assert_allclose(layer_inputs(model, inputs, read.path).rows, shown[name], rtol=1e-5)
+CHAINS = {
+    "perceptron": lambda key: MLP(784, 6, 3, key=key),
+    "perceptron of Equinox": lambda key: eqx.nn.MLP(784, 3, 5, 2, key=key),
+    "convolutional": lambda key: CNN(5, 3, key=key),
+    "bilinear": lambda key: BilinearNetwork(784, 5, 3, num_layers=2, bias=True, key=key),
+}
+RESIDUAL = {
+    "residual convolutional": lambda key: ResNet(5, 3, channels=4, key=key),
+    "transformer": lambda key: Transformer(5, 3, size=8, heads=2, patch=14, key=key),
+    "residual bilinear": lambda key: BilinearNetwork(784, 5, 3, num_layers=2, residual=True, key=key),
+    "perceptron in a scan": lambda key: eqx.nn.MLP(784, 3, 5, 4, scan=True, key=key),
+}
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *RESIDUAL])
+def test_groups_and_representations_have_the_same_names(name):
+    model, inputs = (CHAINS | RESIDUAL)[name](jax.random.key(0)), jax.random.normal(jax.random.key(1), (5, 784))
+    groups, shown = neuron_groups(model, inputs[0]), dict(representations(model, inputs))
+    del shown["logits"]
+    sizes = {layer: array.shape[-1] for layer, array in shown.items()}
+    if name in RESIDUAL:
+        made = {(layer_of(slot.path, model), group.size) for group in groups.values() for slot in group.slots}
+        assert {(layer.partition(":")[0], size) for layer, size in sizes.items()} <= made
+        return
+    assert {layer: group.size for layer, group in groups.items()} == sizes
+    for layer, group in groups.items():
+        read = next(slot for slot in group.slots if slot.outgoing)
+        if shown[layer].ndim == 2:
+            np.testing.assert_allclose(layer_inputs(model, inputs, read.path).rows, shown[layer], rtol=1e-5)
 
 
 def test_slots_say_where_neurons_lie():
