@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Num
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Walk, bound, inner_program, layer_of, numbered, program_of
+from dissociation.models._program import MOVES, Walk, bound, layer_of, numbered, program_of
 from dissociation.training._members import count
 
 
@@ -26,10 +26,10 @@ class Layers(dict[str, Array]):
     example by name, without layers whose axis of features is unknown.
     """
 
-    def __init__(self, arrays: Any, ranks: Mapping[str, int]):
+    def __init__(self, arrays: Any, ranks: Mapping[str, int] | None = None):
         super().__init__(arrays)
         # `vmap` adds axes of samples and members in front: their number does not follow from an array.
-        self.ranks = dict(ranks)
+        self.ranks = {name: jnp.ndim(array) for name, array in self.items()} if ranks is None else dict(ranks)
 
     def __missing__(self, name: str) -> Array:
         if (last := layer_named(name, self)) in self:
@@ -70,8 +70,7 @@ def named(hidden: Mapping[str, Array], logits: Array) -> Layers:
     if not isinstance(hidden, Mapping):
         advice = 'Name layers by the paths of their weights: named({"layers[0]": array, ...}, logits)'
         fail_kind("hidden", "be arrays by the names of their layers", describe(hidden), advice)
-    arrays = {**hidden, "logits": logits}
-    return Layers(arrays, {name: jnp.ndim(array) for name, array in arrays.items()})
+    return Layers({**hidden, "logits": logits})
 
 
 class Network(eqx.Module):
@@ -94,7 +93,7 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
         model: A model with a method `representations(x)`, or of a registered type: both return arrays with features
             (channels) last. Hidden layers of any other model are the arrays that weights multiply in matrix products
             and convolutions outside of loops, each array once, without the model's input, contracted axes
-            last.
+            last. The result of a loop is named after the last weights in it.
         x: One example.
 
     Raises:
@@ -135,14 +134,14 @@ class _Mark(NamedTuple):
     axis: int | None = None
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "while", "cond")
+_MAKERS = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "scan", "while", "cond")
 """Operations whose weights name the result; weights of others name it before the first of these."""
 
 
 class _Look(Walk):
     """Walk that records in `found` the arrays that weights multiply, given the layers of the weights."""
 
-    def __init__(self, layers: Sequence[str]):
+    def __init__(self, layers: list[str]):
         self.layers, self.found = layers, dict[str, Array]()
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
@@ -163,30 +162,14 @@ class _Look(Walk):
         if not known:
             return bound(equation, values), None
         kinds, depth = {mark.kind for mark in known}, max(mark.made[0] for mark in known)
-        own = [mark.made[1] for mark in known if mark.kind == "weights"] if len(kinds) > 1 else []
-        if name == "scan":
-            made = self._made_in_loop(equation, marks)
-        elif name in _PRODUCTS and own:
-            made = depth + 1, min(own)
-        else:  # of a product of attention and values, the values have the features
-            first = max if name == "dot_general" else min
-            made = depth, first(mark.made[1] for mark in known if mark.made[0] == depth)
+        makes = name in _MAKERS
+        own = [mark.made[1] for mark in known if mark.kind == "weights"] if makes and len(kinds) > 1 else []
+        # In a loop the last weights make the result, in a product of attention and values the values.
+        pick = max if makes else min
+        made = depth + bool(own), pick(own or [mark.made[1] for mark in known if mark.made[0] == depth])
         noted = marks[0].noted if name in MOVES and marks[0] is not None else []
         kind = "both" if len(kinds) > 1 else kinds.pop()
         return bound(equation, values), _Mark(kind, noted, made, _axis_of_features(equation, marks, side))
-
-    def _made_in_loop(self, equation: Any, marks: list[Any]) -> tuple[int, int]:
-        """Return the last weights that make the results of a `scan`, see `_Mark.made`."""
-        inner, made = inner_program(equation.params), [(-1, 0)]
-        # What is noted here is of one iteration.
-        own = [None if mark is None else mark._replace(noted=[]) for mark in marks]
-
-        def once(*values: Any) -> None:
-            found = _Look(self.layers).run(inner.jaxpr, inner.consts, values, own)
-            made.extend(mark.made for _, mark in found if mark is not None)
-
-        jax.eval_shape(once, *(variable.aval for variable in inner.jaxpr.invars))
-        return max(made)
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:
@@ -279,8 +262,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
 
     def layers(x: Array) -> Layers:
         found = representations_of_example(model, x)
-        ranks = {name: jnp.ndim(array) for name, array in found.items()}
-        return found if isinstance(found, Layers) else Layers(found, ranks)
+        return found if isinstance(found, Layers) else Layers(found)
 
     inputs = jnp.asarray(inputs)
     # A wrong example fails here with a clear message, and not within `vmap`.
