@@ -7,7 +7,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation._core.checks import check_choice
 from dissociation.models._representations import layer_named
 from dissociation.plotting import _axes as plotting
 
@@ -47,13 +46,9 @@ def layers_of(dataset: "xarray.Dataset | xarray.DataArray") -> list[str]:
 def of_seeds(values: "xarray.DataArray", layer: str) -> np.ndarray:
     """Return the values of pairs of seeds in one layer, [pairs], from a matrix [items, other_items].
 
-    Args:
-        values: Matrix of one measure.
-        layer: Name of the layer; "features" is the last hidden layer.
+    The layer "features" is the last hidden one.
     """
-    layers = layers_of(values)
-    check_choice("layer", layer := layer_named(layer, layers), layers)
-    rows = np.flatnonzero(values.layer.values == layer)
+    rows = np.flatnonzero(values.layer.values == layer_named("layer", layer, layers_of(values)))
     return values.values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]
 
 

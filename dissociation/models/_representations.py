@@ -32,12 +32,10 @@ class Layers(dict[str, Array]):
         self.ranks = {name: jnp.ndim(array) for name, array in self.items()} if ranks is None else dict(ranks)
 
     def __missing__(self, name: str) -> Array:
-        if (last := layer_named(name, self)) in self:
-            return self[last]
-        # Hidden layers were named by their position once.
-        now = [new for place, new in enumerate(_hidden(self)) if name == f"hidden{place}"]
-        advice = f" It is {now[0]!r} now." if now else ""
-        raise KeyError(f"`layer` must be one of {', '.join(map(repr, self))}, got {name!r}.{advice}")
+        try:
+            return self[layer_named("layer", name, self)]
+        except ValueError as error:
+            raise KeyError(str(error)) from None
 
     def tree_flatten_with_keys(self) -> Any:
         """Return arrays with their names, in the order of layers, and static data."""
@@ -51,14 +49,17 @@ class Layers(dict[str, Array]):
         return cls(zip(names, arrays, strict=True), dict(ranks))
 
 
-def layer_named(name: str, layers: Iterable[str]) -> str:
-    """Return `name`, or for "features", unless it is one of `layers`, the name of the last hidden layer."""
-    hidden = _hidden(layers)
-    return hidden[-1] if name == "features" and hidden and name not in hidden else name
-
-
-def _hidden(layers: Iterable[str]) -> list[str]:
-    return [layer for layer in layers if layer != "logits"]
+def layer_named(argument: str, name: str, layers: Iterable[str]) -> str:
+    """Return `name` if it is one of `layers`, the last hidden one for "features" of layers with logits, or raise."""
+    known = list(dict.fromkeys(layers))
+    hidden = [layer for layer in known if layer != "logits"] if "logits" in known else []
+    if name in known:
+        return name
+    if name == "features" and hidden:
+        return hidden[-1]
+    # Layers were named by their position once.
+    now = {f"hidden{place}": f"It is {layer!r} now" for place, layer in enumerate(hidden)}
+    fail(argument, f"be one of {', '.join(map(repr, known))}", repr(name), now.get(name, ""))
 
 
 def named(hidden: Mapping[str, Array], logits: Array) -> Layers:

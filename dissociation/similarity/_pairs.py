@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count, fail, fail_kind, warn
+from dissociation._core.checks import check_count, fail, fail_kind, warn
 from dissociation._core.conversion import describe
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
@@ -110,8 +110,7 @@ class Similarities(Result):
         other, places = layer if other is None else other, []
         for name, wanted, pairs in (("layer", layer, self.items), ("other", other, self.others)):
             layers = [label for label, _ in pairs]
-            wanted = layer_named(wanted, layers) if "logits" in layers else wanted
-            check_choice(name, wanted, dict.fromkeys(layers))
+            wanted = layer_named(name, wanted, layers)
             places.append([place for place, label in enumerate(layers) if label == wanted])
         return self.values[np.ix_(*places)]
 

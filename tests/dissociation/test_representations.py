@@ -59,15 +59,6 @@ def test_old_names_of_layers_raise_with_the_new_ones():
     np.testing.assert_array_equal(named({"features": X, "last": X + 1}, X)["features"], X)
 
 
-def test_a_convolutional_network():
-    model = CNN(6, 3, key=jax.random.key(0))
-    found = representations(model, np.ones((2, 784), np.float32))
-    shapes = [(2, 14, 14, 16), (2, 7, 7, 32), (2, 6), (2, 3)]
-    assert [array.shape for array in found.values()] == shapes
-    flat = found["encoder.convolutions[1]"].reshape(2, -1)
-    np.testing.assert_allclose(found["features"], jax.nn.relu(jax.vmap(model.encoder.head)(flat)), rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "activation"),
     [
