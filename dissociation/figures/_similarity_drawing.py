@@ -57,7 +57,7 @@ def _matrix(panel: Axes, matrix: "xarray.DataArray", layers: list[str], *, first
     plotting.heat(panel, matrix.values)
     panel.set_aspect("equal")
     middles = count * np.arange(len(layers)) + 0.5 * (count - 1)
-    panel.set_xticks(middles, layers)
+    panel.set_xticks(middles, layers, rotation=30, ha="right", rotation_mode="anchor")
     panel.set_yticks(middles, layers if first else [""] * len(layers))
     for edge in count * np.arange(1, len(layers)) - 0.5:
         panel.axhline(edge, color="white", linewidth=0.8)
