@@ -63,11 +63,7 @@ def layer_named(argument: str, name: str, layers: Iterable[str]) -> str:
 
 
 def named(hidden: Mapping[str, Array], logits: Array) -> Layers:
-    """Return hidden layers of one example, in forward order by the names of their weights, and its logits.
-
-    Raises:
-        TypeError: If `hidden` has no names.
-    """
+    """Return hidden layers of one example, in forward order by the names of their weights, and its logits."""
     if not isinstance(hidden, Mapping):
         advice = 'Name layers by the paths of their weights: named({"layers[0]": array, ...}, logits)'
         fail_kind("hidden", "be arrays by the names of their layers", describe(hidden), advice)
