@@ -105,8 +105,8 @@ def test_perceptrons_and_convolutional_networks_by_hand(last_activation):
     model, flat = CNN(30, 7, last_activation=last_activation, key=KEY), IMAGES.reshape(4, -1)
     found, features = jax.vmap(model.representations)(flat), last(jax.vmap(model.encoder)(IMAGES))
     assert [array.shape for array in found.values()] == [(4, 14, 14, 16), (4, 7, 7, 32), (4, 30), (4, 7)]
-    flat = found["encoder.convolutions[1]"].reshape(4, -1)
-    np.testing.assert_allclose(found["features"], last(jax.vmap(model.encoder.head)(flat)), atol=1e-5)
+    below = found["encoder.convolutions[1]"].reshape(4, -1)
+    np.testing.assert_allclose(found["features"], last(jax.vmap(model.encoder.head)(below)), atol=1e-5)
     np.testing.assert_allclose(found["features"], features, atol=1e-6)
     np.testing.assert_allclose(found["logits"], jax.vmap(model.head)(features), atol=1e-5)
     np.testing.assert_array_equal(jax.vmap(model)(flat), found["logits"])
