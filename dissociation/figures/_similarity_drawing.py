@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dissociation.models._representations import layer_named
 from dissociation.plotting import _axes as plotting
 
 if TYPE_CHECKING:
@@ -43,8 +44,11 @@ def layers_of(dataset: "xarray.Dataset | xarray.DataArray") -> list[str]:
 
 
 def of_seeds(values: "xarray.DataArray", layer: str) -> np.ndarray:
-    """Return the values of pairs of seeds in one layer, [pairs], from a matrix [items, other_items]."""
-    rows = np.flatnonzero(values.layer.values == layer)
+    """Return the values of pairs of seeds in one layer, [pairs], from a matrix [items, other_items].
+
+    The layer "features" is the last hidden one.
+    """
+    rows = np.flatnonzero(values.layer.values == layer_named("layer", layer, layers_of(values)))
     return values.values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]
 
 
@@ -53,7 +57,7 @@ def _matrix(panel: Axes, matrix: "xarray.DataArray", layers: list[str], *, first
     plotting.heat(panel, matrix.values)
     panel.set_aspect("equal")
     middles = count * np.arange(len(layers)) + 0.5 * (count - 1)
-    panel.set_xticks(middles, layers)
+    panel.set_xticks(middles, layers, rotation=30, ha="right", rotation_mode="anchor")
     panel.set_yticks(middles, layers if first else [""] * len(layers))
     for edge in count * np.arange(1, len(layers)) - 0.5:
         panel.axhline(edge, color="white", linewidth=0.8)

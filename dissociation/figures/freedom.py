@@ -43,7 +43,7 @@ STEM = "freedom"
 SHOWS = "Linear CKA between seeds, within the attainable range of networks with the same functions."
 
 _INTERVALS = ("measured", "low", "high", "residual")
-LAYERS = {"hidden0": "first hidden layer", "features": "last hidden layer"}
+LAYERS = ("first hidden layer", "last hidden layer")
 REWRITES = {
     "scaled": "all scaled",
     "unevenly": "scaled\nunevenly",
@@ -114,11 +114,11 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
     groups = rewritten_layers(config, trained.models, data.test_images[0])
     everything = jnp.asarray(data.test_images)
     jobs = {
-        layer: partial(_freedom, trained.models, group, layer, layers[layer], images, everything)
+        layer: partial(_freedom, trained.models, group, layers[layer], images, everything)
         for layer, group in groups.items()
     }
-    features = groups["features"], layers["features"]
-    jobs["moved"] = partial(_moved, config, trained.models, *features, data, rewrite_key)
+    *_, last = groups.values()
+    jobs["moved"] = partial(_moved, config, trained.models, last, layers[last.name], data, rewrite_key)
     found = cache.get_all(jobs, "comparing")
     pairs = ("seeds", "other_seeds")
     variables = {name: (("layers", *pairs), np.stack([found[layer][name] for layer in groups])) for name in _INTERVALS}
@@ -139,14 +139,13 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
 
 def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -> dict[str, NeuronGroup]:
     """Return the groups of both hidden layers of the perceptron, else of the last one."""
-    groups = {"features": members.rewritten_group(models, example)}
-    if config.model == "mlp":
-        groups = {"hidden0": neuron_groups(take(models, 0), jnp.asarray(example))["layers[0]"]} | groups
-    return groups
+    last = members.rewritten_group(models, example)
+    groups = neuron_groups(take(models, 0), jnp.asarray(example)) if config.model == "mlp" else {}
+    return groups | {last.name: last}
 
 
 def _freedom(
-    models: Any, group: NeuronGroup, layer: str, represented: Array, images: Array, all_images: Array
+    models: Any, group: NeuronGroup, represented: Array, images: Array, all_images: Array
 ) -> dict[str, np.ndarray]:
     """Return intervals of all pairs, and similarities of networks rewritten towards the ends: [seeds, seeds]."""
     count = len(represented)
@@ -161,7 +160,7 @@ def _freedom(
         for (i, j), free in zip(pairs, found, strict=True):
             model = take(models, i)
             scaled = _rewritten(model, free.rewrite(group, end=end))
-            value, change = _compared(model, scaled, layer, images, all_images, represented[j])
+            value, change = _compared(model, scaled, group.name, images, all_images, represented[j])
             tables[f"approached_{end}"][i, j], tables[f"change_{end}"][i, j] = float(value), float(change)
     return tables
 
@@ -217,9 +216,9 @@ def draw(dataset: "xarray.Dataset") -> Figure:
     layers = dataset.layers.values
     with plotting.house_style():
         figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
-        for panel, layer in zip(axes, layers, strict=False):
-            _intervals(panel, dataset.sel(layers=layer))
-            panel.set_title(LAYERS[layer])
+        for index, (panel, title) in enumerate(zip(axes, LAYERS[-len(layers) :], strict=False)):
+            _intervals(panel, dataset.isel(layers=index))
+            panel.set_title(title)
         axes[0].set_ylabel("linear CKA")
         axes[0].set_ylim(-0.03, 1.03)
         _rewrites(axes[-1], dataset)
@@ -245,7 +244,7 @@ def _intervals(panel: Axes, layer: "xarray.Dataset") -> None:
 
 
 def _rewrites(panel: Axes, dataset: "xarray.Dataset") -> None:
-    trained = _known(dataset.measured.sel(layers="features"))
+    trained = _known(dataset.measured.isel(layers=-1))
     panel.axhline(float(trained.mean()), color="0.5", linestyle=":", linewidth=0.8)
     for place, moved in enumerate(dataset.moved):
         values = _known(moved)
@@ -258,7 +257,7 @@ def _rewrites(panel: Axes, dataset: "xarray.Dataset") -> None:
 
 def caption(dataset: "xarray.Dataset") -> str:
     """Return the caption."""
-    layers = [f"({'ab'[index]}) {LAYERS[layer]}" for index, layer in enumerate(dataset.layers.values)]
+    layers = [f"({letter}) {title}" for letter, title in zip("ab", LAYERS[-len(dataset.layers) :], strict=False)]
     rewritten = "bc"[len(layers) - 1]
     return (
         f"Linear CKA of {_known(dataset.measured[0]).size} ordered pairs of seeds on "
@@ -271,7 +270,7 @@ def caption(dataset: "xarray.Dataset") -> str:
 
 def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data, the measure, and the attainable range."""
-    layer = dataset.sel(layers="features")
+    layer = dataset.isel(layers=-1)
     measured = _known(layer.measured)
     return (
         f"{members.headline(dataset)}; {config_of(dataset).num_samples} samples\n"
@@ -290,7 +289,7 @@ def table(dataset: "xarray.Dataset") -> list[list[str]]:
         distance = max(float(abs(one.approached.sel(ends=end) - one[end]).max()) for end in ENDS)
         cells = [cell(_known(one[name]), 4) for name in ("measured", "low", "high")]
         numbers = [f"{distance:.0e}", f"{float(one.change.max()):.0e}", f"{float(one.residual.max()):.0e}"]
-        shown.append([LAYERS[layer], *cells, *numbers])
+        shown.append([layer, *cells, *numbers])
     for name, values in zip(dataset.rewrites.values, dataset.moved, strict=True):
         title = f"last, {REWRITES[name]}".replace("\n", " ")
         shown.append([title, cell(_known(values), 4), *[""] * (len(header) - 2)])

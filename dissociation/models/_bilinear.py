@@ -164,8 +164,8 @@ class BilinearNetwork(Network):
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Return embedding, layers and logits."""
         x = as_example("x", x, self.embed.shape[-1])
-        hidden = [self.embed @ x]
-        for layer in self.layers:
-            x = hidden[-1]
-            hidden.append(layer(x) + x if self.residual else layer(x))
-        return named(hidden, self.head @ hidden[-1])
+        x = self.embed @ x
+        hidden = {"embed": x}
+        for index, layer in enumerate(self.layers):
+            hidden[f"layers[{index}].left"] = x = layer(x) + x if self.residual else layer(x)
+        return named(hidden, self.head @ x)

@@ -114,4 +114,5 @@ class CNN(Network):
         """Return both convolutions, [14, 14, 16] and [7, 7, 32], features and logits."""
         *convolved, features = self.encoder.layers(as_example("x", x, 784).reshape(28, 28))
         features = jax.nn.relu(features) if self.last_activation else features
-        return named([*convolved, features], self.head(features))
+        names = "encoder.convolutions[0]", "encoder.convolutions[1]", "encoder.head"
+        return named(dict(zip(names, [*convolved, features], strict=True)), self.head(features))

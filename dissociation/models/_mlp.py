@@ -68,11 +68,11 @@ class MLP(Network):
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Return hidden layers and logits."""
         x = as_example("x", x, self.layers[0].weight.shape[-1])
-        hidden = []
+        hidden = {}
         *inner, head = self.layers
         for index, layer in enumerate(inner):
             x = layer(x)
             if self.last_activation or index < len(inner) - 1:
                 x = ACTIVATIONS[self.activation](x)
-            hidden.append(x)
+            hidden[f"layers[{index}]"] = x
         return named(hidden, head(x))

@@ -4,7 +4,7 @@ import functools
 import itertools
 import reprlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -101,6 +101,21 @@ def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
     named, tree = jax.tree_util.tree_flatten_with_path(arrays)
     run = functools.partial(_run, called if call is None else call, tree, rest)
     return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
+
+
+def layer_of(path: str, model: Any) -> str:
+    """Return the name of the layer whose weights lie at `path` of `model`: "layers[0]" for ".layers[0].weight"."""
+    # Names are the same with and without a state.
+    if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State):
+        path = path.removeprefix("[0]")
+    head, _, last = path.rpartition(".")
+    return (head if head and last.startswith(("weight", "bias")) else path).lstrip(".")
+
+
+def numbered(name: str, taken: Container[str]) -> str:
+    """Return `name`, or the first of "name:2", "name:3", ... that is not in `taken`."""
+    names = itertools.chain([name], (f"{name}:{number}" for number in itertools.count(2)))
+    return next(each for each in names if each not in taken)
 
 
 def _run(apply: Callable[[Any, Any], Any], tree: Any, rest: Any, leaves: list[Any], example: Any) -> list[Any]:

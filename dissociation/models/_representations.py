@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Num
 
 from dissociation._core.checks import check_takes, fail, fail_kind
+from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Walk, bound, program_of
+from dissociation.models._program import MOVES, Walk, bound, layer_of, numbered, program_of
 from dissociation.training._members import count
 
 
@@ -21,13 +22,20 @@ from dissociation.training._members import count
 class Layers(dict[str, Array]):
     """Dictionary of representations by layer, with features (channels) on the last axis.
 
-    `ranks` are numbers of axes of one example by name, without layers whose axis of features is unknown.
+    `layers["features"]` is the last hidden layer, unless a layer has that name. `ranks` are numbers of axes of one
+    example by name, without layers whose axis of features is unknown.
     """
 
-    def __init__(self, arrays: Any, ranks: Mapping[str, int]):
+    def __init__(self, arrays: Any, ranks: Mapping[str, int] | None = None):
         super().__init__(arrays)
         # `vmap` adds axes of samples and members in front: their number does not follow from an array.
-        self.ranks = dict(ranks)
+        self.ranks = {name: jnp.ndim(array) for name, array in self.items()} if ranks is None else dict(ranks)
+
+    def __missing__(self, name: str) -> Array:
+        try:
+            return self[layer_named("layer", name, self)]
+        except ValueError as error:
+            raise KeyError(str(error)) from None
 
     def tree_flatten_with_keys(self) -> Any:
         """Return arrays with their names, in the order of layers, and static data."""
@@ -41,11 +49,25 @@ class Layers(dict[str, Array]):
         return cls(zip(names, arrays, strict=True), dict(ranks))
 
 
-def named(hidden: Sequence[Array], logits: Array) -> Layers:
-    """Return hidden layers, in forward order, and logits of one example by the names of `representations`."""
-    names = [*(f"hidden{index}" for index in range(len(hidden) - 1)), *["features"] * bool(hidden), "logits"]
-    arrays = dict(zip(names, [*hidden, logits], strict=True))
-    return Layers(arrays, {name: jnp.ndim(array) for name, array in arrays.items()})
+def layer_named(argument: str, name: str, layers: Iterable[str]) -> str:
+    """Return `name` if it is one of `layers`, the last hidden one for "features" of layers with logits, or raise."""
+    known = list(dict.fromkeys(layers))
+    hidden = [layer for layer in known if layer != "logits"] if "logits" in known else []
+    if name in known:
+        return name
+    if name == "features" and hidden:
+        return hidden[-1]
+    # Layers were named by their position once.
+    now = {f"hidden{place}": f"It is {layer!r} now" for place, layer in enumerate(hidden)}
+    fail(argument, f"be one of {', '.join(map(repr, known))}", repr(name), now.get(name, ""))
+
+
+def named(hidden: Mapping[str, Array], logits: Array) -> Layers:
+    """Return hidden layers of one example, in forward order by the names of their weights, and its logits."""
+    if not isinstance(hidden, Mapping):
+        advice = 'Name layers by the paths of their weights: named({"layers[0]": array, ...}, logits)'
+        fail_kind("hidden", "be arrays by the names of their layers", describe(hidden), advice)
+    return Layers({**hidden, "logits": logits})
 
 
 class Network(eqx.Module):
@@ -68,7 +90,7 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
         model: A model with a method `representations(x)`, or of a registered type: both return arrays with features
             (channels) last. Hidden layers of any other model are the arrays that weights multiply in matrix products
             and convolutions outside of loops, each array once, without the model's input, contracted axes
-            last.
+            last. The result of a loop is named after the last weights in it.
         x: One example.
 
     Raises:
@@ -83,12 +105,12 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
 
 def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
     """Return the arrays that weights multiply, and the logits, by name."""
-    _, leaves, program = program_of(model, None)
+    paths, leaves, program = program_of(model, None)
     traced = jax.make_jaxpr(program)(leaves, x)
     if len(traced.out_avals) != 1:
         fail_kind("model", "return one array", f"{len(traced.out_avals)} arrays")
-    look = _Look()
-    marks = [*(_Mark("weights", []) for _ in leaves), _Mark("input", [])]
+    look = _Look([layer_of(path, model) for path in paths])
+    marks = [*(_Mark("weights", [], (0, leaf)) for leaf in range(len(leaves))), _Mark("input", [], (-1, 0))]
     ((logits, mark),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
     axis = None if mark is None else mark.axis
     found = named(look.found, logits if axis is None else jnp.moveaxis(logits, axis, -1))
@@ -104,14 +126,20 @@ class _Mark(NamedTuple):
     # Values that differ only by order or shape of axes share the list `noted`, so that each is noted once.
     kind: str
     noted: list[bool]
+    # Number of products with weights up to it, one after another, and index of the first array in the last of them.
+    made: tuple[int, int]
     axis: int | None = None
 
 
-class _Look(Walk):
-    """Walk that records in `found` the arrays that weights multiply."""
+_MAKERS = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "scan", "while", "cond")
+"""Operations whose weights name the result; weights of others name it before the first of these."""
 
-    def __init__(self) -> None:
-        self.found: list[Array] = []
+
+class _Look(Walk):
+    """Walk that records in `found` the arrays that weights multiply, given the layers of the weights."""
+
+    def __init__(self, layers: list[str]):
+        self.layers, self.found = layers, dict[str, Array]()
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return an operation's results and their mark."""
@@ -123,14 +151,22 @@ class _Look(Walk):
             if sorted(kinds) == ["both", "weights"]:
                 side = kinds.index("both")
                 if not marks[side].noted:
-                    self.found.append(_features_last(equation, values[side], side))
+                    layer = numbered(self.layers[marks[side].made[1]], {"logits", *self.found})
+                    self.found[layer] = _features_last(equation, values[side], side)
                     marks[side].noted.append(True)
             side = kinds.index("weights") if "weights" in kinds else None
-        kinds = {mark.kind for mark in marks if mark is not None}
-        axis = _axis_of_features(equation, marks, side)
+        known = [mark for mark in marks if mark is not None]
+        if not known:
+            return bound(equation, values), None
+        kinds, depth = {mark.kind for mark in known}, max(mark.made[0] for mark in known)
+        makes = name in _MAKERS
+        own = [mark.made[1] for mark in known if mark.kind == "weights"] if makes and len(kinds) > 1 else []
+        # In a loop the last weights make the result, in a product of attention and values the values.
+        pick = max if makes else min
+        made = depth + bool(own), pick(own or [mark.made[1] for mark in known if mark.made[0] == depth])
         noted = marks[0].noted if name in MOVES and marks[0] is not None else []
-        mark = _Mark("both" if len(kinds) > 1 else kinds.pop(), noted, axis) if kinds else None
-        return bound(equation, values), mark
+        kind = "both" if len(kinds) > 1 else kinds.pop()
+        return bound(equation, values), _Mark(kind, noted, made, _axis_of_features(equation, marks, side))
 
 
 def _features_last(equation: Any, value: Array, side: int) -> Array:
@@ -186,11 +222,11 @@ def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
     if getattr(model, "scan", False) and model.depth > 0:
         first, stacked, last = layers
         layers = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(model.depth - 1)), last]
-    hidden = []
+    hidden = dict[str, Array]()
     for index, layer in enumerate(layers[:-1]):
         activation = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, model.activation)
         x = activated(activation, layer(x))
-        hidden.append(x)
+        hidden[numbered(f"layers[{min(index, len(model.layers) - 2)}]", hidden)] = x
     x = layers[-1](x)
     # Without hidden layers Equinox applies no activation.
     if hidden:
@@ -207,8 +243,9 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
         inputs: Examples, [n, ...].
 
     Returns:
-        Arrays [n, ...] by name, channels last for every model. Hidden layers come in forward order: "hidden0",
-        "hidden1", ..., "features" (the last hidden layer), then "logits".
+        Arrays [n, ...] by name, channels last for every model: hidden layers in forward order, then "logits". A hidden
+        layer is named after the weights that made it, as in `rewrites.neuron_groups`: "layers[0]", and "layers[0]:2"
+        for a second one. `["features"]` is the last hidden layer.
 
     Raises:
         TypeError: If the model has no representations, or does not accept such examples.
@@ -217,13 +254,12 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
     Example:
         >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
         >>> {name: array.shape for name, array in representations(model, jnp.ones((5, 4))).items()}
-        {'hidden0': (5, 8), 'features': (5, 8), 'logits': (5, 3)}
+        {'layers[0]': (5, 8), 'layers[1]': (5, 8), 'logits': (5, 3)}
     """
 
     def layers(x: Array) -> Layers:
         found = representations_of_example(model, x)
-        ranks = {name: jnp.ndim(array) for name, array in found.items()}
-        return found if isinstance(found, Layers) else Layers(found, ranks)
+        return found if isinstance(found, Layers) else Layers(found)
 
     inputs = jnp.asarray(inputs)
     # A wrong example fails here with a clear message, and not within `vmap`.

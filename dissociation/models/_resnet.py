@@ -72,8 +72,9 @@ class ResNet(Network):
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
         """Return the residual stream before and after every block, [14, 14, channels], features and logits."""
-        stream = [max_pool(self.stem(as_example("x", x, 784).reshape(28, 28, 1)))]
-        for block in self.blocks:
-            stream.append(block(stream[-1]))
-        features = jax.nn.relu(self.hidden(jax.nn.relu(max_pool(stream[-1])).reshape(-1)))
-        return named([*stream, features], self.head(features))
+        stream = max_pool(self.stem(as_example("x", x, 784).reshape(28, 28, 1)))
+        hidden = {"stem": stream}
+        for index, block in enumerate(self.blocks):
+            hidden[f"blocks[{index}].second"] = stream = block(stream)
+        hidden["hidden"] = jax.nn.relu(self.hidden(jax.nn.relu(max_pool(stream)).reshape(-1)))
+        return named(hidden, self.head(hidden["hidden"]))

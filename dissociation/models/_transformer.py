@@ -98,8 +98,9 @@ class Transformer(Network):
         side = 28 // self.patch
         pixels = as_example("x", x, 784).reshape(side, self.patch, side, self.patch)
         patches = pixels.transpose(0, 2, 1, 3).reshape(side**2, self.patch**2)
-        stream = [jax.vmap(self.embed)(patches) + self.positions]
-        for block in self.blocks:
-            stream.append(block(stream[-1]))
-        features = jax.nn.relu(self.hidden(jnp.mean(jax.vmap(self.norm)(stream[-1]), 0)))
-        return named([*stream, features], self.head(features))
+        stream = jax.vmap(self.embed)(patches) + self.positions
+        hidden = {"embed": stream}
+        for index, block in enumerate(self.blocks):
+            hidden[f"blocks[{index}].second"] = stream = block(stream)
+        hidden["hidden"] = jax.nn.relu(self.hidden(jnp.mean(jax.vmap(self.norm)(stream), 0)))
+        return named(hidden, self.head(hidden["hidden"]))

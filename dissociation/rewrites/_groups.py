@@ -16,7 +16,7 @@ import wadler_lindig as wl
 from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
-from dissociation.models._program import program_of
+from dissociation.models._program import layer_of, numbered, program_of
 from dissociation.rewrites._axes import Atoms, Axis, has_order, spread
 from dissociation.rewrites._copies import copies_told_apart
 from dissociation.rewrites._flow import Equation, Flow, Value
@@ -90,7 +90,7 @@ class NeuronGroup:
     """Neurons that may be permuted without a change of the function.
 
     Attributes:
-        name: Name of the array of incoming weights. Activities are named by position; see `models.representations`.
+        name: Name of the layer of incoming weights, as of its activities in `models.representations`.
         size: Number of neurons in each copy.
         slots: Parameter axes of the neurons, in the order of the model's arrays.
         scalings: Exponents [scalings, slots]: for each row, multiplying every slot by a^exponent, with a > 0 per
@@ -312,8 +312,6 @@ def flow_of(traced: Any, leaves: Sequence[Any], *, single: bool = False) -> tupl
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
     """Build groups from the symbolic dimensions of a program."""
     atoms, structure = flow.atoms, structure_of(model)
-    # Groups have the same names with and without a state.
-    start = "[0]" if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State) else ""
     contracted, bent, statistics = (
         [leaf for axis in axes for leaf in atoms.leaves(axis)] for axes in (flow.contracted, flow.uneven, flow.counted)
     )
@@ -337,10 +335,9 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
     for atom, own in places.items():
         if atoms.reason(atom):
             continue
-        name = _name_of(own).removeprefix(start).lstrip(".")
+        first = next((slot for slot in own if not slot.outgoing), own[0])
         # One array may hold the incoming weights of several groups.
-        numbered = (f"{name}:{number}" for number in itertools.count(2))
-        name = next(each for each in itertools.chain([name], numbered) if each not in groups)
+        name = numbered(layer_of(first.path, model), groups)
         scalings, sharing = _exponents(rows.get(atom, []), own)
         slots = tuple(
             slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))
@@ -369,12 +366,6 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
             structure=structure,
         )
     return GroupReport(groups, frozen)
-
-
-def _name_of(slots: list[Slot]) -> str:
-    first = next((slot for slot in slots if not slot.outgoing), slots[0])
-    head, dot, last = first.path.rpartition(".")
-    return (head if dot and head and last.startswith(("weight", "bias")) else first.path).lstrip(".")
 
 
 Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]

@@ -16,6 +16,7 @@ from dissociation._core.conversion import describe
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
+from dissociation.models._representations import layer_named
 from dissociation.similarity import _inference as inference
 from dissociation.similarity import _moments as moments
 from dissociation.similarity._base import Measure, warn_dropped
@@ -103,17 +104,15 @@ class Similarities(Result):
         """Return the values of one layer's members with another's, [members, members].
 
         Args:
-            layer: Layer of the rows.
+            layer: Layer of the rows; "features" is the last hidden layer of networks with "logits".
             other: Layer of the columns, by default `layer`.
         """
-        other = layer if other is None else other
-        rows = [i for i, (name, _) in enumerate(self.items) if name == layer]
-        columns = [i for i, (name, _) in enumerate(self.others) if name == other]
-        for name, wanted, found, known in (("layer", layer, rows, self.items), ("other", other, columns, self.others)):
-            if not found:
-                layers = ", ".join(repr(label) for label in dict.fromkeys(label for label, _ in known))
-                fail(name, f"be one of {layers}", repr(wanted))
-        return self.values[np.ix_(rows, columns)]
+        other, places = layer if other is None else other, []
+        for name, wanted, pairs in (("layer", layer, self.items), ("other", other, self.others)):
+            layers = [label for label, _ in pairs]
+            wanted = layer_named(name, wanted, layers)
+            places.append([place for place, label in enumerate(layers) if label == wanted])
+        return self.values[np.ix_(*places)]
 
     def corrected(self, method: str = "holm") -> Array | np.ndarray | None:
         """Return p-values corrected for the number of pairs by `adjust_p_values`, or None without p-values.

@@ -169,7 +169,7 @@ def test_linear_networks():
     inputs = jax.random.normal(jax.random.key(2), (150, 6))
     y = jax.random.normal(jax.random.key(3), (150, 3)) + inputs[:, :3]
     shown = representations(model, inputs)
-    x = shown["hidden0"]
+    x = shown["layers[0]"]
     found = linear_cka_freedom(x, y)
     np.testing.assert_allclose(found.measured, linear_cka(x, y), rtol=1e-5)
     assert found.low < found.measured < found.high
@@ -183,7 +183,7 @@ def test_linear_networks():
     group = neuron_groups(model, inputs[0])["layers[0]"]
     for end in ("low", "high"):
         moved = representations(found.rewrite(group, end=end)(model), inputs)
-        np.testing.assert_allclose(linear_cka(moved["hidden0"], y), getattr(found, end), atol=1e-4)
+        np.testing.assert_allclose(linear_cka(moved["layers[0]"], y), getattr(found, end), atol=1e-4)
         assert jnp.abs(moved["logits"] - shown["logits"]).max() < 1e-5
 
 

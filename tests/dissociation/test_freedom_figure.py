@@ -29,7 +29,7 @@ def run(tmp_path_factory):
 
 def test_what_is_measured_lies_within_and_rewrites_approach_the_ends(run):
     results, _ = run
-    assert results.layers.values.tolist() == ["hidden0", "features"]
+    assert results.layers.values.tolist() == ["layers[0]", "layers[1]"]
     measured = results.measured.values
     assert np.isnan(np.diagonal(measured, axis1=1, axis2=2)).all()
     np.testing.assert_allclose(measured, measured.swapaxes(1, 2), atol=1e-6)
@@ -47,14 +47,14 @@ def test_it_is_the_trained_networks_that_are_measured(run):
     sizes = {"num_epochs": 3, "num_seeds": 3, "width": 16, "progress": None}
     trained = fit_classifiers(**sizes, key=jax.random.split(jax.random.PRNGKey(0))[0], dataset=data)
     layers = member_representations(trained.models, data.test_images[:80])
-    for layer in ("hidden0", "features"):
+    for layer in ("layers[0]", "layers[1]"):
         wanted = linear_cka(layers[layer][0], layers[layer][2])
         np.testing.assert_allclose(results.measured.sel(layers=layer)[0, 2], wanted, atol=1e-5)
 
 
 def test_what_rewrites_leave_of_it(run):
     results, _ = run
-    last, moved = results.sel(layers="features"), rows(results.moved, "rewrites")
+    last, moved = results.isel(layers=-1), rows(results.moved, "rewrites")
     for name in ("scaled", "duplicated"):
         np.testing.assert_allclose(moved[name], last.measured, atol=1e-5)
     for name in ("unevenly", "nuisance"):
@@ -72,7 +72,7 @@ def test_seeds_that_diverged_are_left_out(monkeypatch):
 
     monkeypatch.setattr(members, "fit_classifiers", broken)
     results = freedom.compute(CONFIG, key=jax.random.PRNGKey(0))
-    there = np.isfinite(results.measured.sel(layers="features"))
+    there = np.isfinite(results.measured.isel(layers=-1))
     assert there.values.tolist() == [[False, False, True], [False] * 3, [True, False, False]]
     assert "diverged and left out: seed 1" in freedom.headline(results)
     assert_only_draws(freedom, results)
@@ -96,6 +96,6 @@ def test_of_networks_of_images_the_last_layer():
         model="transformer", num_seeds=2, num_epochs=1, num_train=200, num_test=40, num_samples=30, width=6, num_zero=2
     )
     results = freedom.compute(config, key=jax.random.PRNGKey(0))
-    assert results.layers.values.tolist() == ["features"]
+    assert results.layers.values.tolist() == ["hidden"]
     assert "(a) last hidden layer" in freedom.caption(results)
-    assert results.change.sel(ends="high", layers="features")[0, 1] < 1e-5
+    assert results.change.sel(ends="high", layers="hidden")[0, 1] < 1e-5

@@ -7,15 +7,22 @@ import numpy as np
 import pytest
 from zoo import ZOO, one
 
-from dissociation.models import MLP, representations
+from dissociation.models import CNN, MLP, BilinearNetwork, ResNet, Transformer, representations
+from dissociation.models._program import layer_of
 from dissociation.rewrites import _groups as groups
 from dissociation.rewrites import group_report, layer_inputs, neuron_groups
 
 pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 
 
+def layers_of(model, inputs, groups):
+    """Hidden layers by name, and pairs of a layer and the size of a group that it makes."""
+    made = {(layer_of(slot.path, model), g.size) for g in groups.values() for slot in g.slots if not slot.outgoing}
+    return {name: array for name, array in representations(model, inputs).items() if name != "logits"}, made
+
+
 @pytest.mark.parametrize("name", ZOO)
-def test_all_groups_are_found(name):
+def test_all_groups_are_found_and_name_representations(name):
     model, inputs, groups = one(name)
     letters = {"s": "scaling", "g": "sharing", "r": "linear"}
     found = {
@@ -26,16 +33,36 @@ def test_all_groups_are_found(name):
     assert {name: group.copies for name, group in groups.items() if group.copies > 1} == ZOO[name].copies
     alone = neuron_groups(model, inputs[0], single=True)
     assert {name: group.size for name, group in alone.items()} == {name: size for name, (size, _) in found.items()}
+    hidden, made = layers_of(model, inputs, groups)
+    for layer, array in hidden.items():  # neurons may lie at several positions or in several copies
+        assert any(array.shape[-1] % size == 0 for maker, size in made if maker == layer), layer
 
 
-def test_groups_come_in_the_order_of_representations():
-    model, inputs = MLP(20, 6, 3, key=jax.random.key(0)), jax.random.normal(jax.random.key(1), (5, 20))
-    shown = representations(model, inputs)
-    by_name = dict(zip(shown, neuron_groups(model, inputs[0]).values(), strict=False))
-    assert list(by_name) == ["hidden0", "hidden1", "features"]
-    for name, group in by_name.items():
-        (read,) = (slot for slot in group.slots if slot.outgoing)
-        np.testing.assert_allclose(layer_inputs(model, inputs, read.path).rows, shown[name], rtol=1e-5)
+CHAINS = {
+    "perceptron of ours": lambda key: MLP(784, 6, 3, key=key),
+    "perceptron of Equinox": lambda key: eqx.nn.MLP(784, 3, 5, 2, key=key),
+    "convolutional": lambda key: CNN(5, 3, key=key),
+    "bilinear": lambda key: BilinearNetwork(784, 5, 3, num_layers=2, bias=True, key=key),
+}
+RESIDUAL = {
+    "residual convolutional": lambda key: ResNet(5, 3, channels=4, key=key),
+    "transformer": lambda key: Transformer(5, 3, size=8, heads=2, patch=14, key=key),
+    "residual bilinear": lambda key: BilinearNetwork(784, 5, 3, num_layers=2, residual=True, key=key),
+    "perceptron in a scan": lambda key: eqx.nn.MLP(784, 3, 5, 4, scan=True, key=key),
+}
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *RESIDUAL])
+def test_groups_and_representations_have_the_same_names(name):
+    model, inputs = (CHAINS | RESIDUAL)[name](jax.random.key(0)), jax.random.normal(jax.random.key(1), (5, 784))
+    groups = neuron_groups(model, inputs[0])
+    hidden, made = layers_of(model, inputs, groups)
+    sizes = {layer: array.shape[-1] for layer, array in hidden.items()}
+    assert {(layer.partition(":")[0], size) for layer, size in sizes.items()} <= made
+    assert ({layer: group.size for layer, group in groups.items()} == sizes) == (name in CHAINS)
+    for layer in hidden if name.startswith("perceptron of") else ():
+        read = next(slot for slot in groups[layer].slots if slot.outgoing)
+        np.testing.assert_allclose(layer_inputs(model, inputs, read.path).rows, hidden[layer], rtol=1e-5)
 
 
 def test_slots_say_where_neurons_lie():

@@ -23,9 +23,8 @@ def small(kind):
 def test_a_residual_network_by_hand():
     model = small("resnet")
     found = representations(model, IMAGES)
-    assert list(found) == ["hidden0", "hidden1", "hidden2", "features", "logits"]
     x = max_pool(model.stem(IMAGES[0].reshape(28, 28, 1)))
-    for name, block in zip(("hidden1", "hidden2"), model.blocks, strict=True):
+    for name, block in zip(("blocks[0].second", "blocks[1].second"), model.blocks, strict=True):
         x = x + block.second(jax.nn.relu(block.first(jax.nn.relu(x))))
         np.testing.assert_allclose(found[name][0], x, atol=1e-5)
     features = jax.nn.relu(model.hidden(jax.nn.relu(max_pool(x)).reshape(-1)))
@@ -38,13 +37,13 @@ def test_a_transformer_by_hand():
     model = small("transformer")
     found = representations(model, IMAGES)
     assert {name: array.shape[1:] for name, array in found.items()} == {
-        "hidden0": (4, 8), "hidden1": (4, 8), "features": (6,), "logits": (3,)
+        "embed": (4, 8), "blocks[0].second": (4, 8), "hidden": (6,), "logits": (3,)
     }  # fmt: skip
     image = IMAGES[0].reshape(28, 28)
     patches = [image[i : i + 14, j : j + 14].reshape(-1) for i in (0, 14) for j in (0, 14)]
     tokens = jnp.stack([model.embed(patch) for patch in patches]) + model.positions
-    np.testing.assert_allclose(found["hidden0"][0], tokens, atol=1e-5)
-    normed = jax.vmap(model.norm)(found["hidden1"][0])
+    np.testing.assert_allclose(found["embed"][0], tokens, atol=1e-5)
+    normed = jax.vmap(model.norm)(found["blocks[0].second"][0])
     features = jax.nn.relu(model.hidden(normed.mean(0)))
     np.testing.assert_allclose(found["features"][0], features, atol=1e-5)
     # Attention is over tokens: without positions, their order is not seen.

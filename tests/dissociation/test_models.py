@@ -96,7 +96,7 @@ def test_perceptrons_and_convolutional_networks_by_hand(last_activation):
     first, second, head = ([np.asarray(layer.weight).T, np.asarray(layer.bias)] for layer in model.layers)
     hidden = np.maximum(X @ first[0] + first[1], 0)
     features = last(hidden @ second[0] + second[1])
-    wanted = {"hidden0": hidden, "features": features, "logits": features @ head[0] + head[1]}
+    wanted = {"layers[0]": hidden, "layers[1]": features, "logits": features @ head[0] + head[1]}
     found = jax.vmap(model.representations)(X)
     assert set(found) == set(wanted)
     for name, array in wanted.items():
@@ -104,6 +104,9 @@ def test_perceptrons_and_convolutional_networks_by_hand(last_activation):
     np.testing.assert_array_equal(jax.vmap(model)(X), found["logits"])
     model, flat = CNN(30, 7, last_activation=last_activation, key=KEY), IMAGES.reshape(4, -1)
     found, features = jax.vmap(model.representations)(flat), last(jax.vmap(model.encoder)(IMAGES))
+    assert [array.shape for array in found.values()] == [(4, 14, 14, 16), (4, 7, 7, 32), (4, 30), (4, 7)]
+    below = found["encoder.convolutions[1]"].reshape(4, -1)
+    np.testing.assert_allclose(found["features"], last(jax.vmap(model.encoder.head)(below)), atol=1e-5)
     np.testing.assert_allclose(found["features"], features, atol=1e-6)
     np.testing.assert_allclose(found["logits"], jax.vmap(model.head)(features), atol=1e-5)
     np.testing.assert_array_equal(jax.vmap(model)(flat), found["logits"])
@@ -118,7 +121,6 @@ def test_a_bilinear_network_by_hand(residual):
         hidden = hidden + added if residual else added
     np.testing.assert_allclose(jax.vmap(model)(X), hidden @ np.asarray(model.head).T, rtol=1e-4, atol=1e-6)
     found = jax.vmap(model.representations)(X)
-    assert list(found) == ["hidden0", "hidden1", "features", "logits"]
     np.testing.assert_allclose(found["features"], hidden, rtol=1e-4, atol=1e-6)
 
 

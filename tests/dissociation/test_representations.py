@@ -11,6 +11,7 @@ from dissociation.models import (
     BilinearNetwork,
     Transformer,
     member_representations,
+    named,
     representations,
     representations_of_example,
 )
@@ -23,31 +24,39 @@ X = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
 
 
 def names(depth):
-    return [*(f"hidden{index}" for index in range(depth - 1)), "features", "logits"]
+    return [*(f"layers[{index}]" for index in range(depth)), "logits"]
 
 
 @pytest.mark.parametrize("depth", [1, 12])  # with twelve layers, the order of the alphabet is another one
-def test_one_naming_for_all_models(depth):
+def test_layers_come_in_forward_order(depth):
     key = jax.random.key(0)
+    bilinear = ["embed", *(f"layers[{index}].left" for index in range(depth)), "logits"]
     for model, layers in (
-        (eqx.nn.MLP(4, 3, 5, depth, key=key), depth),
-        (MLP(4, 5, depth, 3, key=key), depth),
-        (BilinearNetwork(4, 5, 3, num_layers=depth - 1 or 1, key=key), max(depth, 2)),
+        (eqx.nn.MLP(4, 3, 5, depth, key=key), names(depth)),
+        (MLP(4, 5, depth, 3, key=key), names(depth)),
+        (BilinearNetwork(4, 5, 3, num_layers=depth, key=key), bilinear),
     ):
         found = representations(model, X)
-        assert list(found) == names(layers)
+        assert list(found) == layers
+        assert found["features"] is found[layers[-2]]
         np.testing.assert_allclose(found["logits"], jax.vmap(model)(X), rtol=1e-5, atol=1e-6)
         assert {array.shape for array in found.values()} == {(7, 5), (7, 3)}
 
 
-def test_a_convolutional_network():
-    model = CNN(6, 3, key=jax.random.key(0))
-    found = representations(model, np.ones((2, 784), np.float32))
-    shapes = {"hidden0": (2, 14, 14, 16), "hidden1": (2, 7, 7, 32), "features": (2, 6), "logits": (2, 3)}
-    assert {name: array.shape for name, array in found.items()} == shapes
-    assert list(found) == list(shapes)
-    flat = found["hidden1"].reshape(2, -1)
-    np.testing.assert_allclose(found["features"], jax.nn.relu(jax.vmap(model.encoder.head)(flat)), rtol=1e-5)
+@pytest.mark.usefixtures("unchecked")
+def test_old_names_of_layers_raise_with_the_new_ones():
+    found = representations(eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0)), X)
+    names = r"`layer` must be one of 'layers\[0\]', 'layers\[1\]', 'logits', got"
+    for name, advice in (("hidden0", r" It is 'layers\[0\]' now\."), ("hidden2", "")):
+        with pytest.raises(KeyError, match=rf"{names} '{name}'\.{advice}\"$"):
+            found[name]
+    assert "features" not in found  # a word for a layer, not one more layer
+    with pytest.raises(TypeError, match=r'`hidden` must be arrays by .* list\. .* named\(\{"layers\[0\]": array, '):
+        named([X], X)
+    with pytest.raises(KeyError, match="must be one of 'logits', got 'features'"):
+        named({}, X)["features"]
+    # Of a layer called so and of the last one, the name decides.
+    np.testing.assert_array_equal(named({"features": X, "last": X + 1}, X)["features"], X)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +101,8 @@ def test_members_and_derivatives():
     for name, array in found.items():
         np.testing.assert_allclose(array[1], one[name], atol=1e-6)
     alone = eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0))
-    slope = eqx.filter_grad(lambda model: jnp.sum(representations(model, X)["hidden0"]))(alone)
-    positive = np.asarray(representations(alone, X)["hidden0"]) > 0
+    slope = eqx.filter_grad(lambda model: jnp.sum(representations(model, X)["layers[0]"]))(alone)
+    positive = np.asarray(representations(alone, X)["layers[0]"]) > 0
     np.testing.assert_allclose(slope.layers[0].bias, positive.sum(0), rtol=1e-5)
 
 

@@ -84,6 +84,8 @@ def test_a_comparison_knows_its_layers_and_members():
     assert float(data["values"].sel(items="hidden 1", others="last 0")) == float(
         compared.between("hidden", "last")[1, 0]
     )
+    with pytest.raises(ValueError, match="`layer` must be one of 'hidden', 'last', got 'features'"):
+        compared.between("features")  # without logits, these are not the layers of a network
     assert data.other_layers.values.tolist() == ["hidden", "hidden", "last", "last"]
     assert data.attrs["measure"] == "linear_cka"
     assert compare(FEATURES[0], FEATURES[1]).to_xarray()["values"].dims == ()

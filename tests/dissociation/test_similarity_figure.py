@@ -37,7 +37,7 @@ def test_rewrites_move_what_they_must(run):
 
 def test_matrices_and_training_are_of_the_same_networks(run):
     results, _ = run
-    last, other = results.layer == "features", results.other_layer == "features"
+    last, other = results.layer == "layers[1]", results.other_layer == "layers[1]"
     matrices = results.matrix.values[:, last.values][..., other.values]
     np.testing.assert_allclose(results.through.sel(epochs=CONFIG.num_epochs), matrices, atol=1e-5)
     assert results.through.shape == (2, CONFIG.num_epochs + 1, 3, 3)
@@ -55,7 +55,12 @@ def test_the_files_and_the_figure(run, tmp_path):
     assert results.identical(again)
     dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("rewrite_measures", "rewrites", "seeds")}
     assert_saved(results, tmp_path, dims)
-    assert (results.layer.values[3], results.other_seed.values[4]) == ("features", 1)
+    assert (results.layer.values[3], results.other_seed.values[4]) == ("layers[1]", 1)
+    last = results.through[0, -1].values[np.triu_indices(3, 1)]
+    for layer in ("layers[1]", "features"):
+        np.testing.assert_allclose(similarity.of_seeds(results.matrix[0], layer), last, atol=1e-5)
+    with pytest.raises(ValueError, match=r"`layer` must be one of .* 'hidden0'. It is 'layers\[0\]' now"):
+        similarity.of_seeds(results.matrix[0], "hidden0")
     assert results.jensen_shannon.attrs == {"units": "nats"}
     assert len(similarity.table(results)) == 1 + 4
     assert "3 seeds" in similarity.headline(results)
@@ -65,7 +70,7 @@ def test_the_files_and_the_figure(run, tmp_path):
     drawn = similarity.draw(results)
     (legend,) = drawn.subfigs[1].legends
     legends = {text.get_text() for text in legend.get_texts()}
-    assert {*CONFIG.measures, "hidden0", "features", "logits"} == legends  # called as in tables and arrays
+    assert {*CONFIG.measures, "layers[0]", "layers[1]", "logits"} == legends  # called as in tables and arrays
     assert {panel.get_title() for panel in drawn.axes} >= set(CONFIG.measures)
 
 

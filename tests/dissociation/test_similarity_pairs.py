@@ -33,7 +33,7 @@ def layer(members, width):
     return (LATENT @ RNG.standard_normal((members, 3, width)) + noise).astype(np.float32)
 
 
-LAYERS = {"hidden0": layer(3, 7), "features": layer(3, 5), "logits": layer(3, 7)}
+LAYERS = {"layers[0]": layer(3, 7), "layers[1]": layer(3, 5), "logits": layer(3, 7)}
 ITEMS = [LAYERS[name][member] for name in LAYERS for member in range(3)]
 
 
@@ -61,7 +61,10 @@ def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
         found = similarity.pairwise(LAYERS, name, memory_budget=budget, members=True, baseline=False, **options)
         np.testing.assert_allclose(np.asarray(found.values)[ROWS], wanted, atol=5e-6)
     assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
-    np.testing.assert_array_equal(found.between("features", "logits"), found.values[3:6, 6:])
+    for last in ("layers[1]", "features"):
+        np.testing.assert_array_equal(found.between(last, "logits"), found.values[3:6, 6:])
+    with pytest.raises(ValueError, match=r"`layer` must be one of .* 'hidden0'. It is 'layers\[0\]' now"):
+        found.between("hidden0")
     assert found.measure == name
 
 
@@ -73,15 +76,15 @@ def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
     for name, rows in wanted.items():
         table = np.asarray(similarity.pairwise(LAYERS, name, members=True).values)
         np.testing.assert_allclose(table[ROWS], rows, atol=5e-6)
-    many = np.concatenate([LAYERS["hidden0"], LAYERS["logits"]])  # over samples: 6 x 30
+    many = np.concatenate([LAYERS["layers[0]"], LAYERS["logits"]])  # over samples: 6 x 30
     cka = similarity.pairwise(np.tile(many, (1, 1, 9)), "linear_cka", members=True, baseline=False).values
     np.testing.assert_allclose(cka[0], wanted["linear_cka"][0, [0, 1, 2, 6, 7, 8]], atol=5e-6)
 
 
 def test_a_second_call_compiles_nothing(caplog):
     def run():
-        similarity.pairwise(LAYERS["hidden0"], "angular_similarity", members=True, num_blocks=5)
-        similarity.pairwise(LAYERS["hidden0"], "rbf_cka", members=True, scale=RNG.random() + 0.5)
+        similarity.pairwise(LAYERS["layers[0]"], "angular_similarity", members=True, num_blocks=5)
+        similarity.pairwise(LAYERS["layers[0]"], "rbf_cka", members=True, scale=RNG.random() + 0.5)
 
     assert compilations(caplog, run)
     assert not compilations(caplog, run)
@@ -91,7 +94,9 @@ def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
     name = "angular_similarity"
 
     def numbers():
-        found = similarity.pairwise(LAYERS["hidden0"], name, members=True, num_blocks=10, p_values=True, num_orders=19)
+        found = similarity.pairwise(
+            LAYERS["layers[0]"], name, members=True, num_blocks=10, p_values=True, num_orders=19
+        )
         drawn = similarity.permutation_test(name, *ITEMS[:2], key=jax.random.key(0), num_draws=20)
         return [*(getattr(found, part) for part in ("values", "low", "high", "p_values", "baseline")), drawn.p_value]
 
@@ -193,12 +198,12 @@ def test_functions_are_compared_beside_every_pair_of_representations():
         np.testing.assert_array_equal(table.output_similarity, np.tile(table.between("logits"), (3, 3)))
     without = similarity.pairwise(LAYERS, "linear_cka", members=True, outputs=None)
     assert without.disagreement is without.output_similarity is None
-    assert similarity.pairwise({"hidden0": ITEMS[0]}, "linear_cka").jensen_shannon is None
+    assert similarity.pairwise({"layers[0]": ITEMS[0]}, "linear_cka").jensen_shannon is None
 
 
 def test_representations_that_say_nothing_are_named():
-    dead = dict(LAYERS, features=np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["features"]))
-    with pytest.warns(RuntimeWarning, match="linear_cka is not defined for features 1, whose values are NaN"):
+    dead = LAYERS | {"layers[1]": np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["layers[1]"])}
+    with pytest.warns(RuntimeWarning, match=r"linear_cka is not defined for layers\[1\] 1, whose values are NaN"):
         found = similarity.pairwise(dead, "linear_cka", members=True)
     assert np.isnan(found.values[4]).all()
     assert np.isfinite(np.delete(np.delete(np.asarray(found.values), 4, 0), 4, 1)).all()
@@ -226,7 +231,7 @@ def test_wrong_calls_are_refused_by_name():
             lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19),
             "at least 20 samples for mutual_knn, got 20, 19 of them without one block",
         ),
-        (lambda: compiled(LAYERS["hidden0"]), "`representations` must be concrete: pairs of representations"),
+        (lambda: compiled(LAYERS["layers[0]"]), "`representations` must be concrete: pairs of representations"),
         (lambda: similarity.pairwise(LAYERS, "cka"), "`measure` must be one of 'debiased_cka'"),
         (lambda: similarity.pairwise([one, other[1:]], "linear_cka"), "same samples throughout, got 29, 30 samples"),
         (
@@ -285,9 +290,9 @@ def test_pairs_are_corrected_once_each():
     corrected = found.corrected("bh")
     np.testing.assert_allclose(corrected[upper], wanted)
     np.testing.assert_allclose(corrected, corrected.T)
-    across = similarity.compare(LAYERS["hidden0"], LAYERS["features"], "linear_cka", members=True, p_values=True)
+    across = similarity.compare(LAYERS["layers[0]"], LAYERS["layers[1]"], "linear_cka", members=True, p_values=True)
     np.testing.assert_allclose(across.corrected(), similarity.adjust_p_values(across.p_values))
-    one_way = similarity.pairwise(LAYERS["features"], "pwcca", members=True, p_values=True, num_orders=19)
+    one_way = similarity.pairwise(LAYERS["layers[1]"], "pwcca", members=True, p_values=True, num_orders=19)
     np.testing.assert_allclose(one_way.corrected(), similarity.adjust_p_values(one_way.p_values))
 
 

@@ -44,7 +44,7 @@ def test_decomposition_against_a_dense_reference(hidden):
 def test_the_form_is_the_network(options, inputs, hidden, space):
     model = network(inputs, hidden, **options)
     x = RNG.normal(size=(5, inputs)).astype(np.float32)
-    seen = x if space == "input" else jax.vmap(lambda one: model.representations(one)["hidden0"])(x)
+    seen = x if space == "input" else jax.vmap(lambda one: model.representations(one)["embed"])(x)
     tensor = interaction_tensor(model, space=space)
     full = np.pad(seen, ((0, 0), (0, 1)), constant_values=1) if options else seen
     np.testing.assert_array_equal(tensor, tensor.swapaxes(1, 2))
@@ -72,7 +72,7 @@ def test_orders():
 def test_deeper_layers_by_directions_pulled_back():
     model = network(num_layers=2)
     x = RNG.normal(size=(4, 20)).astype(np.float32)
-    below = jax.vmap(lambda one: model.representations(one)["hidden1"])(x)
+    below = jax.vmap(lambda one: model.representations(one)["layers[0].left"])(x)
     last = decompose(model, space="hidden")
     np.testing.assert_allclose(jax.vmap(last)(below), jax.vmap(model)(x), atol=1e-6)
     # An eigenvector of the last layer is an output direction of the one below it.
