@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
+from dissociation._core import checks
 from dissociation.training._members import DATA_AXIS, MEMBER_AXIS, count, map_members, member_devices
 from dissociation.training._memory import free_memory, largest, program_bytes
 from dissociation.training._samplers import Sampler
@@ -18,22 +19,22 @@ MAX_CHUNK = 512
 """Largest number of steps in a chunk, which sets the buffer for losses and metrics."""
 
 
-def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
-    """Trace `step` for one member, whose batches a `mesh` splits if it has a data axis.
+def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mesh: Mesh | None) -> Traced:
+    """Trace `step` for one member, whose batches of `size` are split over the data axis of a `mesh`.
 
-    The traced function takes (state, sampler arrays, plan, index in the block, key) and returns (state, info).
+    The traced function takes arguments like `example`: state, sampler arrays, plan, index in the block, key. It returns
+    (state, info).
     """
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
 
     def over_data(leaf: Array) -> Array:
-        if mesh is None:
-            return leaf
         axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
         return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
 
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
         with jax.named_scope("sampler"):
-            batch = jax.tree.map(over_data, eqx.combine(arrays, static).batch(plan, within, size))
+            batch = eqx.combine(arrays, static).batch(plan, within, size)
+            batch = batch if mesh is None else jax.tree.map(over_data, batch)
         return step(state, batch, key)
 
     if mesh is None:
@@ -50,6 +51,11 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
     The traced function takes (state, step, key) and returns the PyTree of `observe` with JAX arrays. Its state is the
     result of `observable`: the model and `aux`, without the optimiser's state.
     """
+    if not callable(observe):
+        checks.fail_kind("save", "have a function as `observe`", repr(observe))
+    advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+    words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
+    checks.check_call("observe", observe, words, advice)
 
     def observation(state: State, step: Array, key: Array) -> Any:
         carried = () if state.aux is None else (state.aux,)

@@ -32,7 +32,7 @@ from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import History, Save, check_steps
 from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
-from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state
+from dissociation.training._state import State, Step, checked_models, first_opt_state
 
 if TYPE_CHECKING:
     import xarray
@@ -158,7 +158,7 @@ def fit(
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
     given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
-    state, first, total, keys = _prepared(models, step, sampler, save, key=key, **given)
+    state, first, total, keys = _prepared(models, step, sampler, key=key, **given)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
@@ -180,8 +180,7 @@ def fit(
         del state  # the run has copies
         run.began = began
         run.to_the_end(total, times)
-    state = partition.gather(run.whole_state())
-    state = state if partition.alone else jax.tree.map(jnp.asarray, state)
+    state = jax.tree.map(jnp.asarray, partition.gather(partition.joined(run.states)))
     ended = run.diverged_at, run.step, partition.member_map, run.seconds()
     return FitResult(state.model, run.history(), *ended, state)
 
@@ -203,7 +202,7 @@ def estimated_bytes(
     models: PyTree, step: Step, sampler: Sampler, save: Save, member_map: str, members_per_batch: Any, **arguments: Any
 ) -> Needs:
     """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members on one device."""
-    state, first, total, keys = _prepared(models, step, sampler, save, **arguments)
+    state, first, total, keys = _prepared(models, step, sampler, **arguments)
     count, programs = len(state.step), []
     for size in (2, 4):
         run = Run(state, step, sampler, keys, save, Partition(size, member_map, members_per_batch, None), [])
@@ -251,7 +250,6 @@ def _prepared(
     models: Any,
     step: Step,
     sampler: Sampler,
-    save: Save,
     *,
     key: Any,
     num_steps: int | None = None,
@@ -260,46 +258,29 @@ def _prepared(
     aux: Any = None,
 ) -> tuple[State, int, int, tuple[Array, Array, Array]]:
     """Return stacked states, first and last step, and keys, see `_split_key`."""
-    state = _begin(models, step, aux, hyperparams, save)
-    num_members = len(state.step)
-    if sampler.stacked:
-        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
-        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
+    try:
+        count = leading_size("models", models.arrays if isinstance(models, State) else models)
+    except checks.WrongValue as error:
+        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
+        raise checks.WrongValue(f"{error} {advice}.") from None
+    own_data = eqx.filter(sampler, eqx.is_array) if sampler.stacked else None
+    for name, tree in (("hyperparams", hyperparams), ("aux", aux), ("sampler", own_data)):
+        if tree is not None:
+            size = leading_size(name, as_arrays(name, tree, "members"))
+            checks.check_same_length("models", count, name, size, "members")
+    aux, hyperparams = jax.tree.map(jnp.asarray, (aux, hyperparams))
+    if isinstance(models, State):
+        state = _continued(models, step, aux, hyperparams)
+    else:
+        state = eqx.filter_vmap(step.start)(checked_models(models), aux, hyperparams)
+    step.check_loss(state.aux)
     first = int(np.max(np.asarray(state.step)))
     if (num_steps is None) == (num_epochs is None):
         checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
     each = 1 if num_epochs is None else sampler.epoch_steps
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
     total = first + each * checks.check_count(name, number, maximum=(2**31 - 1) // each)
-    return state, first, total, _split_key(key, num_members, sampler.shared)
-
-
-def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
-    try:
-        count = leading_size("models", models.arrays if isinstance(models, State) else models)
-    except checks.WrongValue as error:
-        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
-        raise checks.WrongValue(f"{error} {advice}.") from None
-    for name, tree in (("hyperparams", hyperparams), ("aux", aux)):
-        if tree is not None:
-            size = leading_size(name, as_arrays(name, tree, "members"))
-            checks.check_same_length("models", count, name, size, "members")
-    hyperparams = jax.tree.map(jnp.asarray, hyperparams)
-    if isinstance(models, State):
-        state = _continued(models, step, aux, hyperparams)
-    else:
-        one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
-        state = one(checked_models(models), aux, hyperparams)
-    step.check_loss(state.aux)
-    if not save.seconds >= 0:
-        checks.fail("save", "have `seconds` of at least 0", save.seconds)
-    if save.observe is not None:
-        if not callable(save.observe):
-            checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
-        advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
-        words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
-        checks.check_call("observe", save.observe, words, advice)
-    return state
+    return state, first, total, _split_key(key, count, sampler.shared)
 
 
 def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
@@ -308,7 +289,6 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
         state = state.replace(aux=aux)
     if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
         state = state.replace(hyperparams=hyperparams)
-    check_optimizer(step.optimizer, state.hyperparams)
     begin = jax.vmap(partial(first_opt_state, step.optimizer))
     fresh = jax.eval_shape(begin, state.arrays, state.hyperparams)
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
@@ -318,6 +298,9 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
 
 
 def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
+    """Return the steps of the records."""
+    if not save.seconds >= 0:
+        checks.fail("save", "have `seconds` of at least 0", save.seconds)
     if save.at is not None:
         return check_steps("at", save.at, total, first)
     if save.observe is None and not any(each.needs_records for each in callbacks):
@@ -337,7 +320,7 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, 
     key = typed(key)
     if key.ndim == 0:
         order, root = jax.random.split(key)
-        key = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(num_members))
+        key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))
     elif key.shape != (num_members,):
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
     elif shared and order is None:

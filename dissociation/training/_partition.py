@@ -22,6 +22,7 @@ from dissociation.training._members import (
     member_devices,
     member_mesh,
     place_members,
+    take,
 )
 from dissociation.training._members import per_batch as at_once
 from dissociation.training._traced import Traced
@@ -109,12 +110,7 @@ class Partition(NamedTuple):
 
     def take(self, tree: Any) -> Any:
         """Return this process' members of a PyTree with all members first."""
-        rows, number = self.local, self.number
-
-        def one(leaf: Any) -> Any:
-            return leaf[rows] if eqx.is_array(leaf) and len(leaf) != number else leaf
-
-        return jax.tree.map(one, tree)
+        return tree if self.alone else take(tree, self.local)
 
     def gather(self, tree: Any) -> Any:
         """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""
