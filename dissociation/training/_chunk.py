@@ -1,5 +1,6 @@
 """Compiled chunks of a run: some steps of every member, and observations."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -27,14 +28,10 @@ def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mes
     """
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
 
-    def over_data(leaf: Array) -> Array:
-        axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
-        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
-
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
         with jax.named_scope("sampler"):
             batch = eqx.combine(arrays, static).batch(plan, within, size)
-            batch = batch if mesh is None else jax.tree.map(over_data, batch)
+            batch = batch if mesh is None else jax.tree.map(partial(_over_data, mesh), batch)
         return step(state, batch, key)
 
     if mesh is None:
@@ -43,6 +40,11 @@ def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mes
     inside = mesh.abstract_mesh.update_axis_types({MEMBER_AXIS: AxisType.Manual})
     with jax.sharding.use_abstract_mesh(inside):
         return trace(function, *example)
+
+
+def _over_data(mesh: Mesh, leaf: Array) -> Array:
+    axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
+    return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
@@ -77,7 +79,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
     common, and `[first step, place in the block, steps]`. The state is donated.
     """
     how, traced, keys, active, mapped, common, place = inputs
-    unrolls, infos = how[0] == "unroll", traced.out[1]
+    unrolls, infos = how["member_map"] == "unroll", traced.out[1]
     rows = 1 if unrolls else MAX_CHUNK
 
     def one(shared: Any, stacked: Any) -> Any:
@@ -107,8 +109,8 @@ def run_chunk(inputs: Any, state: State) -> Any:
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
     shared = traced, common, place
-    if how[0] != "scan" or how[2] is not None:
-        return _over_members(how, one, shared, (state, mapped, keys, active))
+    if how["member_map"] != "scan" or how["mesh"] is not None:
+        return map_members(one, shared, (state, mapped, keys, active), **how)
     # This loop updates the state in place; `jax.lax.map` would hold it twice.
     own, static = eqx.partition(state, eqx.is_array)
     rest, rest_static = eqx.partition((mapped, keys, active), eqx.is_array)
@@ -125,14 +127,14 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
 def largest_batch(inputs: Any, state: State) -> int:
     """Return the number of members per batch and device that fits in free memory; `inputs` as in `run_chunk`."""
-    (member_map, _, mesh), *others = inputs
+    how, *others = inputs
 
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
-        return program_bytes(jitted.lower(((member_map, size, mesh), *others), state).compile().compiled)
+        return program_bytes(jitted.lower((how | {"members_per_batch": size}, *others), state).compile().compiled)
 
     free = free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
-    return largest(bytes_of, count(state) // member_devices(mesh), free)
+    return largest(bytes_of, count(state) // member_devices(how["mesh"]), free)
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -152,10 +154,4 @@ def observe_members(inputs: Any, state: State) -> Any:
         key, own_state = stacked
         return observe(observable(own_state), step, jax.random.fold_in(key, step))
 
-    return _over_members(how, one, (traced, step), (keys, state), ordered=True)
-
-
-def _over_members(how: Any, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
-    member_map, per_batch, mesh = how
-    given = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
-    return map_members(function, shared, stacked, member_map=member_map, **given)
+    return map_members(one, (traced, step), (keys, state), **how, ordered=True)

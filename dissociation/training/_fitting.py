@@ -1,7 +1,6 @@
 """Training of stacked members by `fit`."""
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,12 +21,9 @@ from dissociation._core.results import Labels, Over, check_names, dataset_of
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
-from dissociation.training import _cores as cores
 from dissociation.training._callbacks import Callback, OfFunction
-from dissociation.training._chunk import observe_members, run_chunk
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
-from dissociation.training._memory import program_bytes
 from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import History, Save, check_steps
 from dissociation.training._run import FORMAT, Run
@@ -158,9 +154,9 @@ def fit(
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
     given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
-    state, first, total, keys = _prepared(models, step, sampler, key=key, **given)
+    state, first, total, keys = prepared(models, step, sampler, key=key, **given)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
-    times = _times(save, heard, first, total, sampler.epoch_steps)
+    times = record_steps(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
     partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
     partition = partition if path is None else _resumed(partition, path)
@@ -171,8 +167,8 @@ def fit(
         partition = run.partition
         if not partition.alone:
             run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
-        devices = member_devices(partition.devices)
-        logger.info("%d members by %s, %d threads, %d devices", partition.total, partition.how[0], run.threads, devices)
+        how = partition.total, partition.member_map, run.threads, member_devices(partition.devices)
+        logger.info("%d members by %s, %d threads, %d devices", *how)
         if path is not None:
             run.identify(state, step, sampler, key, same_program)
             held.enter_context(files.locked(path.with_name(f".{path.name}.lock"), path))
@@ -183,47 +179,6 @@ def fit(
     state = jax.tree.map(jnp.asarray, partition.gather(partition.joined(run.states)))
     ended = run.diverged_at, run.step, partition.member_map, run.seconds()
     return FitResult(state.model, run.history(), *ended, state)
-
-
-class Needs(NamedTuple):
-    """Upper estimate of the bytes of a run, without the compiler's memory."""
-
-    fixed: int  # data and programs, for any number of members
-    per_member: int
-    model: int  # a member's trained model
-    devices: int  # number of devices or worker threads of this process that train members
-
-
-COPIES = 3
-"""Largest number of copies of all states in memory: given, trained and returned."""
-
-
-def estimated_bytes(
-    models: PyTree, step: Step, sampler: Sampler, save: Save, member_map: str, members_per_batch: Any, **arguments: Any
-) -> Needs:
-    """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members on one device."""
-    state, first, total, keys = _prepared(models, step, sampler, **arguments)
-    count, programs = len(state.step), []
-    for size in (2, 4):
-        run = Run(state, step, sampler, keys, save, Partition(size, member_map, members_per_batch, None), [])
-        calls: list[Any] = [(run_chunk, run.example())]
-        if run.observe is not None:
-            calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
-        compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
-        programs.append(max(map(program_bytes, compiled)))  # chunk or observation
-    each = max(0, programs[1] - programs[0]) // 2
-    times = len(_times(save, [], first, total, sampler.epoch_steps))
-    recorded = (run.info, total - first), (run.observe and run.observe.out, times)
-    history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
-    spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
-    threads = min(jax.local_device_count(), cores.available_cores()) if spread else 1
-    fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
-    per_member = COPIES * _bytes(state) // count + each + history
-    return Needs(fixed, per_member, _bytes(state.arrays) // count, threads)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
 
 
 def _resumed(partition: Partition, path: Path) -> Partition:
@@ -246,7 +201,7 @@ def _callback(index: int, given: Any) -> Callback:
     return OfFunction(given)
 
 
-def _prepared(
+def prepared(
     models: Any,
     step: Step,
     sampler: Sampler,
@@ -297,7 +252,7 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
     return state
 
 
-def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
+def record_steps(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
     """Return the steps of the records."""
     if not save.seconds >= 0:
         checks.fail("save", "have `seconds` of at least 0", save.seconds)

@@ -92,9 +92,9 @@ class Partition(NamedTuple):
         return self.devices if self.devices is not None and DATA_AXIS in self.devices.axis_names else None
 
     @property
-    def how(self) -> tuple[str, Any, Mesh | None]:
-        """Return mapping, members per batch and mesh: all that a program of one shard depends on."""
-        return self.member_map, self.members_per_batch, self.devices
+    def how(self) -> dict[str, Any]:
+        """Return the arguments of `map_members`: all that a program of one shard depends on."""
+        return {"member_map": self.member_map, "members_per_batch": self.members_per_batch, "mesh": self.devices}
 
     @property
     def size(self) -> int:
@@ -146,7 +146,7 @@ class Partition(NamedTuple):
 
     def chosen(self, arrays: Any, step: Traced, *others: Traced) -> tuple["Partition", int]:
         """Return the partition, with only `members_per_batch` perhaps "auto", and the number of worker threads."""
-        member_map, per_batch, mesh = self.how
+        member_map, per_batch, mesh = self.member_map, self.members_per_batch, self.devices
         checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
         if isinstance(per_batch, str):
             checks.check_choice("members_per_batch", per_batch, ("auto",))

@@ -56,7 +56,7 @@ def halved(planned):
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(module, "_planned", halved(module._planned))
+    monkeypatch.setattr(module, "planned", halved(module.planned))
 
 
 def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_the_grid():
@@ -182,7 +182,7 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
         assert meter.steps == sorted(meter.steps)
         assert meter.text == str(result.plan)
-    monkeypatch.setattr(module, "estimated_bytes", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("dissociation.training._plans.estimated_bytes", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swept(**given | {"folder": None})
     assert meters[-1].steps == [0]  # before anything is compiled
