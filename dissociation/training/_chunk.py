@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from dissociation._core import checks
+from dissociation.training._machine import free_memory, largest, program_bytes
 from dissociation.training._members import DATA_AXIS, MEMBER_AXIS, count, map_members, member_devices
-from dissociation.training._memory import free_memory, largest, program_bytes
 from dissociation.training._samplers import Sampler
 from dissociation.training._state import State, Step
 from dissociation.training._traced import Traced, trace

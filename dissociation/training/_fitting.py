@@ -21,11 +21,10 @@ from dissociation._core.results import Labels, Over, check_names, dataset_of
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
-from dissociation.training._callbacks import Callback, OfFunction
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
 from dissociation.training._partition import Partition, without_layout
-from dissociation.training._records import History, Save, check_steps
+from dissociation.training._records import Callback, History, OfFunction, Save, check_steps
 from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
 from dissociation.training._state import State, Step, checked_models, first_opt_state

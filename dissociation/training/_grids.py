@@ -22,14 +22,13 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
-from dissociation.training._callbacks import Callback
 from dissociation.training._fitting import dataset_of_fit, fit
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._partition import Partition, Threads, without_layout
 from dissociation.training._plans import Plan, Sweep, makes, planned
 from dissociation.training._progress import MeterFactory, open_meter
-from dissociation.training._records import History, Save
+from dissociation.training._records import Callback, History, Save
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid

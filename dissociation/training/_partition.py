@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dissociation._core import checks
-from dissociation.training._cores import compiled, number_of_threads, run_tasks
 from dissociation.training._distributed import all_gather
+from dissociation.training._machine import compiled, number_of_threads, run_tasks
 from dissociation.training._members import (
     DATA_AXIS,
     MEMBER_MAPS,

@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from dissociation._core import checks
-from dissociation.training import _cores as cores
-from dissociation.training import _memory as memory
+from dissociation.training import _machine as machine
 from dissociation.training._chunk import observe_members, run_chunk
 from dissociation.training._fitting import prepared, record_steps
 from dissociation.training._members import take
@@ -101,7 +100,7 @@ class Needs(NamedTuple):
 def planned(sweep: Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
     """Return groups that fit in memory; `keeps` is True if trained models stay in memory."""
     given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
-    room = given or memory.free_memory([])
+    room = given or machine.free_memory([])
     shapes = dict.fromkeys(sweep.shape_of)
     alike = [[member for member, own in enumerate(sweep.shape_of) if own == shape] for shape in shapes]
     needs = []
@@ -138,13 +137,13 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> Needs:
         if run.observe is not None:
             calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
         compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
-        programs.append(max(map(memory.program_bytes, compiled)))  # chunk or observation
+        programs.append(max(map(machine.program_bytes, compiled)))  # chunk or observation
     each = max(0, programs[1] - programs[0]) // 2
     times = len(record_steps(save, [], first, total, sampler.epoch_steps))
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
     spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
-    threads = min(jax.local_device_count(), cores.available_cores()) if spread else 1
+    threads = min(jax.local_device_count(), machine.available_cores()) if spread else 1
     fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
     per_member = COPIES * _bytes(state) // len(four) + each + history
     return Needs(fixed, per_member, _bytes(state.arrays) // len(four), threads)

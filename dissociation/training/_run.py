@@ -20,7 +20,6 @@ from dissociation._core.conversion import describe
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
 from dissociation.training._batches import Batches, example
-from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import (
     MAX_CHUNK,
     largest_batch,
@@ -29,11 +28,11 @@ from dissociation.training._chunk import (
     trace_observation,
     trace_step,
 )
-from dissociation.training._cores import compiled, run_tasks
 from dissociation.training._interrupts import interrupts_later
+from dissociation.training._machine import compiled, run_tasks
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._partition import Partition
-from dissociation.training._records import History, Save
+from dissociation.training._records import Callback, History, Save
 from dissociation.training._samplers import HostBatches, Sampler, Segment
 from dissociation.training._state import Info, State, Step
 

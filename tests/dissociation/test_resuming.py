@@ -445,7 +445,7 @@ def test_a_resume_takes_the_layout_of_the_checkpoint(key, tmp_path, monkeypatch,
     whole = run(num_steps=12, **first)
     run(num_steps=5, **first, checkpoint=path)
     stored = checkpoints.read_header(path)["layout"]
-    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 1)
     same_run(whole, run(num_steps=12, members_per_batch="auto", checkpoint=path))
     assert not caplog.records
     assert checkpoints.read_header(path)["layout"] == stored
