@@ -232,7 +232,7 @@ def test_what_looks_for_nan_or_compiles_nothing_goes_alone(three_cores, seen, ke
     np.testing.assert_allclose(result.models, 0.95**2 * x[:2], rtol=1e-6)
 
 
-def test_bmap_in_parallel_stays_where_its_arrays_are(three_cores, seen, key):
+def test_bmap_in_parallel_keeps_devices_and_settings(three_cores, seen, key):
     x, shared = jax.random.normal(key, (7, 5, 5)), jnp.eye(5)
 
     def values(a, b):
@@ -243,6 +243,12 @@ def test_bmap_in_parallel_stays_where_its_arrays_are(three_cores, seen, key):
     assert seen == [(3, 3)] * 2
     assert [each[0]["values"].devices() for each in (over, placed)] == [{jax.devices()[0]}, {jax.devices()[1]}]
     jax.tree.map(np.testing.assert_array_equal, placed, over)
+    with jax.enable_x64(True):  # settings of one thread hold in the others
+        third = jnp.arange(6.0) / 3
+        squares = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(third)
+        assert seen[2:] == [(3, 3)]
+        assert squares.dtype == jnp.float64
+        np.testing.assert_allclose(squares, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15)
 
 
 def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
@@ -254,12 +260,3 @@ def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
     result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, x))
     assert set(seen) == {(1, 1), (2, 3)}
     np.testing.assert_allclose(result.models, alone.models, rtol=1e-5)
-
-
-def test_settings_of_one_thread_hold_in_parallel(three_cores, seen):
-    with jax.enable_x64(True):
-        x = jnp.arange(6.0) / 3
-        values = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(x)
-        assert seen == [(3, 3)]
-        assert values.dtype == jnp.float64
-        np.testing.assert_allclose(values, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15)
