@@ -24,7 +24,7 @@ from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
 from dissociation.training._partition import Partition, without_layout
-from dissociation.training._records import Callback, History, OfFunction, Save, check_steps
+from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
 from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
 from dissociation.training._state import State, Step, checked_models, first_opt_state
@@ -154,7 +154,7 @@ def fit(
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
     given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
     state, first, total, keys = prepared(models, step, sampler, key=key, **given)
-    heard = [_callback(i, each) for i, each in enumerate(callbacks)]
+    heard = [each if isinstance(each, Callback) else OfFunction(i, each) for i, each in enumerate(callbacks)]
     times = record_steps(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
     partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
@@ -189,15 +189,6 @@ def _resumed(partition: Partition, path: Path) -> Partition:
     header = checkpoints.read_header(path)
     known = "layout" in header and header["format"] <= FORMAT  # `Run.check` raises for a later format
     return partition.resumed(header["layout"]) if known else partition
-
-
-def _callback(index: int, given: Any) -> Callback:
-    if isinstance(given, Callback):
-        return given
-    if not callable(given) or isinstance(given, type):
-        wanted = "be a function of step and records, or a Callback"
-        checks.fail_kind(f"callbacks[{index}]", wanted, repr(given))
-    return OfFunction(given)
 
 
 def prepared(
@@ -249,18 +240,6 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
     if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state) or shapes[0] != shapes[1]:
         state = state.replace(opt_state=begin(state.arrays, state.hyperparams))
     return state
-
-
-def record_steps(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
-    """Return the steps of the records."""
-    if not save.seconds >= 0:
-        checks.fail("save", "have `seconds` of at least 0", save.seconds)
-    if save.at is not None:
-        return check_steps("at", save.at, total, first)
-    if save.observe is None and not any(each.needs_records for each in callbacks):
-        return np.zeros(0, int)
-    every = np.arange(0, total + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
-    return np.union1d(every[every >= first], [first, total])
 
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, Array]:

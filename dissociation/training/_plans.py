@@ -14,11 +14,11 @@ from jaxtyping import Array, PyTree
 from dissociation._core import checks
 from dissociation.training import _machine as machine
 from dissociation.training._chunk import observe_members, run_chunk
-from dissociation.training._fitting import prepared, record_steps
+from dissociation.training._fitting import prepared
 from dissociation.training._members import take
 from dissociation.training._partition import Partition
 from dissociation.training._progress import MeterFactory, open_meter
-from dissociation.training._records import Save
+from dissociation.training._records import Save, record_steps
 from dissociation.training._run import Run
 from dissociation.training._samplers import Sampler
 from dissociation.training._state import Step

@@ -99,17 +99,6 @@ def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
     return np.unique(np.concatenate([[0], spaced]))
 
 
-def check_steps(name: str, steps: object, num_steps: int, first: int = 0) -> Int[np.ndarray, " times"]:
-    """Return `steps` sorted, without repetition; raise unless they are integers within the run."""
-    array = np.atleast_1d(np.asarray(steps))
-    array = array if array.size else array.astype(int)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"`{name}` must be a sequence of integers, got {steps!r}.")
-    if array.size and (array.min() < first or array.max() > num_steps):
-        checks.fail(name, f"lie between {first} and the last step ({num_steps})", f"{array.min()} to {array.max()}")
-    return np.unique(array)
-
-
 class Callback:
     """Hooks of a run on the host; every method is optional."""
 
@@ -134,11 +123,32 @@ class Callback:
 class OfFunction(Callback):
     """Callback that calls a function of step and records."""
 
-    def __init__(self, function: Callable[[int, dict[str, Any]], Any]):
+    def __init__(self, index: int, function: Callable[[int, dict[str, Any]], Any]):
+        if not callable(function) or isinstance(function, type):
+            wanted = "be a function of step and records, or a Callback"
+            checks.fail_kind(f"callbacks[{index}]", wanted, repr(function))
         self.function = function
 
     def record(self, step: int, records: dict[str, Any]) -> Any:
         return self.function(step, records)
+
+
+def record_steps(save: Save, callbacks: Sequence[Callback], first: int, last: int, epoch_steps: int) -> np.ndarray:
+    """Return the steps of the records, sorted, without repetition: those of `save.at`, or its default."""
+    if not save.seconds >= 0:
+        checks.fail("save", "have `seconds` of at least 0", save.seconds)
+    if save.at is None and save.observe is None and not any(each.needs_records for each in callbacks):
+        return np.zeros(0, int)
+    if save.at is None:
+        every = np.arange(0, last + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
+        return np.union1d(every[every >= first], [first, last])
+    steps = np.atleast_1d(np.asarray(save.at))
+    steps = steps if steps.size else steps.astype(int)
+    if steps.ndim != 1 or not np.issubdtype(steps.dtype, np.integer):
+        checks.fail_kind("at", "be a sequence of integers", repr(save.at))
+    if steps.size and (steps.min() < first or steps.max() > last):
+        checks.fail("at", f"lie between {first} and the last step ({last})", f"{steps.min()} to {steps.max()}")
+    return np.unique(steps)
 
 
 class CsvLog(Callback):

@@ -237,7 +237,6 @@ class Run:
             observed = self.partition.gather(take(observed, slice(self.partition.number)))
         self.observed_at.append(self.step)
         self.observations.append(observed)
-        self.infos = [concatenate(self.infos, axis=1)]
         records = self.records(len(self.observed_at) - 1)
         self._call(self._ask_callbacks, records)
 
@@ -261,22 +260,25 @@ class Run:
         if interrupted:
             raise KeyboardInterrupt
 
+    def _done(self) -> Info:
+        """Return losses and metrics of all steps of this run."""
+        self.infos = [concatenate(self.infos, axis=1)]
+        return self.infos[0]
+
     def records(self, index: int) -> dict[str, Any]:
         """Return a record for callbacks: means since the last one, and the observation."""
         at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
-        done: Info = concatenate(self.infos, axis=1)
 
         def mean(leaf: np.ndarray) -> np.ndarray:
             part = leaf[:, since - self.first : at - self.first]
             kind = np.result_type(leaf.dtype, np.float16)
             return part.mean(axis=1) if at > since else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
 
-        return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
+        return {**jax.tree.map(mean, self._done())._asdict(), "observed": self.observations[index]}
 
     def history(self) -> History:
-        observed, done = None, concatenate(self.infos, axis=1)
-        if self.observe is not None and self.observations:
-            observed = stack(self.observations, axis=1)
+        done, recorded = self._done(), self.observe is not None and self.observations
+        observed = stack(self.observations, axis=1) if recorded else None
         return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
     def write(self) -> None:

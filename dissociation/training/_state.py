@@ -215,15 +215,12 @@ def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
     """Raise unless hyperparameters are given exactly if the optimiser is a function."""
     made = isinstance(optimizer, optax.GradientTransformation)
     if hyperparams is None and not made:
-        raise TypeError(
-            f"`optimizer` must be an optax.GradientTransformation if `hyperparams` is None, got {optimizer!r}. "
-            "Call it, as in optax.adam(1e-3), or pass its `hyperparams`."
-        )
+        wanted = "be an optax.GradientTransformation if `hyperparams` is None"
+        advice = "Call it, as in optax.adam(1e-3), or pass its `hyperparams`"
+        checks.fail_kind("optimizer", wanted, repr(optimizer), advice)
     if hyperparams is not None and (made or not callable(optimizer)):
-        raise TypeError(
-            "`optimizer` must be a function of one member's hyperparameters if `hyperparams` is given, got "
-            f"{optimizer!r}, which does not use them."
-        )
+        wanted = "be a function of one member's hyperparameters if `hyperparams` is given"
+        checks.fail_kind("optimizer", wanted, f"{optimizer!r}, which does not use them")
 
 
 def check_fitting(state: State, step: Step) -> None:
@@ -274,9 +271,8 @@ def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransforma
     check_optimizer(optimizer, hyperparams)
     made = _one_transformation(optimizer(hyperparams))
     if not isinstance(made, optax.GradientTransformation):
-        raise TypeError(
-            f"`optimizer` must return an optax.GradientTransformation for one member's `hyperparams`, got {made!r}."
-        )
+        wanted = "return an optax.GradientTransformation for one member's `hyperparams`"
+        checks.fail_kind("optimizer", wanted, repr(made))
     return optax.with_extra_args_support(made)
 
 
