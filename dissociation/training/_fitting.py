@@ -202,7 +202,7 @@ def prepared(
     hyperparams: Any = None,
     aux: Any = None,
 ) -> tuple[State, int, int, tuple[Array, Array, Array]]:
-    """Return stacked states, first and last step, and keys, see `_split_key`."""
+    """Check arguments of `fit`; return stacked states, first and last step, and keys, see `_split_key`."""
     try:
         count = leading_size("models", models.arrays if isinstance(models, State) else models)
     except checks.WrongValue as error:

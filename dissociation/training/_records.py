@@ -123,7 +123,7 @@ class Callback:
 class OfFunction(Callback):
     """Callback that calls a function of step and records."""
 
-    def __init__(self, index: int, function: Callable[[int, dict[str, Any]], Any]):
+    def __init__(self, index: int, function: Any):
         if not callable(function) or isinstance(function, type):
             wanted = "be a function of step and records, or a Callback"
             checks.fail_kind(f"callbacks[{index}]", wanted, repr(function))
