@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from dissociation.similarity._measures import MEASURES
     from dissociation.similarity._pairs import compare
     from dissociation.training._bmap import bmap
-    from dissociation.training._cores import use_all_cores
     from dissociation.training._fitting import fit
     from dissociation.training._grids import fit_grid
+    from dissociation.training._machine import use_all_cores
     from dissociation.training._members import map_members, member, member_mesh, take
     from dissociation.training._samplers import Epochs
     from dissociation.training._state import make_step

@@ -13,7 +13,7 @@ def main(package: str = "dissociation") -> int:
     """
     interrupts.listen(package)  # before imports, which take seconds
     figures = importlib.import_module(f"{package}.figures")
-    from dissociation.training._cores import use_all_cores
+    from dissociation.training._machine import use_all_cores
 
     use_all_cores()
     status = figures.main()

@@ -29,7 +29,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
         "measures/_transfer.py:transfer_errors recipes/_grokking.py:observation_steps "
-        "training/_records.py:check_steps training/_records.py:log_spaced_steps rewrites/_freedom.py:_single "
+        "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_freedom.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:merge_moments _core/frames.py:_runs",
     "lengths of rows of zeros, which are exactly 0":

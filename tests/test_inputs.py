@@ -30,7 +30,7 @@ NO_ROW = {
     "dissociation.figures": "what figures share: test_figures.py",
     "dissociation.plotting": "what figures and notebooks share",
     "dissociation.training._progress": "what long work shows",
-    "dissociation.training._cores": "takes no data",
+    "dissociation.training._machine": "takes no data",
     "dissociation.training._distributed": "takes no data: test_distributed.py",
     "dissociation.training._members.take": "an index into arrays, unchecked",
     "dissociation.training._members.per_batch": "takes a platform alone",

@@ -67,7 +67,7 @@ def test_a_dependency_that_fails_is_named(monkeypatch):
     training = importlib.import_module("dissociation.training")
     monkeypatch.delitem(vars(training), "CsvLog", raising=False)
     monkeypatch.setattr(importlib, "import_module", fails)
-    with pytest.raises(ImportError, match="dissociation.training._callbacks cannot be imported: a dependency lacks"):
+    with pytest.raises(ImportError, match="dissociation.training._records cannot be imported: a dependency lacks"):
         _ = training.CsvLog
 
 

@@ -14,7 +14,7 @@ from dissociation._core.checks import check_count
 from dissociation._core.linalg import product
 from dissociation.similarity._base import Form, Measure, inner, of_sizes
 from dissociation.similarity._items import Items
-from dissociation.training._memory import free_memory
+from dissociation.training._machine import free_memory
 
 # Parts of this size stay in a CPU's caches, which makes products three times as fast.
 PART = 4096

@@ -16,13 +16,20 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from dissociation.training._callbacks import Callback, CsvLog, EarlyStop, FreezeDiverged
     from dissociation.training._distributed import initialize
     from dissociation.training._fitting import FitResult, fit
     from dissociation.training._grids import GridResult, fit_grid
     from dissociation.training._loop import train
     from dissociation.training._progress import Progress
-    from dissociation.training._records import History, Save, log_spaced_steps
+    from dissociation.training._records import (
+        Callback,
+        CsvLog,
+        EarlyStop,
+        FreezeDiverged,
+        History,
+        Save,
+        log_spaced_steps,
+    )
     from dissociation.training._samplers import Epochs, FullBatch, HostBatches, Online, Sampler
     from dissociation.training._state import State, make_step
     from dissociation.training._sweeps import Grid

@@ -47,7 +47,7 @@ class Batches:
         if isinstance(self.sampler, HostBatches):
             return arrays, example(self.source(step)[0][1], 0)
         key = self.keys if self.sampler.shared else self.keys[0]
-        return arrays, jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
+        return arrays, jax.eval_shape(self.sampler.plan, key, 0)
 
     def source(self, step: int) -> tuple[Any, list[Any], Segment]:
         """Return (arrays, plan) of a step's batch for all members, the same per shard, and the step's `Segment`.

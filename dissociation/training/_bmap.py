@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from dissociation._core import checks
 from dissociation._core.types import PyTree
 from dissociation._core.validation import validated
-from dissociation.training._cores import number_of_threads
-from dissociation.training._memory import run_largest
+from dissociation.training._machine import number_of_threads, run_largest
 from dissociation.training._partition import map_shards
 from dissociation.training._traced import trace
 

@@ -1,5 +1,6 @@
 """Compiled chunks of a run: some steps of every member, and observations."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
+from dissociation._core import checks
+from dissociation.training._machine import free_memory, largest, program_bytes
 from dissociation.training._members import DATA_AXIS, MEMBER_AXIS, count, map_members, member_devices
-from dissociation.training._memory import free_memory, largest, program_bytes
 from dissociation.training._samplers import Sampler
 from dissociation.training._state import State, Step
 from dissociation.training._traced import Traced, trace
@@ -18,22 +20,18 @@ MAX_CHUNK = 512
 """Largest number of steps in a chunk, which sets the buffer for losses and metrics."""
 
 
-def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
-    """Trace `step` for one member, whose batches a `mesh` splits if it has a data axis.
+def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mesh: Mesh | None) -> Traced:
+    """Trace `step` for one member, whose batches of `size` are split over the data axis of a `mesh`.
 
-    The traced function takes (state, sampler arrays, plan, index in the block, key) and returns (state, info).
+    The traced function takes arguments like `example`: state, sampler arrays, plan, index in the block, key. It returns
+    (state, info).
     """
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
 
-    def over_data(leaf: Array) -> Array:
-        if mesh is None:
-            return leaf
-        axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
-        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
-
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
         with jax.named_scope("sampler"):
-            batch = jax.tree.map(over_data, eqx.combine(arrays, static).batch(plan, within, size))
+            batch = eqx.combine(arrays, static).batch(plan, within, size)
+            batch = batch if mesh is None else jax.tree.map(partial(_over_data, mesh), batch)
         return step(state, batch, key)
 
     if mesh is None:
@@ -44,12 +42,22 @@ def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None
         return trace(function, *example)
 
 
+def _over_data(mesh: Mesh, leaf: Array) -> Array:
+    axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
+    return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
+
+
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
     """Trace `observe` for one member.
 
     The traced function takes (state, step, key) and returns the PyTree of `observe` with JAX arrays. Its state is the
     result of `observable`: the model and `aux`, without the optimiser's state.
     """
+    if not callable(observe):
+        checks.fail_kind("save", "have a function as `observe`", repr(observe))
+    advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+    words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
+    checks.check_call("observe", observe, words, advice)
 
     def observation(state: State, step: Array, key: Array) -> Any:
         carried = () if state.aux is None else (state.aux,)
@@ -71,7 +79,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
     common, and `[first step, place in the block, steps]`. The state is donated.
     """
     how, traced, keys, active, mapped, common, place = inputs
-    unrolls, infos = how[0] == "unroll", traced.out[1]
+    unrolls, infos = how["member_map"] == "unroll", traced.out[1]
     rows = 1 if unrolls else MAX_CHUNK
 
     def one(shared: Any, stacked: Any) -> Any:
@@ -101,8 +109,8 @@ def run_chunk(inputs: Any, state: State) -> Any:
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
     shared = traced, common, place
-    if how[0] != "scan" or how[2] is not None:
-        return _over_members(how, one, shared, (state, mapped, keys, active))
+    if how["member_map"] != "scan" or how["mesh"] is not None:
+        return map_members(one, shared, (state, mapped, keys, active), **how)
     # This loop updates the state in place; `jax.lax.map` would hold it twice.
     own, static = eqx.partition(state, eqx.is_array)
     rest, rest_static = eqx.partition((mapped, keys, active), eqx.is_array)
@@ -119,14 +127,14 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
 def largest_batch(inputs: Any, state: State) -> int:
     """Return the number of members per batch and device that fits in free memory; `inputs` as in `run_chunk`."""
-    (member_map, _, mesh), *others = inputs
+    how, *others = inputs
 
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
-        return program_bytes(jitted.lower(((member_map, size, mesh), *others), state).compile().compiled)
+        return program_bytes(jitted.lower((how | {"members_per_batch": size}, *others), state).compile().compiled)
 
     free = free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
-    return largest(bytes_of, count(state) // member_devices(mesh), free)
+    return largest(bytes_of, count(state) // member_devices(how["mesh"]), free)
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -146,10 +154,4 @@ def observe_members(inputs: Any, state: State) -> Any:
         key, own_state = stacked
         return observe(observable(own_state), step, jax.random.fold_in(key, step))
 
-    return _over_members(how, one, (traced, step), (keys, state), ordered=True)
-
-
-def _over_members(how: Any, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
-    member_map, per_batch, mesh = how
-    given = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
-    return map_members(function, shared, stacked, member_map=member_map, **given)
+    return map_members(one, (traced, step), (keys, state), **how, ordered=True)

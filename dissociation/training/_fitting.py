@@ -1,7 +1,6 @@
 """Training of stacked members by `fit`."""
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,17 +21,13 @@ from dissociation._core.results import Labels, Over, check_names, dataset_of
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
-from dissociation.training import _cores as cores
-from dissociation.training._callbacks import Callback, OfFunction
-from dissociation.training._chunk import observe_members, run_chunk
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
-from dissociation.training._memory import program_bytes
 from dissociation.training._partition import Partition, without_layout
-from dissociation.training._records import History, Save, check_steps
+from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
 from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
-from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state
+from dissociation.training._state import State, Step, checked_models, first_opt_state
 
 if TYPE_CHECKING:
     import xarray
@@ -158,9 +153,9 @@ def fit(
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
     given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
-    state, first, total, keys = _prepared(models, step, sampler, save, key=key, **given)
-    heard = [_callback(i, each) for i, each in enumerate(callbacks)]
-    times = _times(save, heard, first, total, sampler.epoch_steps)
+    state, first, total, keys = prepared(models, step, sampler, key=key, **given)
+    heard = [each if isinstance(each, Callback) else OfFunction(i, each) for i, each in enumerate(callbacks)]
+    times = record_steps(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
     partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
     partition = partition if path is None else _resumed(partition, path)
@@ -171,8 +166,8 @@ def fit(
         partition = run.partition
         if not partition.alone:
             run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
-        devices = member_devices(partition.devices)
-        logger.info("%d members by %s, %d threads, %d devices", partition.total, partition.how[0], run.threads, devices)
+        how = partition.total, partition.member_map, run.threads, member_devices(partition.devices)
+        logger.info("%d members by %s, %d threads, %d devices", *how)
         if path is not None:
             run.identify(state, step, sampler, key, same_program)
             held.enter_context(files.locked(path.with_name(f".{path.name}.lock"), path))
@@ -180,51 +175,9 @@ def fit(
         del state  # the run has copies
         run.began = began
         run.to_the_end(total, times)
-    state = partition.gather(run.whole_state())
-    state = state if partition.alone else jax.tree.map(jnp.asarray, state)
+    state = jax.tree.map(jnp.asarray, partition.gather(partition.joined(run.states)))
     ended = run.diverged_at, run.step, partition.member_map, run.seconds()
     return FitResult(state.model, run.history(), *ended, state)
-
-
-class Needs(NamedTuple):
-    """Upper estimate of the bytes of a run, without the compiler's memory."""
-
-    fixed: int  # data and programs, for any number of members
-    per_member: int
-    model: int  # a member's trained model
-    devices: int  # number of devices or worker threads of this process that train members
-
-
-COPIES = 3
-"""Largest number of copies of all states in memory: given, trained and returned."""
-
-
-def estimated_bytes(
-    models: PyTree, step: Step, sampler: Sampler, save: Save, member_map: str, members_per_batch: Any, **arguments: Any
-) -> Needs:
-    """Estimate the memory of `fit` for four or more members, from programs of 2 and 4 members on one device."""
-    state, first, total, keys = _prepared(models, step, sampler, save, **arguments)
-    count, programs = len(state.step), []
-    for size in (2, 4):
-        run = Run(state, step, sampler, keys, save, Partition(size, member_map, members_per_batch, None), [])
-        calls: list[Any] = [(run_chunk, run.example())]
-        if run.observe is not None:
-            calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
-        compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
-        programs.append(max(map(program_bytes, compiled)))  # chunk or observation
-    each = max(0, programs[1] - programs[0]) // 2
-    times = len(_times(save, [], first, total, sampler.epoch_steps))
-    recorded = (run.info, total - first), (run.observe and run.observe.out, times)
-    history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
-    spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
-    threads = min(jax.local_device_count(), cores.available_cores()) if spread else 1
-    fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
-    per_member = COPIES * _bytes(state) // count + each + history
-    return Needs(fixed, per_member, _bytes(state.arrays) // count, threads)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
 
 
 def _resumed(partition: Partition, path: Path) -> Partition:
@@ -238,20 +191,10 @@ def _resumed(partition: Partition, path: Path) -> Partition:
     return partition.resumed(header["layout"]) if known else partition
 
 
-def _callback(index: int, given: Any) -> Callback:
-    if isinstance(given, Callback):
-        return given
-    if not callable(given) or isinstance(given, type):
-        wanted = "be a function of step and records, or a Callback"
-        checks.fail_kind(f"callbacks[{index}]", wanted, repr(given))
-    return OfFunction(given)
-
-
-def _prepared(
+def prepared(
     models: Any,
     step: Step,
     sampler: Sampler,
-    save: Save,
     *,
     key: Any,
     num_steps: int | None = None,
@@ -259,47 +202,30 @@ def _prepared(
     hyperparams: Any = None,
     aux: Any = None,
 ) -> tuple[State, int, int, tuple[Array, Array, Array]]:
-    """Return stacked states, first and last step, and keys, see `_split_key`."""
-    state = _begin(models, step, aux, hyperparams, save)
-    num_members = len(state.step)
-    if sampler.stacked:
-        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
-        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
+    """Check arguments of `fit`; return stacked states, first and last step, and keys, see `_split_key`."""
+    try:
+        count = leading_size("models", models.arrays if isinstance(models, State) else models)
+    except checks.WrongValue as error:
+        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
+        raise checks.WrongValue(f"{error} {advice}.") from None
+    own_data = eqx.filter(sampler, eqx.is_array) if sampler.stacked else None
+    for name, tree in (("hyperparams", hyperparams), ("aux", aux), ("sampler", own_data)):
+        if tree is not None:
+            size = leading_size(name, as_arrays(name, tree, "members"))
+            checks.check_same_length("models", count, name, size, "members")
+    aux, hyperparams = jax.tree.map(jnp.asarray, (aux, hyperparams))
+    if isinstance(models, State):
+        state = _continued(models, step, aux, hyperparams)
+    else:
+        state = eqx.filter_vmap(step.start)(checked_models(models), aux, hyperparams)
+    step.check_loss(state.aux)
     first = int(np.max(np.asarray(state.step)))
     if (num_steps is None) == (num_epochs is None):
         checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
     each = 1 if num_epochs is None else sampler.epoch_steps
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
     total = first + each * checks.check_count(name, number, maximum=(2**31 - 1) // each)
-    return state, first, total, _split_key(key, num_members, sampler.shared)
-
-
-def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
-    try:
-        count = leading_size("models", models.arrays if isinstance(models, State) else models)
-    except checks.WrongValue as error:
-        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
-        raise checks.WrongValue(f"{error} {advice}.") from None
-    for name, tree in (("hyperparams", hyperparams), ("aux", aux)):
-        if tree is not None:
-            size = leading_size(name, as_arrays(name, tree, "members"))
-            checks.check_same_length("models", count, name, size, "members")
-    hyperparams = jax.tree.map(jnp.asarray, hyperparams)
-    if isinstance(models, State):
-        state = _continued(models, step, aux, hyperparams)
-    else:
-        one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
-        state = one(checked_models(models), aux, hyperparams)
-    step.check_loss(state.aux)
-    if not save.seconds >= 0:
-        checks.fail("save", "have `seconds` of at least 0", save.seconds)
-    if save.observe is not None:
-        if not callable(save.observe):
-            checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
-        advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
-        words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
-        checks.check_call("observe", save.observe, words, advice)
-    return state
+    return state, first, total, _split_key(key, count, sampler.shared)
 
 
 def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
@@ -308,22 +234,12 @@ def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
         state = state.replace(aux=aux)
     if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
         state = state.replace(hyperparams=hyperparams)
-    check_optimizer(step.optimizer, state.hyperparams)
     begin = jax.vmap(partial(first_opt_state, step.optimizer))
     fresh = jax.eval_shape(begin, state.arrays, state.hyperparams)
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
     if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state) or shapes[0] != shapes[1]:
         state = state.replace(opt_state=begin(state.arrays, state.hyperparams))
     return state
-
-
-def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
-    if save.at is not None:
-        return check_steps("at", save.at, total, first)
-    if save.observe is None and not any(each.needs_records for each in callbacks):
-        return np.zeros(0, int)
-    every = np.arange(0, total + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
-    return np.union1d(every[every >= first], [first, total])
 
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
@@ -337,7 +253,7 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, 
     key = typed(key)
     if key.ndim == 0:
         order, root = jax.random.split(key)
-        key = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(num_members))
+        key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))
     elif key.shape != (num_members,):
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
     elif shared and order is None:

@@ -3,9 +3,8 @@
 import inspect
 import json
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from dissociation._core import checks, files
 from dissociation._core.keys import typed
@@ -23,14 +22,13 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
-from dissociation.training import _memory as memory
-from dissociation.training._callbacks import Callback
-from dissociation.training._fitting import dataset_of_fit, estimated_bytes, fit
+from dissociation.training._fitting import dataset_of_fit, fit
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._partition import Partition, Threads, without_layout
+from dissociation.training._plans import Plan, Sweep, makes, planned
 from dissociation.training._progress import MeterFactory, open_meter
-from dissociation.training._records import History, Save
+from dissociation.training._records import Callback, History, Save
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
@@ -44,20 +42,6 @@ FORMAT = 1
 """Format of `sweep.json`; earlier files without it are resumed as well."""
 
 logger = logging.getLogger(__name__)
-
-
-class Plan(NamedTuple):
-    """Groups of members that are trained at once, by index in the grid."""
-
-    groups: tuple[tuple[int, ...], ...]
-    peak_bytes: int  # estimate for the largest group, without the memory of the compiler
-    budget: int
-    devices: int  # of this process, which train members
-
-    def __str__(self) -> str:
-        members, most = sum(map(len, self.groups)), max(map(len, self.groups))
-        size = f"{self.peak_bytes / 2**20:.0f} MiB of {self.budget / 2**20:.0f}"
-        return f"{members} members, {most} at once on {self.devices} device(s), at most {size}"
 
 
 class GridResult(NamedTuple):
@@ -89,48 +73,6 @@ class GridResult(NamedTuple):
         return dataset_of_fit(self.history, self.diverged_at, self.grid if over is None else over)
 
     to_dataframe, save = Labels.to_dataframe, Labels.save
-
-
-@eqx.filter_jit
-def _fresh(init: Callable[..., Any], fixed: dict[str, Any], keys: Array) -> PyTree:
-    return eqx.filter_vmap(lambda key: init(key, **fixed))(keys)
-
-
-class _Sweep(NamedTuple):
-    """Arguments of all groups."""
-
-    init: Callable[..., Any]
-    step: Step
-    sampler: Sampler
-    grid: Grid
-    keys: Array
-    order: Array
-    shapes: tuple[str, ...]  # quantities that set a model's shape
-    shape_of: list[tuple[Any, ...]]  # values of them, by member
-    aux: Any
-    options: dict[str, Any]
-
-    def fresh(self, make: Callable[..., Any], members: Sequence[int]) -> PyTree:
-        """Return what `make`, called as `init` is, returns for members of one shape, stacked."""
-        fixed = dict(zip(self.shapes, self.shape_of[members[0]], strict=True))
-        return _fresh(make, fixed, self.keys[jnp.asarray(members), 0])
-
-    def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
-        aux = self.fresh(self.aux, members) if _makes(self.aux) else take(self.aux, np.asarray(members))
-        return self.fresh(self.init, members), aux
-
-    def arguments(self, members: Sequence[int]) -> dict[str, Any]:
-        where = jnp.asarray(members)
-        traced = [name for name in self.grid.values if name not in (*self.shapes, "seed")]
-        hyperparams = take(self.grid.hyperparams(*traced), where) or None
-        keys = self.keys[where, 1]
-        own: Any = (self.order, keys) if self.sampler.shared else keys
-        return {"hyperparams": hyperparams, "key": own, **self.options}
-
-
-def _makes(aux: Any) -> bool:
-    """Return True if `aux` is a function of one member, not arrays of all members."""
-    return callable(aux) and not jax.tree.leaves(eqx.filter(aux, eqx.is_array))
 
 
 @without_layout
@@ -210,32 +152,31 @@ def fit_grid(
     root, order = jax.random.split(typed(key))
     drawn = jax.vmap(partial(jax.random.fold_in, root))
     keys = grid.keys(root) if "seed" in grid.values else drawn(jnp.arange(len(grid)))
-    options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save}
-    options |= {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
-    if aux is not None and not _makes(aux):
+    if aux is not None and not makes(aux):
         aux = as_arrays("aux", aux, "members")
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
     shapes, values = _shapes(init, step, grid), grid.values
     shape_of = [tuple(values[name][member].item() for name in shapes) for member in range(len(grid))]
-    sweep = _Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, aux, options)
+    length = {"num_steps": num_steps, "num_epochs": num_epochs}
+    how = {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
+    sweep = Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, aux, length, save, how)
     identity = {  # `fit` compares the program of each group
         "grid": {"axes": list(grid.axes), "values": {name: column.tolist() for name, column in values.items()}},
         "key": checkpoints.fingerprint(key),
-        "num_steps": num_steps,
-        "num_epochs": num_epochs,
+        **length,
     }
     with terminations_interrupt(), _opened(folder, identity, fresh) as kept:
-        plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None, progress=progress))
+        plan = kept.plan(lambda: planned(sweep, memory_budget, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
 
 
 def _run(
-    sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
+    sweep: Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
-    steps, parts, models = _Steps(progress, len(plan.groups), str(plan)), [], {}
-    options = {**kept.layout(sweep.options, plan.devices), "same_program": same_program}
+    steps, parts = _Steps(progress, len(plan.groups), str(plan)), []
+    options = {"save": sweep.save, "same_program": same_program, **kept.layout(sweep.how, plan.devices)}
     try:
         for index, members in enumerate(plan.groups):
             start, aux = sweep.start(members)
@@ -248,8 +189,6 @@ def _run(
                 raise
             parts.append((result.history, result.diverged_at, result.seconds))
             trained = result.models if aux is None else (result.models, result.state.aux)
-            if kept.path is None:
-                models[index] = jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, trained)
             kept.finish(index, trained, result.seconds)
             del start, aux, result, trained
     finally:
@@ -260,17 +199,15 @@ def _run(
     loss, observed, metrics, diverged_at = take(concatenate(recorded), order)
     history = histories[0]._replace(loss=loss, observed=observed, metrics=metrics)
 
-    def trained_of(members: Any) -> PyTree:
-        return _trained_of(sweep, plan, kept, models, np.atleast_1d(np.asarray(members, int)).tolist())
-
-    whole = sweep.grid, history, diverged_at, plan, seconds
+    whole, trained_of = (sweep.grid, history, diverged_at, plan, seconds), partial(_trained_of, sweep, plan, kept)
     if sweep.aux is None:
         return GridResult(*whole, trained_of)
     return GridResult(*whole, lambda members: trained_of(members)[0], lambda members: trained_of(members)[1])
 
 
-def _trained_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any], members: Sequence[int]) -> PyTree:
+def _trained_of(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> PyTree:
     """Return trained models of some members, with `aux` if there is one, stacked in this order."""
+    members = np.atleast_1d(np.asarray(members, int)).tolist()
     places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
     for member in members:
         if member not in places:
@@ -278,7 +215,7 @@ def _trained_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, An
     shapes = {sweep.shape_of[member] for member in members}
     if len(shapes) != 1:
         checks.fail("members", "have one shape", f"{len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}")
-    loaded = dict(models)
+    loaded = dict(kept.models)
     for index in {places[member][0] for member in members}:
         if (path := kept.file(index, "models")) is not None:
             like = eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))
@@ -350,42 +287,12 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
     return [name for name in values if works({k: v for k, v in values.items() if k != name})]
 
 
-def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
-    """Return groups that fit in memory, by programs of 2 and 4 members of each shape."""
-    given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
-    room = given or memory.free_memory([])
-    shapes = dict.fromkeys(sweep.shape_of)
-    alike = [[member for member, own in enumerate(sweep.shape_of) if own == shape] for shape in shapes]
-    needs = []
-    with closing(open_meter(progress, len(alike), "planning")) as meter:
-        for done, members in enumerate(alike):
-            meter.advance(done, "compiling")  # most of a short sweep's time
-            four = (members * 4)[:4]
-            models, aux = sweep.start(four)
-            given = {name: value for name, value in sweep.arguments(four).items() if name != "mesh"}
-            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **given))
-        meter.advance(len(alike), "")
-    groups, peak, kept, devices = [], 0, 0, 1
-    for members, need in zip(alike, needs, strict=True):
-        held = need.model if keeps else 0  # trained models that stay in memory
-        kept += held * len(members)
-        size = min(len(members), (room - need.fixed - kept) // need.per_member)
-        if size < 1:
-            least = need.fixed + kept + need.per_member
-            checks.fail("memory_budget", f"be at least {least} bytes, which one member takes with its data", room)
-        size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of equal size share a program
-        devices = max(devices, need.devices)
-        peak = max(peak, need.fixed + need.per_member * size + kept)
-        groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
-    return Plan(tuple(groups), peak, room, devices)
-
-
 @contextmanager
 def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) -> Iterator["_Folder"]:
     """Lock the folder of a sweep in process 0, and yield it with its manifest."""
     identity = json.loads(json.dumps(identity))
     if folder is None:
-        yield _Folder(None, identity, {})
+        yield _Folder(None, identity, {}, {})
         return
     path = Path(folder)
     with ExitStack() as held:
@@ -396,7 +303,7 @@ def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) ->
             held.enter_context(files.locked(path / ".lock", path))
             return _manifest(path, identity, fresh)
 
-        yield _Folder(path, identity, distributed.on_main(taken))
+        yield _Folder(path, identity, distributed.on_main(taken), {})
 
 
 def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
@@ -428,11 +335,12 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
 
 
 class _Folder(NamedTuple):
-    """Settings and finished groups of a sweep on disk; nothing is stored without a path."""
+    """Settings and finished groups of a sweep, on disk or, without a path, in memory."""
 
     path: Path | None
     identity: dict[str, Any]
     manifest: dict[str, Any]
+    models: dict[int, PyTree]  # trained models of the groups, without a path
 
     def plan(self, make: Callable[[], Plan]) -> Plan:
         """Return the stored plan of the folder, or a new one."""
@@ -445,17 +353,16 @@ class _Folder(NamedTuple):
         self._write()
         return plan
 
-    def layout(self, options: dict[str, Any], threads: int) -> dict[str, Any]:
+    def layout(self, how: dict[str, Any], threads: int) -> dict[str, Any]:
         """Return mapping and mesh with "auto" entries from the folder, or store them in a new folder."""
-        names = "member_map", "members_per_batch", "mesh"
-        partition = Partition(1, *(options[name] for name in names))
+        partition = Partition(1, **how)
         if "layout" in self.manifest:
             partition = partition.resumed(self.manifest["layout"])
         else:
             partition = partition._replace(mesh=Threads(threads)) if partition.mesh == "auto" else partition
             self.manifest["layout"] = partition.stored()
             self._write()
-        return {name: getattr(partition, name) for name in names}
+        return {name: getattr(partition, name) for name in how}
 
     def _write(self) -> None:
         if self.path is not None:
@@ -467,10 +374,11 @@ class _Folder(NamedTuple):
         return None if self.path is None else self.path / f"group-{index:04d}.{kind}"
 
     def finish(self, index: int, models: Any, seconds: float) -> None:
-        """Write a group's trained models and mark the group as finished."""
+        """Store a group's trained models and mark the group as finished."""
         path = self.file(index, "models")
-        if path is None or str(index) in self.manifest["seconds"]:
-            return
-        distributed.on_main(lambda: checkpoints.save(path, models))
-        self.manifest["seconds"][str(index)] = seconds
-        self._write()
+        if path is None:
+            self.models[index] = jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, models)
+        elif str(index) not in self.manifest["seconds"]:
+            distributed.on_main(lambda: checkpoints.save(path, models))
+            self.manifest["seconds"][str(index)] = seconds
+            self._write()

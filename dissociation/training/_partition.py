@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dissociation._core import checks
-from dissociation.training._cores import compiled, number_of_threads, run_tasks
 from dissociation.training._distributed import all_gather
+from dissociation.training._machine import compiled, number_of_threads, run_tasks
 from dissociation.training._members import (
     DATA_AXIS,
     MEMBER_MAPS,
@@ -22,6 +22,7 @@ from dissociation.training._members import (
     member_devices,
     member_mesh,
     place_members,
+    take,
 )
 from dissociation.training._members import per_batch as at_once
 from dissociation.training._traced import Traced
@@ -91,9 +92,9 @@ class Partition(NamedTuple):
         return self.devices if self.devices is not None and DATA_AXIS in self.devices.axis_names else None
 
     @property
-    def how(self) -> tuple[str, Any, Mesh | None]:
-        """Return mapping, members per batch and mesh: all that a program of one shard depends on."""
-        return self.member_map, self.members_per_batch, self.devices
+    def how(self) -> dict[str, Any]:
+        """Return the arguments of `map_members`: all that a program of one shard depends on."""
+        return {"member_map": self.member_map, "members_per_batch": self.members_per_batch, "mesh": self.devices}
 
     @property
     def size(self) -> int:
@@ -109,12 +110,7 @@ class Partition(NamedTuple):
 
     def take(self, tree: Any) -> Any:
         """Return this process' members of a PyTree with all members first."""
-        rows, number = self.local, self.number
-
-        def one(leaf: Any) -> Any:
-            return leaf[rows] if eqx.is_array(leaf) and len(leaf) != number else leaf
-
-        return jax.tree.map(one, tree)
+        return tree if self.alone else take(tree, self.local)
 
     def gather(self, tree: Any) -> Any:
         """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""
@@ -150,7 +146,7 @@ class Partition(NamedTuple):
 
     def chosen(self, arrays: Any, step: Traced, *others: Traced) -> tuple["Partition", int]:
         """Return the partition, with only `members_per_batch` perhaps "auto", and the number of worker threads."""
-        member_map, per_batch, mesh = self.how
+        member_map, per_batch, mesh = self.member_map, self.members_per_batch, self.devices
         checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
         if isinstance(per_batch, str):
             checks.check_choice("members_per_batch", per_batch, ("auto",))

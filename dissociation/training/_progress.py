@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dissociation._core import checks
-from dissociation.training._callbacks import Callback, numbers_of
+from dissociation.training._records import Callback, numbers_of
 
 MAX_DESCRIBED = 6
 """Number of recorded values that progress shows by default."""

@@ -1,12 +1,22 @@
-"""Records of a run: `Save` selects them, and a `History` holds them."""
+"""Records of a run, which `Save` selects and a `History` holds, and callbacks, which the host calls with them.
 
-from collections.abc import Callable
+`records["loss"]` is each member's mean loss since the last record ([members], NaN at the start), `records["metrics"]`
+the means of metrics, `records["observed"]` the observation, members first. A callback, which may be a function
+`callback(step, records)`, returns True to end the run, or a boolean per member to freeze members.
+"""
+
+import csv
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
 from dissociation._core import checks
+from dissociation._core.files import naming, replacing
 from dissociation._core.results import Labels, Over, dataset_of, printed
 from dissociation._core.validation import validated
 
@@ -89,12 +99,154 @@ def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
     return np.unique(np.concatenate([[0], spaced]))
 
 
-def check_steps(name: str, steps: object, num_steps: int, first: int = 0) -> Int[np.ndarray, " times"]:
-    """Return `steps` sorted, without repetition; raise unless they are integers within the run."""
-    array = np.atleast_1d(np.asarray(steps))
-    array = array if array.size else array.astype(int)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"`{name}` must be a sequence of integers, got {steps!r}.")
-    if array.size and (array.min() < first or array.max() > num_steps):
-        checks.fail(name, f"lie between {first} and the last step ({num_steps})", f"{array.min()} to {array.max()}")
-    return np.unique(array)
+class Callback:
+    """Hooks of a run on the host; every method is optional."""
+
+    @property
+    def needs_records(self) -> bool:
+        """Return True if records are made for this callback, even if `Save` selects none."""
+        return type(self).record is not Callback.record
+
+    def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Start a call of `fit` from `step` to `num_steps`; `past` holds a resumed run's records by step."""
+
+    def advance(self, step: int, loss: np.ndarray) -> None:
+        """Receive the losses [members, steps] since the last call, first before any step."""
+
+    def record(self, step: int, records: dict[str, Any]) -> Any:
+        """Receive records; return True to end the run, or booleans [members] to freeze members."""
+
+    def close(self) -> None:
+        """Finish, also after an error."""
+
+
+class OfFunction(Callback):
+    """Callback that calls a function of step and records."""
+
+    def __init__(self, index: int, function: Any):
+        if not callable(function) or isinstance(function, type):
+            wanted = "be a function of step and records, or a Callback"
+            checks.fail_kind(f"callbacks[{index}]", wanted, repr(function))
+        self.function = function
+
+    def record(self, step: int, records: dict[str, Any]) -> Any:
+        return self.function(step, records)
+
+
+def record_steps(save: Save, callbacks: Sequence[Callback], first: int, last: int, epoch_steps: int) -> np.ndarray:
+    """Return the steps of the records, sorted, without repetition: those of `save.at`, or its default."""
+    if not save.seconds >= 0:
+        checks.fail("save", "have `seconds` of at least 0", save.seconds)
+    if save.at is None and save.observe is None and not any(each.needs_records for each in callbacks):
+        return np.zeros(0, int)
+    if save.at is None:
+        every = np.arange(0, last + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
+        return np.union1d(every[every >= first], [first, last])
+    steps = np.atleast_1d(np.asarray(save.at))
+    steps = steps if steps.size else steps.astype(int)
+    if steps.ndim != 1 or not np.issubdtype(steps.dtype, np.integer):
+        checks.fail_kind("at", "be a sequence of integers", repr(save.at))
+    if steps.size and (steps.min() < first or steps.max() > last):
+        checks.fail("at", f"lie between {first} and the last step ({last})", f"{steps.min()} to {steps.max()}")
+    return np.unique(steps)
+
+
+class CsvLog(Callback):
+    """Table on disk with a row per record and member: step, member, loss, and every recorded number.
+
+    A resumed run continues the table at the checkpoint: later rows are dropped.
+
+    Args:
+        path: File, which is replaced.
+        columns: Further columns: names and [members] values each, as in `Grid.values`.
+    """
+
+    @validated
+    def __init__(self, path: str | os.PathLike[str], columns: Mapping[str, Any] | None = None):
+        self.path, self.columns, self._names = Path(path), dict(columns or {}), None
+
+    def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Write the rows of the records so far."""
+        self._names = None
+        with replacing(self.path):
+            pass
+        for recorded, records in past:
+            self.record(recorded, records)
+
+    def record(self, step: int, records: dict[str, Any]) -> None:
+        numbers = numbers_of(records)
+        rows = []
+        if self._names is None:
+            for name, values in self.columns.items():
+                if np.shape(values) != numbers["loss"].shape:
+                    wanted = f"hold one value for each of the {len(numbers['loss'])} members"
+                    checks.fail("columns", wanted, f"shape {np.shape(values)} for {name!r}")
+            self._names = list(numbers)
+            rows.append(["step", "member", *self.columns, *self._names])
+        for member in range(len(numbers["loss"])):
+            labels = [np.asarray(values)[member] for values in self.columns.values()]
+            rows.append([step, member, *labels, *(numbers[name][member] for name in self._names)])
+        with naming(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows(rows)
+
+
+class EarlyStop(Callback):
+    """Callback that freezes members whose recorded number stopped falling; the run ends when none is left.
+
+    Args:
+        name: Name of the number: "loss", or a metric or observation.
+        patience: Number of records without a new minimum that a member may have.
+        least_change: Decrease that a new minimum must exceed.
+        rising: If True, the number should rise.
+
+    Raises:
+        ValueError: If `patience` or `least_change` is negative, or no number of this name is recorded.
+    """
+
+    @validated
+    def __init__(self, name: str, patience: int, *, least_change: float = 0.0, rising: bool = False):
+        checks.check_count("patience", patience)
+        checks.check_non_negative("least_change", least_change)
+        self.name, self.patience, self.least_change, self.rising = name, patience, least_change, rising
+        self._best, self._waited, self._first = np.inf, 0, -1
+
+    def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Resume from the records so far."""
+        self._best, self._waited, self._first = np.inf, 0, past[0][0] if past else step
+        for recorded, records in past:
+            self.record(recorded, records)
+
+    def record(self, step: int, records: dict[str, Any]) -> np.ndarray:
+        """Return True for members without a new minimum for too long, [members]."""
+        numbers = numbers_of(records)
+        checks.check_choice("name", self.name, numbers)
+        values = -numbers[self.name] if self.rising else numbers[self.name]
+        if step == self._first and np.isnan(values).all():  # there is no loss before the first step
+            return np.zeros(len(values), bool)
+        better = values < self._best - self.least_change
+        self._best = np.where(better, values, self._best)
+        self._waited = np.where(better, 0, self._waited + 1)
+        return self._waited > self.patience
+
+
+class FreezeDiverged(Callback):
+    """Callback that freezes members whose loss is not finite."""
+
+    _first = -1
+
+    def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        self._first = past[0][0] if past else step
+
+    def record(self, step: int, records: dict[str, Any]) -> np.ndarray | None:
+        """Return True for members whose loss is not finite, [members]."""
+        loss = records["loss"]
+        return None if step == self._first and np.isnan(loss).all() else ~np.isfinite(loss)
+
+
+def numbers_of(records: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded numbers [members], named without "observed." and "metrics." if that is unambiguous."""
+    leaves = jax.tree_util.tree_leaves_with_path(records)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+    short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in named]
+    both = zip(short, named, strict=True)
+    return {s if short.count(s) == 1 else name: leaf for s, (name, leaf) in both if leaf.ndim == 1}

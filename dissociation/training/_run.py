@@ -20,7 +20,6 @@ from dissociation._core.conversion import describe
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
 from dissociation.training._batches import Batches, example
-from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import (
     MAX_CHUNK,
     largest_batch,
@@ -29,14 +28,13 @@ from dissociation.training._chunk import (
     trace_observation,
     trace_step,
 )
-from dissociation.training._cores import compiled, run_tasks
 from dissociation.training._interrupts import interrupts_later
+from dissociation.training._machine import compiled, run_tasks
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._partition import Partition
-from dissociation.training._records import History, Save
+from dissociation.training._records import Callback, History, Save
 from dissociation.training._samplers import HostBatches, Sampler, Segment
 from dissociation.training._state import Info, State, Step
-from dissociation.training._traced import Traced
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +79,8 @@ class Run:
         self.first = self.step = int(np.max(np.asarray(state.step)))
         one = example(state)
         inputs = one, *batches.example(self.step), jnp.asarray(0), loss[0]
-        self.traced = cache(lambda size, mesh=None: trace_step(step, own, size, mesh, *inputs))
-        self.program, self.observe = self.traced(sampler.segment(self.step).size), None
+        self.traced = cache(partial(trace_step, step, own, inputs))
+        self.program, self.observe = self.traced(sampler.segment(self.step).size, None), None
         self.info = self.program.out[1]
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), observe[0])
@@ -114,7 +112,7 @@ class Run:
     def _inputs(self, source: tuple[Any, list[Any], Segment], active: list[Any]) -> list[Any]:
         """Return the inputs of `run_chunk` for every shard, without the last one: the place of the steps."""
         common, mapped, place = source
-        shared = self.partition.how, self._program(place.size)
+        shared = self.partition.how, self.traced(place.size, self.partition.data_mesh)
         return [(*shared, *own, common) for own in zip(self.loss_keys, active, mapped, strict=True)]
 
     def example(self) -> Any:
@@ -122,15 +120,6 @@ class Run:
         source = self.batches.source(self.step)
         first, *_ = self._inputs(source, [None] * len(self.states))
         return *first, jnp.asarray((self.step, source[2].within, 1))
-
-    def _program(self, size: int | None) -> Traced:
-        """Return the step for batches of a size, traced once."""
-        mesh = self.partition.data_mesh
-        return self.traced(size) if mesh is None else self.traced(size, mesh)
-
-    def whole_state(self) -> State:
-        """Return the state of all members of this process."""
-        return self.partition.joined(self.states)
 
     def seconds(self) -> float:
         """Return the wall time, earlier parts included."""
@@ -143,18 +132,14 @@ class Run:
         self.stopped = self.stopped and listens and self.step in self.observed_at
         losses = self.infos[0].loss[:, :0]
 
-        def tell(what: str, *words: Any) -> None:
-            for callback in self.callbacks:
-                getattr(callback, what)(*words)
-
         with nullcontext(self.raise_signal) if self.partition.alone else interrupts_later() as self.raise_signal:
             try:
-                self._call(lambda: tell("begin", self.step, total, past))
+                self._call(self._tell, "begin", self.step, total, past)
                 self._agreed(None)
                 while True:
                     if self.step in times and self.step not in self.observed_at:
                         self.record()
-                    self._call(lambda losses=losses: tell("advance", self.step, losses))
+                    self._call(self._tell, "advance", self.step, losses)
                     self.stopped, frozen = self._agreed([self.stopped, self.frozen.tolist()])[0]
                     self.frozen = np.asarray(frozen)
                     if self.stopped or self.step == total or self.frozen.all():
@@ -174,13 +159,18 @@ class Run:
                         distributed.all_gather(b"", error)
                 raise
             finally:
-                tell("close")
+                self._tell("close")
             self.write()
 
-    def _call(self, function: Callable[[], Any]) -> None:
-        """Call `function`; several processes store its error until `_agreed`."""
+    def _tell(self, what: str, *words: Any) -> None:
+        """Call a method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, what)(*words)
+
+    def _call(self, function: Callable[..., Any], *words: Any) -> None:
+        """Call `function(*words)`; several processes store its error until `_agreed`."""
         try:
-            function()
+            function(*words)
         except BaseException as error:
             if self.partition.alone:
                 raise
@@ -247,9 +237,8 @@ class Run:
             observed = self.partition.gather(take(observed, slice(self.partition.number)))
         self.observed_at.append(self.step)
         self.observations.append(observed)
-        self.infos = [concatenate(self.infos, axis=1)]
         records = self.records(len(self.observed_at) - 1)
-        self._call(lambda: self._ask_callbacks(records))
+        self._call(self._ask_callbacks, records)
 
     def _ask_callbacks(self, records: dict[str, Any]) -> None:
         """Call the callbacks; stop the run or freeze members as they return."""
@@ -271,22 +260,25 @@ class Run:
         if interrupted:
             raise KeyboardInterrupt
 
+    def _done(self) -> Info:
+        """Return losses and metrics of all steps of this run."""
+        self.infos = [concatenate(self.infos, axis=1)]
+        return self.infos[0]
+
     def records(self, index: int) -> dict[str, Any]:
         """Return a record for callbacks: means since the last one, and the observation."""
         at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
-        done: Info = concatenate(self.infos, axis=1)
 
         def mean(leaf: np.ndarray) -> np.ndarray:
             part = leaf[:, since - self.first : at - self.first]
             kind = np.result_type(leaf.dtype, np.float16)
             return part.mean(axis=1) if at > since else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
 
-        return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
+        return {**jax.tree.map(mean, self._done())._asdict(), "observed": self.observations[index]}
 
     def history(self) -> History:
-        observed, done = None, concatenate(self.infos, axis=1)
-        if self.observe is not None and self.observations:
-            observed = stack(self.observations, axis=1)
+        done, recorded = self._done(), self.observe is not None and self.observations
+        observed = stack(self.observations, axis=1) if recorded else None
         return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
     def write(self) -> None:
@@ -307,7 +299,7 @@ class Run:
         }
         if not self.partition.alone and self.file.exists() and self.written_at != self.step:
             os.replace(self.file, checkpoints.before(self.file))
-        checkpoints.save(self.file, (self.whole_state(), *self.history()[:4]), header)
+        checkpoints.save(self.file, (self.partition.joined(self.states), *self.history()[:4]), header)
         self.written_at = self.step
         self.saved_at, self.first_write = time.perf_counter(), np.inf
 

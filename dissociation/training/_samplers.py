@@ -5,6 +5,7 @@ number determine all batches, however steps are chunked, mapped or resumed.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -239,8 +240,8 @@ class HostBatches(Sampler):
 
 def streams(key: Array) -> Array:
     """Split keys, one or one per member, for losses, observations, and the order of data: [3, ...]."""
-    split = jax.vmap(lambda k: jax.random.split(k, 3))(key) if key.ndim else jax.random.split(key, 3)
-    return jnp.moveaxis(split, -1, 0)
+    split = partial(jax.random.split, num=3)
+    return jnp.moveaxis((jax.vmap(split) if key.ndim else split)(key), -1, 0)
 
 
 def steps_per_epoch(num_samples: int, batch_size: int, *, drop_remainder: bool = False) -> int:

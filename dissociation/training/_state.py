@@ -91,7 +91,6 @@ class Step(eqx.Module):
     after_update: Callable[[State], State] | None
     micro_batches: int = eqx.field(static=True)
 
-    @validated
     def init(self, model: Any, *, aux: Any = None, hyperparams: Any = None) -> State:
         """Return the state before training.
 
@@ -105,22 +104,20 @@ class Step(eqx.Module):
             TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
                 complex numbers.
         """
-        check_optimizer(self.optimizer, hyperparams)
-        arrays, static = eqx.partition(checked_models(model), eqx.is_array)
+        return self.start(checked_models(model), *jax.tree.map(jnp.asarray, (aux, hyperparams)))
+
+    def start(self, model: Any, aux: Any, hyperparams: Any) -> State:
+        """Return the state before training, see `init`, of a checked model and of arrays."""
+        arrays, static = eqx.partition(model, eqx.is_array)
         if not jax.tree.leaves(arrays):
             checks.fail("model", "hold at least one array", "none")
-        if aux is not None:
-            aux = jax.tree.map(lambda leaf: leaf if eqx.is_array(leaf) else jnp.asarray(leaf), aux)
-        if hyperparams is not None:
-            hyperparams = jax.tree.map(jnp.asarray, hyperparams)
         opt_state = first_opt_state(self.optimizer, arrays, hyperparams)
         return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), Static(static))
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
         """Return the state after one update, and the `Info`; `key` goes to the loss."""
         self.check_loss(state.aux)
-        arrays = _trained(state.arrays)
-        others = eqx.filter(state.arrays, eqx.is_inexact_array, inverse=True)
+        arrays, others = eqx.partition(state.arrays, eqx.is_inexact_array)
         static = state.static.tree()
 
         def objective(arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
@@ -218,15 +215,12 @@ def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
     """Raise unless hyperparameters are given exactly if the optimiser is a function."""
     made = isinstance(optimizer, optax.GradientTransformation)
     if hyperparams is None and not made:
-        raise TypeError(
-            f"`optimizer` must be an optax.GradientTransformation if `hyperparams` is None, got {optimizer!r}. "
-            "Call it, as in optax.adam(1e-3), or pass its `hyperparams`."
-        )
+        wanted = "be an optax.GradientTransformation if `hyperparams` is None"
+        advice = "Call it, as in optax.adam(1e-3), or pass its `hyperparams`"
+        checks.fail_kind("optimizer", wanted, repr(optimizer), advice)
     if hyperparams is not None and (made or not callable(optimizer)):
-        raise TypeError(
-            "`optimizer` must be a function of one member's hyperparameters if `hyperparams` is given, got "
-            f"{optimizer!r}, which does not use them."
-        )
+        wanted = "be a function of one member's hyperparameters if `hyperparams` is given"
+        checks.fail_kind("optimizer", wanted, f"{optimizer!r}, which does not use them")
 
 
 def check_fitting(state: State, step: Step) -> None:
@@ -234,7 +228,6 @@ def check_fitting(state: State, step: Step) -> None:
     if jnp.ndim(state.step):
         advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
         checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
-    check_optimizer(step.optimizer, state.hyperparams)
     like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
     if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
         wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) starts from scratch"
@@ -278,15 +271,15 @@ def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransforma
     check_optimizer(optimizer, hyperparams)
     made = _one_transformation(optimizer(hyperparams))
     if not isinstance(made, optax.GradientTransformation):
-        raise TypeError(
-            f"`optimizer` must return an optax.GradientTransformation for one member's `hyperparams`, got {made!r}."
-        )
+        wanted = "return an optax.GradientTransformation for one member's `hyperparams`"
+        checks.fail_kind("optimizer", wanted, repr(made))
     return optax.with_extra_args_support(made)
 
 
 def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
     """Return the optimiser's initial state for one member's arrays."""
-    fresh = transformation(optimizer, hyperparams).init(_trained(arrays))
+    check_optimizer(optimizer, hyperparams)
+    fresh = transformation(optimizer, hyperparams).init(eqx.filter(arrays, eqx.is_inexact_array))
     pairs = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
     if any(map(pairs, jax.tree.leaves(fresh, is_leaf=pairs))):
         advice = "Average weights in `aux` by `after_update`"
@@ -310,10 +303,6 @@ def checked_models(models: Any) -> Any:
         advice = "Pass models alone and their states as `aux`: the optimiser would change running statistics"
         checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
     return jax.tree_util.tree_map_with_path(one, models)
-
-
-def _trained(arrays: Any) -> Any:
-    return eqx.filter(arrays, eqx.is_inexact_array)
 
 
 def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: Any) -> Any:

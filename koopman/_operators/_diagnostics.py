@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core.checks import WrongValue, fail, is_traced, warn
-from dissociation.training._memory import free_memory
+from dissociation.training._machine import free_memory
 
 # Number of rows that `warn_offset` reads, for means and variances to 3 %.
 _ROWS = 1000

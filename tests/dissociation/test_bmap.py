@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dissociation import bmap
-from dissociation.training import _memory as memory
+from dissociation.training import _machine as memory
 
 SIZE = 5
 EACH = eqx.if_array(0)

@@ -12,8 +12,8 @@ import pytest
 from linear_regression import squared_error, trained, weights
 
 from dissociation.training import Callback, CsvLog, EarlyStop, FreezeDiverged, Progress, Save
-from dissociation.training._callbacks import numbers_of
 from dissociation.training._progress import Meter, described
+from dissociation.training._records import numbers_of
 
 
 def rated(rate):

@@ -14,7 +14,7 @@ import pytest
 from dissociation import bmap, member_mesh, use_all_cores
 from dissociation.training import Epochs, Save, fit, make_step
 from dissociation.training import _run as run_module
-from dissociation.training._cores import CALLBACKS, available_cores, number_of_threads, run_tasks, runs_in_parallel
+from dissociation.training._machine import CALLBACKS, available_cores, number_of_threads, run_tasks, runs_in_parallel
 from dissociation.training._members import place_members
 
 pytestmark = pytest.mark.cpu
@@ -42,7 +42,7 @@ def test_devices_are_cores_and_decompose_in_parallel():
 import faulthandler
 faulthandler.dump_traceback_later(60, exit=True)
 import jax, dissociation
-from dissociation.training import _cores as cores
+from dissociation.training import _machine as cores
 cores.available_cores = lambda: 2
 dissociation.use_all_cores()
 print(jax.local_device_count())
@@ -63,7 +63,7 @@ def test_devices_that_have_started_decompose_alone():
 import jax, os
 jax.config.update("jax_num_cpu_devices", 2)
 jax.numpy.zeros(1)
-from dissociation.training import _cores as cores
+from dissociation.training import _machine as cores
 cores.available_cores = lambda: 2
 cores.use_all_cores()
 print(jax.local_device_count(), jax.config.jax_num_cpu_devices, "PJRT_NPROC" in os.environ)
@@ -84,7 +84,7 @@ def test_the_blas_of_scipy_gets_one_thread(loaded):
     code = f"""
 import {loaded}, dissociation
 from threadpoolctl import threadpool_info
-from dissociation.training._cores import runs_in_parallel
+from dissociation.training._machine import runs_in_parallel
 def threads(package):
     return [info["num_threads"] for info in threadpool_info() if package + ".libs" in info["filepath"]]
 before = threads("numpy")
@@ -96,7 +96,7 @@ print(threads("scipy"), threads("numpy") == before, runs_in_parallel(["svd"]))
 
 @pytest.fixture
 def three_cores(monkeypatch):
-    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 3)
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 3)
 
 
 def test_what_is_chosen(three_cores, monkeypatch):
@@ -114,7 +114,7 @@ def test_what_is_chosen(three_cores, monkeypatch):
     over = place_members(jnp.ones((4, 2)), member_mesh())
     assert number_of_threads(5, [], {"spread": over, "text": "a"}) == 1
     assert number_of_threads(5, [], {"placed": jax.device_put(over, jax.devices()[1])}) == 3
-    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 9)
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 9)
     assert number_of_threads(9, [], None) == 4 == jax.local_device_count()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert number_of_threads(9, [], None) == 1
@@ -215,7 +215,7 @@ def test_bmap_in_parallel_agrees_with_one_after_another(three_cores, seen, kind,
     mapped = bmap(gradient, in_axes=(eqx.if_array(0), None), batch_size=1, loop="scan")
     over = mapped(models, x)
     assert seen == [(min(number, 3), 3 if number > 2 else 2)]
-    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 1)
     close(mapped(models, x), over)
     close(eqx.filter_jit(mapped)(models, x), over)
 
@@ -232,7 +232,7 @@ def test_what_looks_for_nan_or_compiles_nothing_goes_alone(three_cores, seen, ke
     np.testing.assert_allclose(result.models, 0.95**2 * x[:2], rtol=1e-6)
 
 
-def test_bmap_in_parallel_stays_where_its_arrays_are(three_cores, seen, key):
+def test_bmap_in_parallel_keeps_devices_and_settings(three_cores, seen, key):
     x, shared = jax.random.normal(key, (7, 5, 5)), jnp.eye(5)
 
     def values(a, b):
@@ -243,6 +243,12 @@ def test_bmap_in_parallel_stays_where_its_arrays_are(three_cores, seen, key):
     assert seen == [(3, 3)] * 2
     assert [each[0]["values"].devices() for each in (over, placed)] == [{jax.devices()[0]}, {jax.devices()[1]}]
     jax.tree.map(np.testing.assert_array_equal, placed, over)
+    with jax.enable_x64(True):  # settings of one thread hold in the others
+        third = jnp.arange(6.0) / 3
+        squares = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(third)
+        assert seen[2:] == [(3, 3)]
+        assert squares.dtype == jnp.float64
+        np.testing.assert_allclose(squares, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15)
 
 
 def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
@@ -254,12 +260,3 @@ def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
     result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, x))
     assert set(seen) == {(1, 1), (2, 3)}
     np.testing.assert_allclose(result.models, alone.models, rtol=1e-5)
-
-
-def test_settings_of_one_thread_hold_in_parallel(three_cores, seen):
-    with jax.enable_x64(True):
-        x = jnp.arange(6.0) / 3
-        values = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(x)
-        assert seen == [(3, 3)]
-        assert values.dtype == jnp.float64
-        np.testing.assert_allclose(values, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15)

@@ -56,7 +56,7 @@ def halved(planned):
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(module, "_planned", halved(module._planned))
+    monkeypatch.setattr(module, "planned", halved(module.planned))
 
 
 def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_the_grid():
@@ -182,7 +182,7 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
         assert meter.steps == sorted(meter.steps)
         assert meter.text == str(result.plan)
-    monkeypatch.setattr(module, "estimated_bytes", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("dissociation.training._plans.estimated_bytes", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swept(**given | {"folder": None})
     assert meters[-1].steps == [0]  # before anything is compiled
@@ -198,7 +198,7 @@ class Terminated(Meter):
 def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called_and_keeps_its_layout(few, tmp_path, monkeypatch):
     """The bits of the first layout, though another number of cores is found."""
     given, heard = {"grid": Grid(width=[4], rate=[0.1], seed=range(6)), "save": Save(at=[3])}, []
-    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 2)
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 2)
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append({path.name for path in tmp_path.iterdir()}))
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -207,7 +207,7 @@ def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called_and_keeps_its_
         signal.signal(signal.SIGTERM, before)
     assert heard[0] >= {"group-0000.models", "group-0001.ckpt", module.MANIFEST}
     whole = swept(**given, folder=tmp_path / "whole")
-    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 1)
     np.testing.assert_array_equal(swept(**given, folder=tmp_path).history.loss, whole.history.loss)
     assert checkpoints.read_header(tmp_path / "group-0002.ckpt")["layout"]["threads"] == 2
 

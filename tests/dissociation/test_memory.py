@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from dissociation.figures import WrongValue
-from dissociation.training import _memory as memory
+from dissociation.training import _machine as memory
 
 
 def test_a_program_takes_its_temporaries_and_results():

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import Normalised, linear_members, noisy_error, regression, trained, weights
+from linear_regression import Normalised, linear_members, noisy_error, normalised_error, regression, trained, weights
 
 import dissociation
 from dissociation.training import (
@@ -242,17 +242,15 @@ def test_a_second_phase_resumes_as_the_first_does(key, tmp_path):
         fit(other, step, sampler, checkpoint=path, num_steps=15, key=key, save=Save(options["save"].observe))
 
 
-def normalised_error(model, state, batch, key):
-    x, y = batch
-    out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
-    value = jnp.mean((out - y + 0.1 * jax.random.normal(key, y.shape)) ** 2)
-    return value, state, {"bias": model.head.bias}
+def noisy_normalised_error(model, state, batch, key):
+    noisy = batch[0], batch[1] + 0.1 * jax.random.normal(key, batch[1].shape)
+    return *normalised_error(model, state, noisy, key), {"bias": model.head.bias}
 
 
 @pytest.mark.slow
 def test_aux_metrics_and_frozen_members_resume_bit_for_bit(key, tmp_path):
     models, aux = eqx.filter_vmap(eqx.nn.make_with_state(Normalised))(jax.random.split(key, 3))
-    step, sampler = make_step(normalised_error, optax.adam(0.05)), Epochs(regression(key, samples=30), 4)
+    step, sampler = make_step(noisy_normalised_error, optax.adam(0.05)), Epochs(regression(key, samples=30), 4)
 
     def freeze(step, records):
         return np.array([False, step >= 6, step >= 12])
@@ -445,7 +443,7 @@ def test_a_resume_takes_the_layout_of_the_checkpoint(key, tmp_path, monkeypatch,
     whole = run(num_steps=12, **first)
     run(num_steps=5, **first, checkpoint=path)
     stored = checkpoints.read_header(path)["layout"]
-    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 1)
     same_run(whole, run(num_steps=12, members_per_batch="auto", checkpoint=path))
     assert not caplog.records
     assert checkpoints.read_header(path)["layout"] == stored

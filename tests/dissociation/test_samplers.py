@@ -65,14 +65,15 @@ def test_members_may_have_data_of_their_own(key, kind, shared):
 
 
 def test_stacked_data_must_belong_to_the_members(key):
-    with pytest.raises(ValueError, match=r"`sampler` must have as many members as `models` \(3\), got 2"):
-        losses(Epochs(jnp.ones((2, 8)), 4, stacked=True), key, num_steps=1)
-    with pytest.raises(ValueError, match=r"at most the number of samples \(7\), got 8"):
-        Epochs(jnp.ones((2, 7)), 8, stacked=True)
-    with pytest.raises(ValueError, match="`source` must be given"):
-        Online(lambda key: key, stacked=True)
-    with pytest.raises(ValueError, match=r"`data` must agree .*\[1\] with \(4,\)"):
-        Epochs((jnp.ones((3, 5)), jnp.ones((3, 4))), 2, stacked=True)
+    stacked = partial(Epochs, stacked=True)
+    for call, words in (
+        (lambda: losses(stacked(jnp.ones((2, 8)), 4), key, num_steps=1), r"members as `models` \(3\), got 2"),
+        (lambda: stacked(jnp.ones((2, 7)), 8), r"at most the number of samples \(7\), got 8"),
+        (lambda: Online(lambda key: key, stacked=True), "`source` must be given"),
+        (lambda: stacked((jnp.ones((3, 5)), jnp.ones((3, 4))), 2), r"`data` must agree .*\[1\] with \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_draws_differ_by_step_and_by_member_unless_shared(key):
@@ -214,21 +215,17 @@ def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message):
             sampler(data)
 
 
-@pytest.mark.parametrize(
-    ("started", "message"),
-    [
-        (None, "`start` must return an iterator of batches, got None"),
-        ([[[1.0, 2.0]]] * 9, "`start` must hold arrays, samples first, got float 1.0"),
-    ],
-)
-def test_what_the_host_starts_must_give_batches(key, started, message):
-    with pytest.raises(TypeError, match=message):
-        trained(key, sampler=HostBatches(lambda step: started), num_steps=2)
-    with pytest.raises(ZeroDivisionError):
-        trained(key, sampler=HostBatches(lambda step: 1 // 0), num_steps=2)
+def test_what_the_host_starts_must_give_batches(key):
+    for start, error, words in (
+        (lambda step: None, TypeError, "`start` must return an iterator of batches, got None"),
+        (lambda step: [[[1.0, 2.0]]] * 9, TypeError, "`start` must hold arrays, samples first, got float 1.0"),
+        (lambda step: 1 // 0, ZeroDivisionError, "by zero"),
+    ):
+        with pytest.raises(error, match=words):
+            trained(key, sampler=HostBatches(start), num_steps=2)
     for name in ("epoch_steps", "block"):
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
-            HostBatches(lambda step: started, **{name: 0})
+            HostBatches(iter, **{name: 0})
 
 
 def test_data_of_other_kinds_of_numbers_are_taken(key):

@@ -34,20 +34,6 @@ def test_zipped_quantities_vary_together():
     assert both.shape == (3, 2)
     assert [member["rate"] for member in both] == [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
     assert len(grid) == 3  # grids do not change
-    with pytest.raises(ValueError, match="`axes` must be different"):
-        Grid(rate=[1, 2]) * grid
-    with pytest.raises(ValueError, match=r"`rate` must have as many values as `width` \(3\), got 2"):
-        Grid.zipped(width=[8, 64, 256], rate=[0.1, 0.01])
-
-
-def test_no_two_members_are_the_same():
-    with pytest.raises(ValueError, match="`seed` must be different"):
-        Grid(rate=[0.1], seed=[0, 1, 0])
-    for wrong in ([np.nan, np.nan], np.array([0.1, np.nan])):
-        with pytest.raises(ValueError, match="`rate` must hold no NaN.*nan"):
-            Grid(rate=wrong)
-    with pytest.raises(ValueError, match="`width,rate` must be different"):
-        Grid.zipped(width=[8, 64, 8], rate=[0.1, 0.1, 0.1])
     assert len(Grid.zipped(width=[8, 64, 8], rate=[0.1, 0.1, 0.2])) == 3
 
 
@@ -123,18 +109,24 @@ def test_quantities_become_hyperparameters():
 
 
 @pytest.mark.parametrize(
-    ("axes", "error", "message"),
+    ("make", "axes", "error", "message"),
     [
-        ({}, ValueError, "`axes` must name at least one axis"),
-        ({"rate": []}, ValueError, "`rate` must"),
-        ({"rate": [[0.1, 0.2]]}, ValueError, "`rate` must be one-dimensional"),
-        ({"rate": [None]}, TypeError, "`rate` must"),
-        ({"name": "adam"}, TypeError, "`name` must"),
+        (Grid, {}, ValueError, "`axes` must name at least one axis"),
+        (Grid, {"rate": []}, ValueError, "`rate` must"),
+        (Grid, {"rate": [[0.1, 0.2]]}, ValueError, "`rate` must be one-dimensional"),
+        (Grid, {"rate": [None]}, TypeError, "`rate` must"),
+        (Grid, {"name": "adam"}, TypeError, "`name` must"),
+        (Grid, {"rate": [0.1], "seed": [0, 1, 0]}, ValueError, "`seed` must be different"),
+        (Grid, {"rate": [np.nan, np.nan]}, ValueError, "`rate` must hold no NaN.*nan"),
+        (Grid, {"rate": np.array([0.1, np.nan])}, ValueError, "`rate` must hold no NaN.*nan"),
+        (Grid.zipped, {"width": [8, 64, 8], "rate": [0.1] * 3}, ValueError, "`width,rate` must be different"),
+        (Grid.zipped, {"width": [8, 64], "rate": [1]}, ValueError, r"`rate` .* values as `width` \(2\), got 1"),
+        (lambda rate: Grid(rate=rate) * Grid(rate=[1]), {"rate": [1, 2]}, ValueError, "`axes` must be different"),
     ],
 )
-def test_axes_that_are_none_are_refused(axes, error, message):
+def test_wrong_axes_are_refused(make, axes, error, message):
     with pytest.raises(error, match=message):
-        Grid(**axes)
+        make(**axes)
 
 
 def test_hyperparameters_that_floats_do_not_distinguish_are_refused():

@@ -313,6 +313,10 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch):
     assert quiet.history.observed_at.size == 0
 
 
+SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+STATES = eqx.filter_vmap(lambda _: eqx.nn.State(eqx.nn.BatchNorm(3, "batch", mode="ema")))(jnp.arange(3))
+
+
 def two_kinds(model, step, key):
     return {"a": jnp.ones(()), "b": jnp.ones(2)}
 
@@ -339,8 +343,20 @@ def two_kinds(model, step, key):
         ({"optimizer": lambda rate: optax.sgd(0.1)}, TypeError, r"Call it, as in optax.adam\(1e-3\)"),
         ({"callbacks": [print, 3]}, TypeError, r"`callbacks\[1\]` must be a function of step and records, or a Call"),
         ({"observe": "loss"}, TypeError, "`save` must have a function as `observe`, got 'loss'"),
+        ({"models": Linear(jnp.ones((0, 2, 4)))}, ValueError, "`models` must not be empty, got a leading axis of"),
+        ({"models": eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))}, ValueError,
+         r"`models` must agree in the leading .* = eqx.filter_vmap\(init\)\(jax"),
+        ({"models": Linear(np.full((3, 2, 4), "a"))}, TypeError, r"`models.weight` must be .*, got text"),
+        ({"models": STATES}, TypeError, "`models` must hold parameters, got an eqx.nn.State .* Pass .* `aux`"),
+        ({"loss": lambda m, b, k: (b[0], 1.0)}, ValueError, "`loss` must return a scalar"),
+        ({"loss": lambda m, b, k: None}, ValueError, "`loss` must return a scalar"),
+        ({"loss": lambda m, b, k: ()}, ValueError, "`loss` must return a scalar"),
+        ({"optimizer": lambda rate: SAM, "hyperparams": jnp.ones(3)}, ValueError,
+         "`optimizer` must need no `grad_fn`, .*Pass opaque_mode=False"),
+        ({"optimizer": optax.chain(optax.lookahead(optax.sgd(0.1), 2, 0.5))}, TypeError,
+         "`optimizer` must update the model's own arrays, got optax.lookahead"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(key, change, error, message):
     options = {"num_steps": 2, "sampler": Epochs(regression(key), 4), **change}
     given = {name: options.pop(name) for name in list(options) if name in ("observe", "at", "seconds")}
@@ -375,20 +391,6 @@ def test_inside_of_a_transformation_the_other_layer_is_named(key):
         eqx.filter_jit(lambda models: trained(key, models, num_steps=2).models)(linear_members(key))
     with pytest.raises(TypeError, match="`key` must be known"):
         jax.vmap(lambda own: trained(key, keys=own, num_steps=2).history.loss)(jax.random.split(key))
-
-
-def test_wrong_trees_are_named(key):
-    models, data = linear_members(key), Epochs(regression(key), 4)
-    options = {"num_steps": 2, "key": key}
-    with pytest.raises(ValueError, match=r"`models` must not be empty, got a leading axis of length 0"):
-        fit(Linear(jnp.ones((0, 2, 4))), SGD, data, **options)
-    with pytest.raises(ValueError, match=r"`models` must agree in the leading .* = eqx.filter_vmap\(init\)\(jax"):
-        fit(eqx.nn.MLP(4, 2, 8, 1, key=key), SGD, data, **options)
-    with pytest.raises(TypeError, match=r"`models.weight` must be .*, got text"):
-        fit(Linear(np.full((3, 2, 4), "a")), SGD, data, **options)
-    for wrong in (lambda m, b, k: (b[0], 1.0), lambda m, b, k: None, lambda m, b, k: ()):
-        with pytest.raises(ValueError, match="`loss` must return a scalar"):
-            fit(models, make_step(wrong, optax.sgd(0.1)), data, **options)
 
 
 def test_models_of_half_precision_are_trained_in_float32(key):

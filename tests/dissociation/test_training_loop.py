@@ -74,31 +74,24 @@ def test_metrics_of_every_step_and_of_none(key):
 
 
 def test_what_cannot_be_is_refused(key):
-    step, start = ADAM, ADAM.init(Linear(jnp.ones((2, 4))))
-    with pytest.raises(TypeError, match=r"`sampler` must draw its batches in the program.*`training.fit`"):
-        train(start, step, HostBatches(lambda step: iter([])), 3, key=key)
-    sampler = Epochs(regression(key), 4)
-    with pytest.raises(ValueError, match="`num_steps` must be at least 0, got -1"):
-        train(start, step, sampler, -1, key=key)
-    with pytest.raises(ValueError, match="`first_step` must be at least 0, got -1"):
-        train(start, step, sampler, 1, key=key, first_step=-1)
+    start, data = ADAM.init(Linear(jnp.ones((2, 4)))), regression(key)
+    stacked = Epochs(jnp.ones((3, 10, 4)), 4, stacked=True)
+    for change, words in (
+        ({"sampler": HostBatches(lambda step: iter([]))}, "`sampler` must draw its batches in .*`training.fit`"),
+        ({"num_steps": -1}, "`num_steps` must be at least 0, got -1"),
+        ({"first_step": -1}, "`first_step` must be at least 0, got -1"),
+        ({"sampler": stacked}, "`sampler` must hold the data of one member, got those of all"),
+        ({"state": eqx.filter_vmap(ADAM.init)(linear_members(key))}, r"be that of one member, got \(3,\) of them"),
+        ({"step": make_step(noisy_error, optax.sgd(0.1, momentum=0.9))}, "hold an `opt_state` of the step's optimiser"),
+    ):
+        call = {"state": start, "step": ADAM, "sampler": Epochs(data, 4), "num_steps": 3, "key": key} | change
+        with pytest.raises((TypeError, ValueError), match=words):
+            train(**call)
 
 
-def test_data_of_all_members_are_not_those_of_one(key):
+def test_data_of_all_members_are_mapped_over(key):
     sampler = Epochs(jnp.arange(3.0)[:, None, None] + jnp.zeros((3, 10, 4)), 4, stacked=True)
     step = make_step(lambda w, batch, key: jnp.mean(batch) + 0 * w, optax.sgd(0.1))
     start = step.init(jnp.array(1.0))
-    with pytest.raises(ValueError, match="`sampler` must hold the data of one member, got those of all"):
-        train(start, step, sampler, 2, key=key)
     infos = eqx.filter_vmap(lambda sampler: train(start, step, sampler, 2, key=key)[1])(sampler)
     np.testing.assert_array_equal(infos.loss, [[0, 0], [1, 1], [2, 2]])
-
-
-def test_states_of_several_members_or_of_another_optimiser_are_refused(key):
-    sampler = FullBatch(regression(key))
-    states = eqx.filter_vmap(ADAM.init)(linear_members(key))
-    with pytest.raises(ValueError, match=r"`state` must be that of one member, got \(3,\) of them"):
-        train(states, ADAM, sampler, 2, key=key)
-    other = make_step(noisy_error, optax.sgd(0.1, momentum=0.9)).init(Linear(jnp.ones((2, 4))))
-    with pytest.raises(ValueError, match="`state` must hold an `opt_state` of the step's optimiser"):
-        train(other, ADAM, sampler, 2, key=key)

@@ -16,7 +16,6 @@ from linear_regression import (
     normalised_error,
     regression,
     squared_error,
-    trained,
     weights,
 )
 
@@ -244,22 +243,6 @@ def test_an_optimiser_that_takes_no_value_gets_none(key):
         updates, state = optimizer.update(slope, state, weights)
         weights = optax.apply_updates(weights, updates)
     np.testing.assert_allclose(result.models[0], weights, rtol=1e-5)
-
-
-def test_optimisers_that_cannot_be_followed_are_refused(key):
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
-    with pytest.raises(ValueError, match="`optimizer` must need no `grad_fn`, .*Pass opaque_mode=False"):
-        trained(key, optimizer=lambda rate: sam, num_steps=1, hyperparams=jnp.ones(3))
-    lookahead = optax.chain(optax.lookahead(optax.sgd(0.1), 2, 0.5))
-    with pytest.raises(TypeError, match="`optimizer` must update the model's own arrays, got optax.lookahead"):
-        trained(key, optimizer=lookahead, num_steps=1)
-
-
-def test_a_state_among_the_models_is_refused(key):
-    make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
-    models = eqx.filter_vmap(lambda key: make(3, "batch", mode="ema"))(jax.random.split(key, 2))
-    with pytest.raises(TypeError, match="`models` must hold parameters, got an eqx.nn.State among them. Pass .* `aux`"):
-        trained(key, models, num_steps=1)
 
 
 def test_functions_of_other_arguments_are_named(key):

@@ -38,7 +38,7 @@ TESTED_BY = {
     "dissociation.training._chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
     "dissociation.training._run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
     "dissociation.training._fitting": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
-    "dissociation.training._callbacks": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
+    "dissociation.training._records": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
     "dissociation.measures._softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
     "dissociation.measures._coordinates": ["dissociation/test_nearest_information.py"],
     "dissociation.measures._neighbours": ["dissociation/test_nearest_information.py"],

@@ -1,0 +1,200 @@
+"""The machine's cores and memory: worker threads for shards of members, and the largest batch that fits.
+
+XLA's CPU backend runs programs of one thread in order, and those of several threads in parallel, on one device.
+"""
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import psutil
+from threadpoolctl import ThreadpoolController
+
+from dissociation._core import checks
+
+logger = logging.getLogger(__name__)
+
+
+def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
+    """Return the number of this process' cores: its affinity, at most the control group's quota, at least one."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    try:
+        quota, period = Path(group).read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def use_all_cores() -> None:
+    """Make every core of this process a device of JAX's CPU backend.
+
+    Call it before any computation, because JAX then fixes the number of devices. `fit`, and `bmap` over single members,
+    train or map as many members in parallel as there are devices. The call replaces a number of devices in `XLA_FLAGS`,
+    and keeps a larger one in JAX's configuration. It changes nothing if JAX has started with as many devices, or on an
+    accelerator. SciPy's OpenBLAS, which decomposes matrices for JAX on a CPU, gets one thread, because several programs
+    call it at once; it then rounds differently.
+
+    Raises:
+        RuntimeError: If JAX has started on a CPU with fewer devices.
+
+    Example:
+        >>> use_all_cores()  # doctest: +SKIP
+    """
+    cores = available_cores()
+    wanted = max(cores, getattr(jax.config, "jax_num_cpu_devices", -1))
+    try:
+        for number in (wanted + 1, wanted):  # JAX accepts the number that is set even after it has started
+            jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError as started:
+        have = jax.local_device_count("cpu")
+        if jax.default_backend() != "cpu" or have >= cores:
+            return
+        raise RuntimeError(
+            f"use_all_cores() must be called before JAX computes anything, got {have} device(s) that have started, "
+            f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it first."
+        ) from started
+    os.environ.setdefault(_POOL, str(2 * cores))
+    import scipy.linalg  # noqa: F401  # loads OpenBLAS before its threads are set
+
+    for library in ThreadpoolController().lib_controllers:  # NumPy's OpenBLAS keeps its threads
+        if library.user_api == "blas" and "numpy.libs" not in library.filepath:
+            library.set_num_threads(1)
+
+
+_POOL = "PJRT_NPROC"
+
+DECOMPOSITIONS = frozenset(
+    ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "schur", "svd")
+    + ("triangular_solve", "tridiagonal", "tridiagonal_solve")
+)
+"""Operations that XLA computes by LAPACK on a CPU."""
+
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
+"""Operations that call the host."""
+
+
+def runs_in_parallel(operations: Iterable[str]) -> bool:
+    """Return True if worker threads can run programs of these operations in parallel without a deadlock."""
+    # In a batch of decompositions XLA's threads wait for others: for ever, without more threads than programs.
+    pool = os.environ.get(_POOL, "")
+    enough = pool.isdecimal() and int(pool) > jax.local_device_count("cpu")
+    return (CALLBACKS if enough else CALLBACKS | DECOMPOSITIONS).isdisjoint(operations)
+
+
+def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) -> int:
+    """Return the number of worker threads for sequential mapping of a program."""
+    if any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")):
+        return 1
+    spread = any(isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays))
+    if jax.default_backend() != "cpu" or spread or not runs_in_parallel(operations):
+        return 1
+    return min(num_members, jax.local_device_count(), available_cores())
+
+
+def compiled(function: Any, threads: int, *example: Any) -> Callable[..., Any]:
+    """Compile a `filter_jit` function for arguments like `example`, if several threads call it."""
+    return function if threads == 1 else function.lower(*example).compile()
+
+
+def run_tasks(tasks: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
+    """Return the results of compiled tasks, `threads` of them at the same time."""
+    if threads == 1 or len(tasks) == 1:
+        return [task() for task in tasks]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda task: jax.block_until_ready(task()), tasks))
+
+
+def program_bytes(executable: Any) -> int:
+    """Return the bytes of a compiled program's temporaries and results."""
+    usage = executable.memory_analysis()
+    if usage is None:
+        checks.fail("batch_size", "be a number here", "'auto'", "This backend gives no memory analysis")
+    return usage.temp_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes
+
+
+def free_memory(arrays: Iterable[jax.Array]) -> int:
+    """Return nine tenths of the devices' free bytes, or half of the host's, where other programs run."""
+    devices = set().union(*(leaf.devices() for leaf in arrays)) or {jax.local_devices()[0]}
+    stats = [device.memory_stats() or {} for device in devices]
+    known = {"bytes_limit", "bytes_in_use"}
+    if all(known <= each.keys() for each in stats):
+        return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * 9 // 10
+    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // 2
+
+
+def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
+    """Yield the free bytes of this process' limited control groups, parents included."""
+    for line in _lines(process):
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            top, limit, usage = Path(root), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            top, limit, usage = Path(root) / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's; then only the top folder exists.
+        folder = top / group.strip("/")
+        for place in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
+            allowed, used = _lines(place / limit), _lines(place / usage)
+            if allowed and used and allowed[0].isdigit():  # "max" means no limit
+                # The kernel counts cached files as used, and frees them when memory is short.
+                stat = dict(entry.split() for entry in _lines(place / "memory.stat"))
+                cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+                yield int(allowed[0]) - int(used[0]) + int(cached)
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
+    """Return a large batch size, at most `size`, whose program fits in `budget` bytes."""
+    if bytes_of(size) <= budget:
+        return size
+    # Memory is linear in the batch size from 2 on.
+    two, four = bytes_of(2), bytes_of(4)
+    batch = max(1, min(size - 1, 2 + int(2 * (budget - two) // max(four - two, 1))))
+    while batch > 1 and bytes_of(batch) > budget:  # the line is not a bound
+        batch = batch * 7 // 8
+    if bytes_of(batch) > budget:
+        checks.fail("memory_budget", f"be at least {bytes_of(1)} bytes (one member at a time, all results)", budget)
+    return batch
+
+
+def run_largest(function_of: Callable[[int], Callable[..., Any]], arrays: Any, size: int, budget: int | None) -> Any:
+    """Return `function_of(batch_size)(arrays)` for the largest batch within `budget` bytes."""
+
+    @functools.cache
+    def compiled(batch_size: int) -> tuple[Any, int]:
+        # Closed-over arrays become arguments; as constants they would be folded and copied.
+        converted = eqx.filter_closure_convert(function_of(batch_size), arrays)
+        _refuse_traced(converted)
+        jitted: Any = eqx.filter_jit(lambda function, arrays: function(arrays))
+        program = jitted.lower(converted, arrays).compile()
+        return functools.partial(program, converted, arrays), program_bytes(program.compiled)
+
+    _refuse_traced(arrays)
+    budget = free_memory(jax.tree.leaves(arrays)) if budget is None else budget
+    chosen = largest(lambda batch_size: compiled(batch_size)[1], size, budget)
+    run, needed = compiled(chosen)
+    logger.info("batches of %d of %d members: %d bytes of %d", chosen, size, needed, budget)
+    return run()
+
+
+def _refuse_traced(tree: Any) -> None:
+    if any(checks.is_traced(leaf) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(
+            "`batch_size` must be a number or None inside jit, grad, vmap and other transformations, got 'auto'. The "
+            "program that runs is not known there; choose with 'auto' outside, on concrete arrays."
+        )
