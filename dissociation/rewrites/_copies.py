@@ -195,7 +195,8 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
 
 
 def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    return [MOVES[step.name](step, labels[0])]
+    found = MOVES[step.name](step, labels[0])
+    return found if isinstance(found, list) else [found]
 
 
 def _reshape(step: Step, label: Label) -> Label:
@@ -254,6 +255,11 @@ def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
     return [copies.same(found, whole)]
 
 
+def _pad(step: Step, label: Label) -> Label:
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.lax.pad(np.ascontiguousarray(label), -1, step.params["padding_config"]))
+
+
 def _slice(step: Step, label: Label) -> Label:
     bounds = step.params["start_indices"], step.params["limit_indices"], step.params["strides"] or (1,) * label.ndim
     return label[tuple(slice(*each) for each in zip(*bounds, strict=True))]
@@ -270,10 +276,6 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
     return [label]
 
 
-def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    return [*np.split(labels[0], np.cumsum(step.params["sizes"])[:-1], step.params["axis"])]
-
-
 def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
@@ -282,15 +284,6 @@ def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: i
     if step.name == "stack":
         return [np.stack(parts, step.params["axis"])]
     return [np.concatenate(parts, step.params["dimension"])]
-
-
-def _pad(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    with jax.ensure_compile_time_eval():
-        return [np.asarray(jax.lax.pad(np.ascontiguousarray(labels[0]), -1, step.params["padding_config"]))]
-
-
-def _unstack(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    return [*np.moveaxis(labels[0], step.params["axis"], 0)]
 
 
 def _product(
@@ -434,7 +427,7 @@ SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constrai
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
-MOVES: dict[str, Callable[[Step, Label], Label]] = {
+MOVES: dict[str, Callable[[Step, Label], Label | list[Label]]] = {
     "transpose": lambda step, label: label.transpose(step.params["permutation"]),
     "broadcast_in_dim": _broadcast,
     "squeeze": lambda step, label: label.squeeze(tuple(step.params["dimensions"])),
@@ -443,6 +436,9 @@ MOVES: dict[str, Callable[[Step, Label], Label]] = {
     "slice": _slice,
     "take": lambda step, label: label.take(step.params["indices"], step.params["dimensions"][0]),
     "tile": lambda step, label: np.tile(label, step.params["reps"]),
+    "pad": _pad,
+    "split": lambda step, label: np.split(label, np.cumsum(step.params["sizes"])[:-1], step.params["axis"]),
+    "unstack": lambda step, label: list(np.moveaxis(label, step.params["axis"], 0)),
 }
 
 RULES: dict[str, Rule] = {
@@ -454,10 +450,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("concatenate", "stack"), _joined),
     **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
     "dynamic_slice": _dynamic_slice,
-    "split": _split,
-    "unstack": _unstack,
     "gather": _read,
-    "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
 }

@@ -1,6 +1,6 @@
 """Axes of a program that move together, and linear equations for exponents of scalings."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,31 +16,18 @@ FEW = 65536
 
 @dataclass
 class Value:
-    """Static properties of an array.
-
-    Attributes:
-        shape: Shape.
-        axes: One axis per dimension of `shape`, None if the array is constant along it.
-        zero: True if all entries are zero.
-        known: Entries of a constant with at most `FEW` entries, otherwise None.
-        endless: True if no entry is finite.
-        refers: Axis that the entries index, as after an argmax, or None.
-        shifted: True if the indices may be offset, or depend on the order of tied entries.
-        column: Position of these indices along the last axis; None if alone.
-        pair: Object shared by the values and indices of a `top_k` in which only zeros tie.
-        level: Ties between entries: 0 none, 1 only of zeros, as after a ReLU, 2 of any value.
-    """
+    """Static properties of an array."""
 
     shape: tuple[int, ...]
-    axes: list[Axis | None]
-    zero: bool = False
-    known: np.ndarray | None = None
-    endless: bool = False
-    refers: Axis | None = None
-    shifted: bool = False
-    column: int | None = None
-    pair: Any = None
-    level: int = 0
+    axes: list[Axis | None]  # None if the array is constant along an axis
+    zero: bool = False  # if all entries are zero
+    known: np.ndarray | None = None  # entries of a constant with at most `FEW`
+    endless: bool = False  # if no entry is finite
+    refers: Axis | None = None  # axis that the entries index, as after an argmax
+    shifted: bool = False  # if the indices may be offset, or depend on the order of tied entries
+    column: int | None = None  # position of these indices along the last axis; None if alone
+    pair: Any = None  # shared by the values and indices of a `top_k` in which only zeros tie
+    level: int = 0  # ties between entries: 0 none, 1 only of zeros, as after a ReLU, 2 of any value
 
 
 class Equation(NamedTuple):
@@ -58,11 +45,6 @@ class Part(NamedTuple):
     outputs: list[Value]
 
 
-def _broadcast(operands: Sequence[Value]) -> Value:
-    """Return the value of an elementwise result before its axes are known."""
-    return Value(np.broadcast_shapes(*(value.shape for value in operands)), [])
-
-
 @dataclass
 class Step:
     """An operation with operands and results; `shapes` are the shapes of results."""
@@ -77,29 +59,17 @@ class Step:
 
 @dataclass
 class Flow:
-    """Axes, equations and operations found in a program.
-
-    Attributes:
-        atoms: Symbolic dimensions.
-        equations: Equations for exponents.
-        uneven: Axes whose linear maps do not commute with an operation.
-        counted: Axes that a statistic is computed over.
-        contracted: Axes that a product sums over.
-        lengths: Lengths of constant axes that are reduced over.
-        referred: Axes read or written at indices computed from values along them.
-        steps: Operations in order.
-        large: Constants too large to track.
-    """
+    """Axes, equations for exponents, and operations found in a program."""
 
     atoms: Atoms = field(default_factory=Atoms)
     equations: list[Equation] = field(default_factory=list)
-    uneven: list[Axis] = field(default_factory=list)
-    counted: list[Axis] = field(default_factory=list)
-    contracted: list[Axis] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    referred: list[Axis] = field(default_factory=list)
+    uneven: list[Axis] = field(default_factory=list)  # axes whose linear maps do not commute with an operation
+    counted: list[Axis] = field(default_factory=list)  # axes that a statistic is computed over
+    contracted: list[Axis] = field(default_factory=list)  # axes that a product sums over
+    lengths: list[int] = field(default_factory=list)  # of constant axes that are reduced over
+    referred: list[Axis] = field(default_factory=list)  # read or written at indices computed from values along them
     steps: list[Step] = field(default_factory=list)
-    large: list[np.ndarray] = field(default_factory=list)
+    large: list[np.ndarray] = field(default_factory=list)  # constants too large to track
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
         """Return a value of new dimensions, fixed if `reason` is not empty."""
@@ -161,9 +131,9 @@ class Flow:
 
     def summed(self, operands: Sequence[Value], *, linear: bool = True) -> Value:
         """Return the result of a sum or, if not `linear`, of a choice such as a maximum."""
-        found = _broadcast(operands)
+        found, axes = self._aligned(operands)
         found.zero = all(value.zero for value in operands)
-        for axis, own in self._aligned(found, operands):
+        for axis, own in axes:
             there = [(each, value.endless) for each, value in zip(own, operands, strict=True) if not value.zero]
             if not linear or any(each is None for each, _ in there):
                 self.bend(axis, *(each for each, _ in there))
@@ -175,8 +145,8 @@ class Flow:
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
         """Return the product of powers of arrays."""
-        found = _broadcast(operands)
-        for axis, own in self._aligned(found, operands):
+        found, axes = self._aligned(operands)
+        for axis, own in axes:
             terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
             # Products add exponents.
             self.equations.append(Equation(((axis, 1.0), *terms)))
@@ -186,8 +156,8 @@ class Flow:
 
     def mixed(self, operands: Sequence[Value], *, ordered: bool = False) -> Value:
         """Return the result of an elementwise function; a comparison (`ordered`) allows a common factor."""
-        found = _broadcast(operands)
-        for axis, own in self._aligned(found, operands):
+        found, axes = self._aligned(operands)
+        for axis, own in axes:
             self.bend(axis, still=True)
             there = [each for each, value in zip(own, operands, strict=True) if not (ordered and value.zero)]
             known = [each for each in there if each is not None]
@@ -200,8 +170,9 @@ class Flow:
                     self.equal(each)
         return found
 
-    def _aligned(self, found: Value, operands: Sequence[Value]) -> Iterator[tuple[Axis, list[Axis | None]]]:
-        """Yield each axis of an elementwise result with the operands' axes that it unites, and append it to `found`."""
+    def _aligned(self, operands: Sequence[Value]) -> tuple[Value, list[tuple[Axis, list[Axis | None]]]]:
+        """Return an elementwise result, and each axis that is not constant with the operands' axes that it unites."""
+        found, united = Value(np.broadcast_shapes(*(value.shape for value in operands)), []), []
         for k, size in enumerate(found.shape):
             # Operands may be scalars or have axes of length 1.
             own = [value.axes[k] if value.shape and value.shape[k] == size else None for value in operands]
@@ -210,8 +181,8 @@ class Flow:
                     self.freeze(value, "it is broadcast", [k])
             axis = self.lined_up(own)
             found.axes.append(axis)
-            if axis is not None:
-                yield axis, own
+            united += [] if axis is None else [(axis, own)]
+        return found, united
 
     def handed_on(self, axis: Axis | None) -> Axis | None:
         """Return a new occurrence of an operand's axis, for a result."""

@@ -22,7 +22,7 @@ from dissociation._core.validation import validated
 from dissociation.models._program import called, program_of
 from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
-from dissociation.rewrites._null_spaces import null_basis, perturb_in_null_space
+from dissociation.rewrites._null_spaces import null_spectrum, perturb_in_null_space
 from dissociation.rewrites._seen import LayerInputs
 
 ONE_STRUCTURE = "A group belongs to models of one structure; map rewrites over stacked members by `eqx.filter_vmap`"
@@ -296,7 +296,7 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
     Raises:
         TypeError: If the inputs are traced.
     """
-    return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol), seen.shape)
+    return NullSpace(seen.path, seen.leaf, seen.axes, null_spectrum(seen.rows, rtol).basis, seen.shape)
 
 
 def _null_perturbed(

@@ -10,8 +10,7 @@ from zoo import Normalised, ResidualMLP, Transformer, made, one, residual_cnn
 from dissociation import rewrites, take
 from dissociation.data import load
 from dissociation.models._program import called
-from dissociation.rewrites import _matching as matching
-from dissociation.rewrites import neuron_groups, permute
+from dissociation.rewrites import _barriers, neuron_groups, permute
 from dissociation.rewrites._groups import parameters_of
 from dissociation.similarity import member_interval
 
@@ -256,4 +255,4 @@ def test_the_mean_barrier_has_an_interval_over_members():
     with pytest.raises(ValueError, match="`of` must be one of"):
         found.interval("between")
     with pytest.raises(ValueError, match="`models` must be at least 3 members"):
-        matching.Barriers(np.zeros((2, 2)), np.zeros((2, 2)), {}).interval()
+        _barriers.Barriers(np.zeros((2, 2)), np.zeros((2, 2)), {}).interval()
