@@ -52,7 +52,7 @@ class MLP(Network):
             classes: Width of the output.
             activation: One of `ACTIVATIONS`.
             last_activation: If True, the features are taken after an activation.
-            init: One of `_initial.INITS`.
+            init: One of `_layers.INITS`.
             key: Key of weights and biases.
         """
         check_sizes(inputs=inputs, width=width, depth=depth, classes=classes)

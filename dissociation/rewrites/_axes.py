@@ -429,38 +429,6 @@ def _leaves(axis: Axis) -> list[Leaf]:
     return [axis] if isinstance(axis, Leaf) else [leaf for part in axis.parts for leaf in _leaves(part)]
 
 
-def spread(
-    axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
-) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
-    """Return the old position of each entry of a resized axis and, by name, its new neuron or -1."""
-    if isinstance(axis, Leaf):
-        if axis.name not in neurons:
-            return np.arange(axis.size), {}
-        own = neurons[axis.name]
-        return own, {axis.name: np.arange(len(own))}
-    parts = [spread(part, neurons) for part in axis.parts]
-    old = [size_of(part) for part in axis.parts]
-    new = [len(places) for places, _ in parts]
-    owners: dict[tuple[int, ...], np.ndarray] = {}
-    if isinstance(axis, Order):
-        (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
-        rank = np.argsort(axis.order)
-        # A reversed axis stays reversed at another size; in any other order new neurons follow their originals.
-        order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
-        return rank[places[order]], {name: owner[order] for name, owner in own.items()}
-    if isinstance(axis, Sum):
-        for k, (_, inner) in enumerate(parts):
-            for name, owner in inner.items():
-                owners[name] = np.concatenate([owner if j == k else np.full(n, -1) for j, n in enumerate(new)])
-        starts = np.cumsum([0, *old[:-1]])
-        return np.concatenate([places + start for (places, _), start in zip(parts, starts, strict=True)]), owners
-    grid = np.zeros(math.prod(new), int)
-    for (places, inner), size, index in zip(parts, old, np.indices(new).reshape(len(new), grid.size), strict=True):
-        grid = grid * size + places[index]
-        owners |= {name: owner[index] for name, owner in inner.items()}
-    return grid, owners
-
-
 def size_of(axis: Axis) -> int:
     """Return the length of an axis."""
     if isinstance(axis, Leaf):

@@ -3,7 +3,7 @@
 It is computed on the host in float64.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from scipy.sparse.csgraph import connected_components
 
 from dissociation._core.checks import check_positive, fail
 from dissociation._core.validation import validated
+from dissociation.models._program import Call
 from dissociation.rewrites._axes import has_order
 from dissociation.rewrites._comparison import check_resized
 from dissociation.rewrites._groups import (
@@ -40,12 +41,7 @@ Arrays = list[np.ndarray]
 
 @validated
 def canonical(
-    model: Any,
-    example: Any,
-    *,
-    tolerance: float = 1e-5,
-    inputs: Any = None,
-    call: Callable[[Any, Any], Any] | None = None,
+    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
 ) -> Any:
     """Return the canonical form of a network, with the same function and dtypes.
 
@@ -83,12 +79,7 @@ def canonical(
 
 @validated
 def fingerprint(
-    model: Any,
-    example: Any,
-    *,
-    tolerance: float = 1e-5,
-    inputs: Any = None,
-    call: Callable[[Any, Any], Any] | None = None,
+    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
 ) -> Float[Array, " numbers"]:
     """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 

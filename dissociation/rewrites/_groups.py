@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ import wadler_lindig as wl
 from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
-from dissociation.models._program import program_of
-from dissociation.rewrites._axes import Atoms, Axis, spread
+from dissociation.models._program import Call, program_of
+from dissociation.rewrites._axes import Atoms, Axis, Leaf, Order, Sum, size_of
 from dissociation.rewrites._copies import copies_told_apart
 from dissociation.rewrites._exponents import equations_of, exponents_of
 from dissociation.rewrites._flow import Flow, Value
@@ -119,7 +119,7 @@ class NeuronGroup:
     normalised: bool
     linear: np.ndarray | None
     example: Any
-    call: Callable[[Any, Any], Any] | None
+    call: Call | None
     copies: int = 1
     structure: Any = None
 
@@ -143,6 +143,38 @@ class NeuronGroup:
         return wl.TextDoc(repr(self))
 
 
+def _spread(
+    axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
+) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
+    """Return the old position of each entry of a resized axis and, by name, its new neuron or -1."""
+    if isinstance(axis, Leaf):
+        if axis.name not in neurons:
+            return np.arange(axis.size), {}
+        own = neurons[axis.name]
+        return own, {axis.name: np.arange(len(own))}
+    parts = [_spread(part, neurons) for part in axis.parts]
+    old = [size_of(part) for part in axis.parts]
+    new = [len(places) for places, _ in parts]
+    owners: dict[tuple[int, ...], np.ndarray] = {}
+    if isinstance(axis, Order):
+        (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
+        rank = np.argsort(axis.order)
+        # A reversed axis stays reversed at another size; in any other order new neurons follow their originals.
+        order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
+        return rank[places[order]], {name: owner[order] for name, owner in own.items()}
+    if isinstance(axis, Sum):
+        for k, (_, inner) in enumerate(parts):
+            for name, owner in inner.items():
+                owners[name] = np.concatenate([owner if j == k else np.full(n, -1) for j, n in enumerate(new)])
+        starts = np.cumsum([0, *old[:-1]])
+        return np.concatenate([places + start for (places, _), start in zip(parts, starts, strict=True)]), owners
+    grid = np.zeros(math.prod(new), int)
+    for (places, inner), size, index in zip(parts, old, np.indices(new).reshape(len(new), grid.size), strict=True):
+        grid = grid * size + places[index]
+        owners |= {name: owner[index] for name, owner in inner.items()}
+    return grid, owners
+
+
 def resized(
     groups: Sequence[NeuronGroup], originals: Sequence[np.ndarray]
 ) -> tuple[list[NeuronGroup], dict[tuple[int, int], np.ndarray]]:
@@ -151,7 +183,7 @@ def resized(
     places: dict[tuple[int, int], np.ndarray] = {}
 
     def moved(slot: Slot) -> Slot:
-        places[slot.leaf, slot.axis], owners = spread(slot.layout, neurons)
+        places[slot.leaf, slot.axis], owners = _spread(slot.layout, neurons)
         owner = owners[slot.name]
         there = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
         return slot._replace(positions=there.reshape(len(neurons[slot.name]), -1))
@@ -186,7 +218,7 @@ def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:
 
 @validated
 def neuron_groups(
-    model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
+    model: Any, example: Any, *, call: Call | None = None, single: bool = False
 ) -> dict[str, NeuronGroup]:
     """Return the groups of neurons of a model, by name.
 
@@ -264,9 +296,7 @@ _CALLED = "`example` is one, not a batch; a model that is called otherwise needs
 
 
 @validated
-def group_report(
-    model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
-) -> GroupReport:
+def group_report(model: Any, example: Any, *, call: Call | None = None, single: bool = False) -> GroupReport:
     """Return the groups of a model and the fixed axes with reasons; its text has a line for each.
 
     Arguments and errors are those of `neuron_groups`.

@@ -198,8 +198,9 @@ def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array |
     original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
 
     def change(array: Array, slot: Slot, index: int) -> Array:
-        values: Any = 0.0 if slot.outgoing else (bias if array.ndim == 1 else incoming)[:, None]
-        return slot._replace(positions=slot.positions[group.size :]).with_blocks(array, values)
+        own: Any = bias if array.ndim == 1 else incoming
+        new = slot._replace(positions=slot.positions[group.size :])
+        return new.with_blocks(array, 0.0 if slot.outgoing else own[:, None])
 
     return _resized(model, group, original, change)
 

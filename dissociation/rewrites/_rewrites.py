@@ -19,7 +19,7 @@ from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.models._program import called, program_of
+from dissociation.models._program import Call, called, program_of
 from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
 from dissociation.rewrites._null_spaces import null_spectrum, perturb_in_null_space
@@ -333,13 +333,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
 
 
 @validated
-def check_groups(
-    model: Any,
-    inputs: Any,
-    *,
-    key: PRNGKey,
-    call: Callable[[Any, Any], Any] | None = None,
-) -> dict[str, Certificate]:
+def check_groups(model: Any, inputs: Any, *, key: PRNGKey, call: Call | None = None) -> dict[str, Certificate]:
     """Permute each group of a model at random and return a certificate for each, by name.
 
     Args:

@@ -10,8 +10,7 @@ from dissociation.bilinear import decompose
 from dissociation.models import CNN, MLP, Affine, BilinearNetwork, Convolution, Encoder, wrap_bilinear
 from dissociation.models._bilinear import GATES, BilinearLayer
 from dissociation.models._cnn import Decoder
-from dissociation.models._initial import draw_weights
-from dissociation.models._layers import max_pool
+from dissociation.models._layers import draw_weights, max_pool
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32)
