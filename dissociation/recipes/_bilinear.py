@@ -41,8 +41,8 @@ def train_bilinear(
 ) -> FitResult:
     """Train stacked `BilinearNetwork`s by cross entropy on noisy images.
 
-    The learning rate falls along a cosine to zero, epoch by epoch. Noise is Gaussian, anew per image, step and network.
-    The last, smaller batch of an epoch is dropped.
+    The learning rate falls along a cosine to zero, epoch by epoch. Gaussian noise is drawn for every image, step and
+    network. The last, smaller batch of an epoch is dropped.
 
     Args:
         dataset: Images and one-hot labels.
@@ -96,7 +96,7 @@ def train_bilinear(
 class Settings(NamedTuple):
     """Settings of AdamW, [members] each."""
 
-    # Traced, so that other values compile nothing anew.
+    # Traced: other values do not compile again.
     learning_rate: Any
     weight_decay: Any
     num_epochs: Any

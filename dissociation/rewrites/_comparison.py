@@ -15,8 +15,8 @@ from dissociation.rewrites._groups import NeuronGroup, flow_of, neuron_groups
 from dissociation.training._traced import trace
 
 KEPT_SIZE = (
-    "If a module keeps its size in a field, `rewrites.refitted.register` what makes it anew; a size that is written in "
-    "its code has to be read off its arrays"
+    "If a module keeps its size in a field, `rewrites.refitted.register` a function that rebuilds it; code must read a "
+    "size off the arrays"
 )
 
 

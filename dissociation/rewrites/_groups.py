@@ -305,7 +305,7 @@ def group_report(model: Any, example: Any, *, call: Call | None = None, single: 
         fail_kind("example", "be arrays, and `model` a function of them", describe(example), "Is `model` given second?")
     paths, leaves, program = program_of(model, call)
     if not leaves:
-        advice = "What a function closes over is not seen: give the arrays as `model`, and the function as `call`"
+        advice = "Arrays that a function closes over are not found. Pass them as `model`, and the function as `call`"
         fail_kind("model", "hold arrays of floating-point numbers", f"{type(model).__name__}, which holds none", advice)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), (leaves, example))
     try:
