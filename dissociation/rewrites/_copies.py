@@ -304,8 +304,8 @@ def _cond(copies: Copies, step: Step) -> None:
 CROSSING = ("gather", *WRITES, "dynamic_update_slice", "dot_general", "conv_general_dilated")
 """Operations of which two operands may have a dimension on different axes."""
 
-SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constraint")
-"""Operations that return their operands, or whose inner steps are recorded already."""
+SKIPPED = ("optimization_barrier", "name", "sharding_constraint")
+"""Operations that return their operands."""
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
