@@ -1,6 +1,7 @@
 """Loss along the line between two networks."""
 
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -153,12 +154,10 @@ def barriers(
     parts = [member(models, index) for index in range(number)]
     before, after = np.zeros((2, number, number))
     matchings = {}
-    for i in range(number):
-        for j in range(i + 1, number):
-            found = match_weights(parts[i], parts[j], groups, num_starts=num_starts, key=key)
-            matchings[i, j] = found
-            before[i, j] = before[j, i] = _height(loss, parts[i], parts[j], num_points)
-            after[i, j] = after[j, i] = _height(loss, parts[i], found.apply(parts[j], groups), num_points)
+    for i, j in combinations(range(number), 2):
+        found = matchings[i, j] = match_weights(parts[i], parts[j], groups, num_starts=num_starts, key=key)
+        before[i, j] = before[j, i] = _height(loss, parts[i], parts[j], num_points)
+        after[i, j] = after[j, i] = _height(loss, parts[i], found.apply(parts[j], groups), num_points)
     return Barriers(before, after, matchings)
 
 
