@@ -53,10 +53,11 @@ TESTED_BY = {
     "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
     "koopman._operators._kernel_operators": ["koopman/test_nystroem.py"],
 }
-RULES = "indexing rules operations flow axes"
+RULES = "indexing rules operations flow axes exponents"
 SYMMETRY = ["dissociation/test_groups.py", "dissociation/test_indexing.py", "dissociation/test_symmetry.py"]
 TESTED_BY |= {f"dissociation.rewrites._{rule}": SYMMETRY for rule in RULES.split()}
 TESTED_BY["dissociation._core.frames"] = ["koopman/test_pairs.py", "koopman/test_forecast.py"]
+TESTED_BY["dissociation.rewrites._labels"] = ["dissociation/test_copies.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = ["dissociation/test_growth.py", "dissociation/test_rewrites.py"]
 """Modules that are tested through others."""
 SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
