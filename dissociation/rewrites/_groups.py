@@ -19,8 +19,7 @@ from dissociation._core.validation import validated
 from dissociation.models._program import Call, program_of
 from dissociation.rewrites._axes import Atoms, Axis, Leaf, Order, Sum, size_of
 from dissociation.rewrites._copies import copies_told_apart
-from dissociation.rewrites._exponents import equations_of, exponents_of
-from dissociation.rewrites._flow import Flow, Value
+from dissociation.rewrites._flow import Flow, Value, equations_of, exponents_of
 from dissociation.rewrites._operations import follow
 
 
