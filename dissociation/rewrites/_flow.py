@@ -165,12 +165,9 @@ class Flow:
             there = [each for each, value in zip(own, operands, strict=True) if not (ordered and value.zero)]
             known = [each for each in there if each is not None]
             # A common factor does not change which number is larger.
-            if ordered and len(known) == len(there):
-                for each in known[1:]:
-                    self.equal(known[0], each)
-            else:
-                for each in known:
-                    self.equal(each)
+            common = known[0] if ordered and len(known) == len(there) > 0 else None
+            for each in known:
+                self.equal(each, common)
         return found
 
     def _aligned(self, operands: Sequence[Value]) -> tuple[Value, list[tuple[Axis, list[Axis | None]]]]:

@@ -147,12 +147,10 @@ def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes
     """Return the number of the axis of `value` that `where` indexes, or None."""
     if where.refers is None:
         return None
-    if where.column is None and len(read) > 1:  # several indices give one place
-        flow.atoms.freeze(where.refers, ASKED)
-        return None
+    several = where.column is None and len(read) > 1  # several indices give one place
     along = read[where.column or 0]
     whole = all(sizes[k] == value.shape[k] for k in read if k != along)
-    if sizes[along] == 1 and whole and size_of(where.refers) == value.shape[along]:
+    if not several and sizes[along] == 1 and whole and size_of(where.refers) == value.shape[along]:
         flow.referring(where, value.axes[along])
         return int(along)
     flow.atoms.freeze(where.refers, ASKED)
