@@ -11,8 +11,9 @@ ORDERS = {"unique", "argsort", "searchsorted", "lexsort", "top_k", "rankdata"}
 HELPERS = ("dissociation/_core/ties.py", "dissociation/_core/splits.py")
 WHOLE = {  # modules in which all of them are of integers or of rows, in dissociation
     "places, owners, orders and labels of neurons":
-        "rewrites/_axes.py rewrites/_comparison.py rewrites/_copies.py rewrites/_groups.py rewrites/_growth.py "
-        "rewrites/_indexing.py rewrites/_operations.py rewrites/_rewrites.py rewrites/_seen.py",
+        "rewrites/_axes.py rewrites/_comparison.py rewrites/_copies.py rewrites/_flow.py rewrites/_groups.py "
+        "rewrites/_growth.py rewrites/_indexing.py rewrites/_labels.py "
+        "rewrites/_operations.py rewrites/_rewrites.py rewrites/_seen.py",
     "labels and folds, the paper's": "measures/_softmax_solver.py",
     "ranks of the data as given": "measures/_coordinates.py measures/_neighbours.py",
     "rows by label and by draw": "measures/_nearest.py measures/_smoothed.py",
@@ -29,7 +30,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
         "measures/_transfer.py:transfer_errors recipes/_grokking.py:observation_steps "
-        "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_freedom.py:_single "
+        "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:merge_moments _core/frames.py:_runs",
     "lengths of rows of zeros, which are exactly 0":

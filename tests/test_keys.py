@@ -34,7 +34,7 @@ PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koop
 
 SHARED = {
     # A seed's networks under several weight decays begin alike, see the same batches, and are measured alike.
-    "dissociation/models/_initial.py draw_weights: uniform",
+    "dissociation/models/_layers.py draw_weights: uniform",
     "dissociation/training/_samplers.py permutations.one: permutation",
     "dissociation/figures/_collapse_measures.py Information.__call__: normal",
     "dissociation/figures/_collapse_measures.py Information.__call__: permutation",

@@ -28,7 +28,7 @@ HOST = {
     "dissociation.rewrites._freedom.cka_": "a step of the host",
     "dissociation.rewrites._freedom.linear_": "a step of the host",
     "dissociation.rewrites._matching.match_": "assignments by the host",
-    "dissociation.rewrites._matching.barriers": "assignments by the host",
+    "dissociation.rewrites._barriers.barriers": "assignments by the host",
     "dissociation.recipes._mnist.fit_": "training by the host",
     "dissociation.recipes._mnist.train_": "training by the host",
     "dissociation.recipes._bilinear.train_": "training by the host",
@@ -71,6 +71,7 @@ ANEW = (
     "dissociation.rewrites._growth.",
     "dissociation.rewrites._rewrites.",
     "dissociation.rewrites._seen.",
+    "dissociation.rewrites._barriers.",
     "dissociation.rewrites._matching.",
     "koopman.datasets.",
 )

@@ -201,7 +201,7 @@ def _certified_radius(source: Margins, image: Array, label: Array) -> DistanceCe
 def _errors(
     source: Margins, image: Array, rows: Array, along: Array, values: Array, linear: Array
 ) -> tuple[Array, Array, Array]:
-    """Return error bounds of margins at an input, of half their gradients there, and of their curvature."""
+    """Return error bounds, by class, of margins at an input, of half their gradients there, and of their curvature."""
     along, values, linear, length = jax.lax.stop_gradient((along, values, linear, jnp.linalg.norm(image)))
     eps = jnp.finfo(values.dtype).eps
     quadratic, slope, constant = jax.lax.stop_gradient(source.rounding[rows]).T
@@ -219,7 +219,7 @@ def _errors(
 
 
 def _path(values: Array, slopes: Array, start: Array, base: Array) -> tuple[Callable, Callable, Array]:
-    """Return multiplier and step as functions of a place, and the largest place; multipliers up to 1 / |base|."""
+    """Return functions from a place to the multiplier, from 0 to -1 / `base`, and to the step, and the last place."""
     # At the root 1 / m is near the curvature, or near slope^2 / start if the margin is almost linear.
     limits = jnp.finfo(values.dtype)
     scale = jnp.where(base < 0, -base, jnp.max(jnp.abs(values)))

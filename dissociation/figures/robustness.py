@@ -31,7 +31,7 @@ from dissociation.measures._robustness import input_noise_error, parameter_noise
 from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._groups import NeuronGroup
 from dissociation.rewrites._noise import parameter_noise
-from dissociation.rewrites._null_spaces import null_basis
+from dissociation.rewrites._null_spaces import null_spectrum
 from dissociation.rewrites._seen import LayerInputs
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _null_space(config: Config, models: Any, path: str, images: np.ndarray, data
     found = null_spaces(config.model, models, path, images, config.num_seeds)
     if config.published_null:
         rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
-        found["published_basis"] = null_basis(data.test_images, rtol)
+        found["published_basis"] = null_spectrum(data.test_images, rtol).basis
     return found
 
 

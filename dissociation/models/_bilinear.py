@@ -13,8 +13,7 @@ from dissociation._core.checks import check_choice, fail
 from dissociation._core.conversion import as_array, as_numbers
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.models._initial import Initialiser, draw_weights
-from dissociation.models._layers import as_example, check_sizes
+from dissociation.models._layers import Initialiser, as_example, check_sizes, draw_weights
 from dissociation.models._representations import Network, named
 
 GATES: dict[str, Callable[[Array], Array]] = {
@@ -150,7 +149,7 @@ class BilinearNetwork(Network):
             bias: If True, layers have biases.
             gate: One of `GATES`.
             residual: If True, every layer adds its input to its output.
-            init: One of `_initial.INITS`, or a function `(key, shape, fan_in) -> array`.
+            init: One of `_layers.INITS`, or a function `(key, shape, fan_in) -> array`.
             key: Key of the weights.
         """
         check_sizes(inputs=inputs, hidden=hidden, classes=classes, num_layers=num_layers)

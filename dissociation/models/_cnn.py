@@ -101,7 +101,7 @@ class CNN(Network):
             width: Number of features.
             classes: Width of the output.
             last_activation: If True, features pass a ReLU.
-            init: One of `_initial.INITS`.
+            init: One of `_layers.INITS`.
             key: Key of the weights.
         """
         check_sizes(width=width, classes=classes)

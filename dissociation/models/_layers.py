@@ -1,5 +1,6 @@
 """Layers of one example with named initialisation: affine, convolution, pooling."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,31 @@ from dissociation._core.checks import check_choice, check_count, fail
 from dissociation._core.conversion import as_array, as_numbers
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.models._initial import INITS, draw_weights
+
+Initialiser = Callable[[PRNGKey, tuple[int, ...], int], Array]
+
+INITS = ("pytorch", "lecun")
+"""PyTorch's default (uniform in +-1/sqrt(fan_in)), or flax's (normal of variance 1/fan_in, cut at two deviations)."""
+
+
+@validated
+def draw_weights(
+    init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
+) -> Float[Array, "*shape"]:
+    """Draw weights by a name in `INITS` or a function `(key, shape, fan_in) -> array`."""
+    fan_in = check_count("fan_in", fan_in, minimum=1)
+    if not isinstance(init, str):
+        weights = init(key, shape, fan_in)
+        if weights.shape != shape:
+            fail("init", f"give weights of shape {shape}", weights.shape)
+        return weights
+    check_choice("init", init, INITS)
+    bound = fan_in**-0.5
+    if init == "pytorch":
+        # PyTorch's `kaiming_uniform_` with a = sqrt(5) has this bound.
+        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+    # A normal distribution cut at two deviations has 0.8796 of its deviation.
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (bound / 0.87962566)
 
 
 def as_example(name: str, x: Any, *shape: int | str) -> Array:
@@ -33,6 +58,10 @@ def check_sizes(**sizes: int) -> None:
         check_count(name, size, minimum=1)
 
 
+def _draw_bias(init: str, outputs: int, fan_in: int, key: PRNGKey) -> Array:
+    return jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key=key)
+
+
 class Affine(eqx.Module):
     """The layer W x + b, or W x.
 
@@ -46,14 +75,10 @@ class Affine(eqx.Module):
 
     @validated
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: PRNGKey):
-        check_choice("init", init, INITS)
         check_sizes(inputs=inputs, outputs=outputs)
         first, second = jax.random.split(key)
         self.weight = draw_weights(init, (inputs, outputs), inputs, key=first).T
-        zero = init == "lecun"
-        self.bias = (
-            (jnp.zeros(outputs) if zero else draw_weights(init, (outputs,), inputs, key=second)) if bias else None
-        )
+        self.bias = _draw_bias(init, outputs, inputs, second) if bias else None
 
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
         """Return the output."""
@@ -74,13 +99,12 @@ class Convolution(eqx.Module):
 
     @validated
     def __init__(self, inputs: int, outputs: int, *, transposed: bool = False, init: str = "pytorch", key: PRNGKey):
-        check_choice("init", init, INITS)
         check_sizes(inputs=inputs, outputs=outputs)
         first, second = jax.random.split(key)
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
         fan_in = 25 * (outputs if transposed and init == "pytorch" else inputs)
         self.weight = draw_weights(init, (5, 5, inputs, outputs), fan_in, key=first)
-        self.bias = jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key=second)
+        self.bias = _draw_bias(init, outputs, fan_in, second)
 
     def __call__(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "h w o"]:
         """Return the output."""

@@ -1,6 +1,7 @@
 """Multilayer perceptrons with named hidden representations."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import equinox as eqx
 import jax
@@ -52,17 +53,15 @@ class MLP(Network):
             classes: Width of the output.
             activation: One of `ACTIVATIONS`.
             last_activation: If True, the features are taken after an activation.
-            init: One of `_initial.INITS`.
+            init: One of `_layers.INITS`.
             key: Key of weights and biases.
         """
         check_sizes(inputs=inputs, width=width, depth=depth, classes=classes)
         check_choice("activation", activation, ACTIVATIONS)
         sizes = [inputs, *[width] * depth, classes]
         keys = jax.random.split(key, depth + 1)
-        self.layers = tuple(
-            Affine(*pair, init=init, key=k)
-            for pair, k in zip(zip(sizes[:-1], sizes[1:], strict=True), keys, strict=True)
-        )
+        pairs = zip(pairwise(sizes), keys, strict=True)
+        self.layers = tuple(Affine(*pair, init=init, key=k) for pair, k in pairs)
         self.activation, self.last_activation = activation, last_activation
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:

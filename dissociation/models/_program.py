@@ -16,6 +16,9 @@ from dissociation._core._compat import jex
 from dissociation._core.checks import fail, fail_kind
 from dissociation._core.conversion import describe
 
+Call = Callable[[Any, Any], Any]
+"""Function from a model and an example to outputs."""
+
 MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
 """Operations that move or convert weights without computing with them."""
 
@@ -95,7 +98,7 @@ class Program(NamedTuple):
     run: Callable[[list[Any], Any], list[Any]]
 
 
-def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
+def program_of(model: Any, call: Call | None) -> Program:
     """Return a model as a function of its arrays, evaluated by `call`, default `called`."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     named, tree = jax.tree_util.tree_flatten_with_path(arrays)
@@ -118,7 +121,7 @@ def numbered(name: str, taken: Container[str]) -> str:
     return next(each for each in names if each not in taken)
 
 
-def _run(apply: Callable[[Any, Any], Any], tree: Any, rest: Any, leaves: list[Any], example: Any) -> list[Any]:
+def _run(apply: Call, tree: Any, rest: Any, leaves: list[Any], example: Any) -> list[Any]:
     outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
     return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
 

@@ -60,7 +60,7 @@ class ResNet(Network):
             classes: Width of the output.
             channels: Channels of all convolutions.
             depth: Residual blocks.
-            init: One of `_initial.INITS`.
+            init: One of `_layers.INITS`.
             key: Key of the weights.
         """
         check_sizes(width=width, classes=classes, channels=channels, depth=depth)

@@ -76,7 +76,7 @@ class Transformer(Network):
             heads: Heads of every attention.
             depth: Blocks.
             patch: Side of a patch, a divisor of 28.
-            init: One of `_initial.INITS`, for linear layers outside of blocks.
+            init: One of `_layers.INITS`, for linear layers outside of blocks.
             key: Key of the weights.
         """
         check_sizes(width=width, classes=classes, size=size, heads=heads, depth=depth, patch=patch)

@@ -9,13 +9,14 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_non_negative, check_positive
+from dissociation._core.checks import check_non_negative, check_positive
 from dissociation._core.keys import normal
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.data._datasets import Dataset
 from dissociation.measures._robustness import error_rate
 from dissociation.models._bilinear import BilinearNetwork
+from dissociation.models._layers import check_sizes
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._records import Save
 from dissociation.training._samplers import Epochs, steps_per_epoch
@@ -40,8 +41,8 @@ def train_bilinear(
 ) -> FitResult:
     """Train stacked `BilinearNetwork`s by cross entropy on noisy images.
 
-    The learning rate falls along a cosine to zero, epoch by epoch. Noise is Gaussian, anew per image, step and network.
-    The last, smaller batch of an epoch is dropped.
+    The learning rate falls along a cosine to zero, epoch by epoch. Gaussian noise is drawn for every image, step and
+    network. The last, smaller batch of an epoch is dropped.
 
     Args:
         dataset: Images and one-hot labels.
@@ -67,20 +68,17 @@ def train_bilinear(
     check_positive("learning_rate", learning_rate)
     check_non_negative("weight_decay", weight_decay)
     check_non_negative("noise", noise)
-    count = check_count("num_seeds", num_seeds, minimum=1)
-    seen = check_count("num_observed", num_observed, minimum=1)
+    check_sizes(num_seeds=num_seeds, num_observed=num_observed)
     build_key, fit_key = jax.random.split(key)
     sizes = {"inputs": dataset.num_pixels, "hidden": hidden, "classes": dataset.num_classes}
-    models = eqx.filter_vmap(lambda k: BilinearNetwork(**sizes, **(network or {}), key=k))(
-        jax.random.split(build_key, count)
-    )
+    build = eqx.filter_vmap(lambda k: BilinearNetwork(**sizes, **(network or {}), key=k))
+    models = build(jax.random.split(build_key, num_seeds))
     # A small dataset may have fewer images than a batch.
     batch_size = min(batch_size, len(dataset.train_images))
     epoch_steps = steps_per_epoch(len(dataset.train_images), batch_size, drop_remainder=True)
     data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
-    observe = LossAndAccuracy(
-        *(part[:seen] for part in data), *map(jnp.asarray, (dataset.test_images, dataset.test_labels))
-    )
+    train = (part[:num_observed] for part in data)
+    observe = LossAndAccuracy(*train, *map(jnp.asarray, (dataset.test_images, dataset.test_labels)))
     settings = Settings(*map(float, (learning_rate, weight_decay, num_epochs, epoch_steps)))
     return fit(
         models,
@@ -89,7 +87,7 @@ def train_bilinear(
         Epochs(data, batch_size, drop_remainder=True),
         num_epochs=num_epochs,
         key=fit_key,
-        hyperparams=jax.tree.map(lambda value: jnp.full(count, value), settings),
+        hyperparams=jax.tree.map(lambda value: jnp.full(num_seeds, value), settings),
         save=Save(observe),
         **options,
     )
@@ -98,7 +96,7 @@ def train_bilinear(
 class Settings(NamedTuple):
     """Settings of AdamW, [members] each."""
 
-    # Traced, so that other values compile nothing anew.
+    # Traced: other values do not compile again.
     learning_rate: Any
     weight_decay: Any
     num_epochs: Any

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._cnn import Decoder, Encoder
+from dissociation.models._layers import check_sizes
 from dissociation.training._fitting import fit
 from dissociation.training._members import member, stack
 from dissociation.training._samplers import Epochs
@@ -49,12 +49,10 @@ def train_compression(
     Returns:
         The autoencoder. Information about its code is a lower bound of that about the image.
     """
-    size = check_count("code", code, minimum=1)
-    for name, value in (("num_epochs", num_epochs), ("batch_size", batch_size)):
-        check_count(name, value, minimum=1)
+    check_sizes(code=code, num_epochs=num_epochs, batch_size=batch_size)
     build, order = jax.random.split(key)
     first, second = jax.random.split(build)
-    model = Autoencoder(Encoder(size, key=first), Decoder(size, key=second))
+    model = Autoencoder(Encoder(code, key=first), Decoder(code, key=second))
     # The sampler drops the last, smaller batch of an epoch.
     steps = num_epochs * max(1, len(images) // batch_size)
     trained = fit(

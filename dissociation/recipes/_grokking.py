@@ -104,7 +104,7 @@ def train_grokking(
         `CheapMeasures` at `observation_steps`, and under "expensive" `measures`, NaN outside of `measure_at`. The loss
         is a sum over classes and batch.
     """
-    check_choice("optimizer", optimizer, ("adamw", "sgd"))
+    check_choice("optimizer", optimizer, OPTIMIZERS)
     check_positive("learning_rate", learning_rate)
     for seed in seeds:
         check_seed("seeds", seed)
@@ -131,7 +131,7 @@ def train_grokking(
     )
     return fit(
         models,
-        make_step(squared_error, _adamw if optimizer == "adamw" else _sgd),
+        make_step(squared_error, OPTIMIZERS[optimizer]),
         # Every seed has its own order of batches.
         Epochs((images, labels), batch_size, shared=False),
         num_steps=num_steps,
@@ -181,13 +181,11 @@ class Rates(NamedTuple):
     learning_rate: Array
 
 
-def _adamw(rates: Rates) -> optax.GradientTransformation:
-    return optax.adamw(rates.learning_rate, weight_decay=rates.weight_decay)
-
-
-def _sgd(rates: Rates) -> optax.GradientTransformation:
+OPTIMIZERS: dict[str, Callable[[Rates], optax.GradientTransformation]] = {
+    "adamw": lambda rates: optax.adamw(rates.learning_rate, weight_decay=rates.weight_decay),
     # The decay comes first, so that the learning rate multiplies it as in AdamW.
-    return optax.chain(optax.add_decayed_weights(rates.weight_decay), optax.sgd(rates.learning_rate))
+    "sgd": lambda rates: optax.chain(optax.add_decayed_weights(rates.weight_decay), optax.sgd(rates.learning_rate)),
+}
 
 
 @validated
@@ -222,12 +220,10 @@ class CheapMeasures(eqx.Module):
         # Biases have one axis.
         weights = [leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1]
         norms = [jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in part)) for part in (weights, [classifier])]
-        found = dict(zip(("weight_norm", "head_norm"), norms, strict=True))
+        found: dict[str, Array] = dict(zip(("weight_norm", "head_norm"), norms, strict=True))
         centres = None
-        for split, images, labels in (
-            ("train", self.train_images, self.train_labels),
-            ("test", self.images, self.labels),
-        ):
+        data = (self.train_images, self.train_labels), (self.images, self.labels)
+        for split, (images, labels) in zip(("train", "test"), data, strict=True):
             seen = representations(model, images)
             features, logits = seen["features"], seen["logits"]
             truth = jnp.argmax(labels, 1)

@@ -11,12 +11,13 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count
+from dissociation._core.checks import check_choice
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.data._datasets import Dataset, load
 from dissociation.measures._robustness import error_rate
 from dissociation.models._cnn import CNN
+from dissociation.models._layers import check_sizes
 from dissociation.models._resnet import ResNet
 from dissociation.models._transformer import Transformer
 from dissociation.training._fitting import FitResult, fit
@@ -90,11 +91,10 @@ def fit_classifiers(
     """
     key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
     data = load(dataset) if isinstance(dataset, str) else dataset
-    count = check_count("num_seeds", num_seeds, minimum=1)
-    check_count("width", width, minimum=1)
+    check_sizes(num_seeds=num_seeds, width=width)
     check_choice("network", network, NETWORKS)
-    keys = jax.random.split(key, count + 1)
-    models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width, network)
+    keys = jax.random.split(key, num_seeds + 1)
+    models = _networks(keys[:num_seeds], data.train_images.shape[1], data.train_labels.shape[1], width, network)
     # A small dataset may have fewer images than a batch.
     batch_size = min(BATCH_SIZE, len(data.train_images))
     total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
@@ -105,7 +105,7 @@ def fit_classifiers(
         make_step(cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))),
         Epochs((data.train_images, data.train_labels), batch_size),
         num_epochs=num_epochs,
-        key=keys[count],
+        key=keys[num_seeds],
         save=Save(HeldOutPerformance(*images_and_labels) if observe is None else observe),
         callbacks=[Progress(progress)],
         mesh=mesh,
@@ -126,10 +126,8 @@ def fresh_networks(
         num_classes: Width of the output.
         width: Width of hidden layers.
     """
-    count = check_count("num_seeds", num_seeds, minimum=1)
-    for name, value in (("num_inputs", num_inputs), ("num_classes", num_classes), ("width", width)):
-        check_count(name, value, minimum=1)
-    return _networks(jax.random.split(key, count), num_inputs, num_classes, width)
+    check_sizes(num_seeds=num_seeds, num_inputs=num_inputs, num_classes=num_classes, width=width)
+    return _networks(jax.random.split(key, num_seeds), num_inputs, num_classes, width)
 
 
 def _networks(keys: Array, num_inputs: int, num_classes: int, width: int, network: str = "mlp") -> Any:

@@ -13,20 +13,14 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from dissociation.rewrites._barriers import barrier, barriers, interpolate, renormalised
+    from dissociation.rewrites._bounds import similarity_bounds
     from dissociation.rewrites._canonical import canonical, fingerprint, fingerprint_distance
     from dissociation.rewrites._certificate import Certificate, certify
-    from dissociation.rewrites._freedom import Freedom, approached, cka_freedom, linear_cka_freedom, similarity_bounds
+    from dissociation.rewrites._freedom import Freedom, approached, cka_freedom, linear_cka_freedom
     from dissociation.rewrites._groups import NeuronGroup, group_report, neuron_groups
     from dissociation.rewrites._growth import add_nuisance, add_phantom, duplicate
-    from dissociation.rewrites._matching import (
-        Matching,
-        barrier,
-        barriers,
-        interpolate,
-        match_activations,
-        match_weights,
-        renormalised,
-    )
+    from dissociation.rewrites._matching import Matching, match_activations, match_weights
     from dissociation.rewrites._noise import add_parameter_noise, parameter_noise
     from dissociation.rewrites._null_spaces import null_dimension
     from dissociation.rewrites._rewrites import (

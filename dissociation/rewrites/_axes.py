@@ -5,7 +5,7 @@ None is an axis along which an array is constant.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,16 +49,12 @@ Placed = tuple[Leaf, np.ndarray]
 """An occurrence and the positions of its indices along the axis, [size of the occurrence, repetitions]."""
 
 
-def rebuilt(axis: Any, parts: tuple[Any, ...]) -> Any:
-    """Return an axis of the same type with other parts."""
+def mapped(axis: Axis, change: Callable[[Leaf], Axis]) -> Axis:
+    """Return the axis with its occurrences changed, in order."""
+    if isinstance(axis, Leaf):
+        return change(axis)
+    parts = tuple(mapped(part, change) for part in axis.parts)
     return Order(parts[0], axis.order) if isinstance(axis, Order) else type(axis)(parts)
-
-
-def _instance(part: Axis, name: tuple[int, ...], count: Iterator[int]) -> Axis:
-    """Return the axis with each occurrence named by `name` and a number."""
-    if isinstance(part, Leaf):
-        return part._replace(name=(*name, next(count)))
-    return rebuilt(part, tuple(_instance(inner, name, count) for inner in part.parts))
 
 
 class Atoms:
@@ -102,7 +98,8 @@ class Atoms:
             atom = self.find(axis.atom)
             if atom not in self._parts:
                 return axis._replace(atom=atom)
-            return self.resolve(_instance(self._parts[atom], axis.name, itertools.count()))
+            count = itertools.count()
+            return self.resolve(mapped(self._parts[atom], lambda leaf: leaf._replace(name=(*axis.name, next(count)))))
         if isinstance(axis, Order):
             return self._ordered(self.resolve(axis.part), axis.order)
         parts: list[Axis] = []
@@ -119,10 +116,7 @@ class Atoms:
 
     def copied(self, axis: Axis) -> Axis:
         """Return the axis with new occurrences of the same dimensions."""
-        axis = self.resolve(axis)
-        if isinstance(axis, Leaf):
-            return self._occurrence(axis.atom, axis.size)
-        return rebuilt(axis, tuple(self.copied(part) for part in axis.parts))
+        return mapped(self.resolve(axis), lambda leaf: self._occurrence(leaf.atom, leaf.size))
 
     def freeze(self, axis: Axis | None, reason: str) -> None:
         """Fix all dimensions of an axis."""
@@ -299,17 +293,14 @@ class Atoms:
         if [size_of(part) for part in first] != [size_of(part) for part in second]:
             first, second = self._without_single(first), self._without_single(second)
         while first and second:
-            sizes = size_of(first[0]), size_of(second[0])
-            if sizes[0] != sizes[1]:
-                small, large = (first, second) if sizes[0] < sizes[1] else (second, first)
-                head, rest = min(sizes), max(sizes) // min(sizes)
-                if head * rest != max(sizes):
-                    for part in first + second:
-                        self.freeze(part, "its indices are grouped in two ways")
-                    return
-                large[:1] = self.factored(large[0], (head, rest))
-                if size_of(small[0]) != size_of(large[0]):
-                    return
+            small, large = sorted((first, second), key=lambda parts: size_of(parts[0]))
+            head, whole = size_of(small[0]), size_of(large[0])
+            if whole % head:
+                for part in first + second:
+                    self.freeze(part, "its indices are grouped in two ways")
+                return
+            if whole > head:
+                large[:1] = self.factored(large[0], (head, whole // head))
             self.unite(first.pop(0), second.pop(0))
 
     def _without_single(self, parts: list[Axis]) -> list[Axis]:
@@ -436,49 +427,6 @@ def has_order(axis: Axis) -> bool:
 
 def _leaves(axis: Axis) -> list[Leaf]:
     return [axis] if isinstance(axis, Leaf) else [leaf for part in axis.parts for leaf in _leaves(part)]
-
-
-def spread(
-    axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
-) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
-    """Return the old position of each entry of a resized axis and, by name, its new neuron or -1."""
-    if isinstance(axis, Leaf):
-        if axis.name not in neurons:
-            return np.arange(axis.size), {}
-        own = neurons[axis.name]
-        return own, {axis.name: np.arange(len(own))}
-    parts = [spread(part, neurons) for part in axis.parts]
-    old = [size_of(part) for part in axis.parts]
-    new = [len(places) for places, _ in parts]
-    owners: dict[tuple[int, ...], np.ndarray] = {}
-    if isinstance(axis, Order):
-        (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
-        rank = np.argsort(axis.order)
-        # A reversed axis stays reversed at another size; in any other order new neurons follow their originals.
-        order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
-        return rank[places[order]], {name: owner[order] for name, owner in own.items()}
-    if isinstance(axis, Sum):
-        for k, (_, inner) in enumerate(parts):
-            for name, owner in inner.items():
-                owners[name] = np.concatenate([owner if j == k else np.full(n, -1) for j, n in enumerate(new)])
-        starts = np.cumsum([0, *old[:-1]])
-        return np.concatenate([places + start for (places, _), start in zip(parts, starts, strict=True)]), owners
-    grid = np.zeros(1, int)
-    for (places, _), size in zip(parts, old, strict=True):
-        grid = (grid[:, None] * size + places).reshape(-1)
-    for k, (_, inner) in enumerate(parts):
-        for name, owner in inner.items():
-            shape = [1] * len(new)
-            shape[k] = new[k]
-            owners[name] = np.broadcast_to(owner.reshape(shape), new).reshape(-1)
-    return grid, owners
-
-
-def resized(axis: Any, sizes: dict[tuple[int, ...], int]) -> Any:
-    """Return an axis whose parts have the sizes given by name."""
-    if isinstance(axis, Leaf):
-        return axis._replace(size=sizes.get(axis.name, axis.size))
-    return type(axis)(tuple(resized(part, sizes) for part in axis.parts))
 
 
 def size_of(axis: Axis) -> int:

@@ -3,8 +3,7 @@
 It is computed on the host in float64.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -17,15 +16,16 @@ from scipy.sparse.csgraph import connected_components
 
 from dissociation._core.checks import check_positive, fail
 from dissociation._core.validation import validated
-from dissociation.rewrites._axes import has_order, resized, spread
-from dissociation.rewrites._comparison import check_same_program
+from dissociation.models._program import Call
+from dissociation.rewrites._axes import has_order
+from dissociation.rewrites._comparison import check_resized
 from dissociation.rewrites._groups import (
     NeuronGroup,
     Slot,
     known_parameters,
     neuron_groups,
     parameters_of,
-    positions_of,
+    resized,
 )
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
@@ -41,12 +41,7 @@ Arrays = list[np.ndarray]
 
 @validated
 def canonical(
-    model: Any,
-    example: Any,
-    *,
-    tolerance: float = 1e-5,
-    inputs: Any = None,
-    call: Callable[[Any, Any], Any] | None = None,
+    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
 ) -> Any:
     """Return the canonical form of a network, with the same function and dtypes.
 
@@ -84,12 +79,7 @@ def canonical(
 
 @validated
 def fingerprint(
-    model: Any,
-    example: Any,
-    *,
-    tolerance: float = 1e-5,
-    inputs: Any = None,
-    call: Callable[[Any, Any], Any] | None = None,
+    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
 ) -> Float[Array, " numbers"]:
     """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 
@@ -140,27 +130,26 @@ def _reduced(
     leaves = known_parameters("model", model, "a canonical form is a step")
     for group in groups.values() if inputs is not None else ():
         _silence(leaves, group, model, inputs, call)
-    given_sizes = {name: group.size for name, group in groups.items()}
     # Sums of the absolute values that were merged into each number. A number that has cancelled up to rounding is small
     # beside its sum, in whichever pass it did.
     sizes = [np.abs(leaf) for leaf in leaves]
     sequence = _sequence(groups)
     for _ in range(PASSES):
-        before = [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]
+        before = list(map(np.count_nonzero, leaves))
         for name, settled in sequence.items():
-            kept = _merged(leaves, sizes, groups[name], settled, tolerance)
-            groups = _shrunk(leaves, sizes, groups, name, kept) if len(kept) < groups[name].size else groups
-        if before == [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]:
+            _merge(leaves, sizes, groups[name], settled, tolerance)
+        if before == list(map(np.count_nonzero, leaves)):
             break
-    smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
-    # The program with fewer neurons must be the same, with the neurons at the places that the arrays assume.
+    # An axis must keep one entry.
+    kept = [np.flatnonzero(_lengths(leaves, group, _made(group))) for group in groups.values()]
+    kept = [each if len(each) else np.zeros(1, int) for each in kept]
+    smaller = [group for group, each in zip(groups.values(), kept, strict=True) if len(each) < group.size]
+    found, places = resized(list(groups.values()), kept)
+    for (leaf, axis), old in places.items():
+        leaves[leaf] = np.take(leaves[leaf], old, axis)
     if smaller:
-        reduced = _with(leaves, model)
-        check_same_program(model, reduced, smaller[0])
-        again = neuron_groups(reduced, smaller[0].example, call=call, single=True)
-        if any(name not in again or group.places() != again[name].places() for name, group in groups.items()):
-            fail("model", "have groups whose neurons the program does not count", f"{smaller[0].name} among them")
-    return leaves, groups, sequence
+        check_resized(model, _with(leaves, model), smaller[0], found, single=True)
+    return leaves, dict(zip(groups, found, strict=True)), sequence
 
 
 def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
@@ -172,10 +161,14 @@ def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: 
         lengths = [size if k in seen.axes else 1 for k, size in enumerate(slot.shape)]
         columns = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
         silent &= ~slot.rows(np.asarray((seen.rows != 0).any(0))[columns]).any(1)
-    for slot in read:
-        blocks = slot.blocks(leaves[slot.leaf])
-        blocks[silent] = 0
-        leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], blocks)
+    _multiply(leaves, read, ~silent)
+
+
+def _multiply(leaves: Arrays, slots: Sequence[Slot], factors: np.ndarray) -> None:
+    """Multiply the weights at each neuron by factors [neurons], in place."""
+    for slot in slots:
+        own = factors.reshape(-1, *[1] * leaves[slot.leaf].ndim)
+        leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], slot.blocks(leaves[slot.leaf]) * own)
 
 
 def _with(leaves: Arrays, model: Any) -> Any:
@@ -206,26 +199,29 @@ def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
     return np.concatenate([group.slots[index].rows(leaves[group.slots[index].leaf]) for index in slots], 1)
 
 
-def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float) -> np.ndarray:
-    """Normalise and merge neurons of a group in place; return the indices of neurons to keep."""
+def _lengths(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
+    return np.linalg.norm(_rows(leaves, group, slots), axis=1)
+
+
+def _made(group: NeuronGroup, side: int = 1) -> list[int]:
+    """Return the indices of slots that `scale` multiplies; of those that it divides for `side` -1."""
     exponents: Any = group.scaling
-    makes, reads = (np.flatnonzero(side * exponents > 0).tolist() for side in (1, -1))
-    alive = np.linalg.norm(_rows(leaves, group, makes), axis=1) > 0
-    firm = [index for index in settled if index in makes]
+    return np.flatnonzero(side * exponents > 0).tolist()
+
+
+def _merge(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float) -> None:
+    """Normalise and merge neurons of a group, in place; others become zero."""
+    exponents: Any = group.scaling
+    makes, reads = _made(group), _made(group, -1)
+    alive = _lengths(leaves, group, makes) > 0
     # Other groups write to a residual stream too: their scale is theirs, so only settled slots have a length.
-    lengths = np.linalg.norm(_rows(leaves, group, firm or makes), axis=1)
+    lengths = _lengths(leaves, group, [index for index in settled if index in makes] or makes)
     if (alive & (lengths == 0)).any():
-        fail(
-            "model",
-            f"write to all neurons of {group.name} by its own weights",
-            "some of residual branches only",
-        )
+        fail("model", f"write to all neurons of {group.name} by its own weights", "some of residual branches only")
     lengths = np.where(lengths > 0, lengths, 1.0)
     for arrays in (leaves, sizes):
         for slot, exponent in zip(group.slots, exponents, strict=True):
-            blocks = slot.blocks(arrays[slot.leaf])
-            own = lengths.reshape(-1, *[1] * (blocks.ndim - 1)) ** -exponent
-            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks * own)
+            _multiply(arrays, [slot], lengths**-exponent)
     label = _clusters(_rows(leaves, group, makes), alive, tolerance)
     known = np.flatnonzero(label >= 0)
     sums = np.zeros((label.max(initial=-1) + 1, group.size))
@@ -233,43 +229,14 @@ def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int
     firsts = np.argmax(sums, 1) if len(sums) else np.zeros(0, int)
     norms = []
     for arrays in (leaves, sizes):
-        for index in reads:
-            slot = group.slots[index]
+        for slot in (group.slots[index] for index in reads):
             blocks = slot.blocks(arrays[slot.leaf])
             blocks[firsts] = np.tensordot(sums, blocks, 1)
             arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks)
-        norms.append(np.linalg.norm(_rows(arrays, group, reads)[firsts], axis=1))
-    kept = np.sort(firsts[norms[0] > tolerance * norms[1]])
-    if len(kept):
-        return kept
+        norms.append(_lengths(arrays, group, reads)[firsts])
+    kept = np.isin(np.arange(group.size), firsts[norms[0] > tolerance * norms[1]])
     for arrays in (leaves, sizes):
-        for slot in group.slots:
-            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], 0.0)
-    return np.zeros(1, int)  # an axis must keep one entry
-
-
-def _shrunk(
-    leaves: Arrays, sizes: Arrays, groups: Mapping[str, NeuronGroup], name: str, kept: np.ndarray
-) -> dict[str, NeuronGroup]:
-    """Keep some neurons of a group in the arrays, in place; return all groups at their new places."""
-    group, layouts = groups[name], {}
-    for leaf, axis, places, own in group.resized(kept):
-        for arrays in (leaves, sizes):
-            arrays[leaf] = np.take(arrays[leaf], places, axis)
-        slots = [group.slots[index] for index in own]
-        layouts[leaf, axis] = resized(slots[0].layout, {slot.name: len(kept) for slot in slots})
-
-    def moved(slot: Slot, size: int) -> Slot:
-        layout = layouts.get((slot.leaf, slot.axis), slot.layout)
-        owner = spread(layout, {slot.name: np.arange(size)})[1][slot.name]
-        positions = positions_of(owner, owner >= 0, size)
-        return slot._replace(layout=layout, positions=positions, shape=leaves[slot.leaf].shape)
-
-    found = {}
-    for other, each in groups.items():
-        size = len(kept) if other == name else each.size
-        found[other] = dataclasses.replace(each, size=size, slots=tuple(moved(slot, size) for slot in each.slots))
-    return found
+        _multiply(arrays, group.slots, kept)
 
 
 def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Compare the programs of two models that differ in the number of neurons of a group."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,22 +11,28 @@ import numpy as np
 from dissociation._core.checks import fail, fail_kind, is_traced
 from dissociation.models._program import program_of
 from dissociation.rewrites._flow import Flow, Step, Value
-from dissociation.rewrites._groups import NeuronGroup, flow_of
+from dissociation.rewrites._groups import NeuronGroup, flow_of, neuron_groups
 from dissociation.training._traced import trace
 
 KEPT_SIZE = (
-    "If a module keeps its size in a field, `rewrites.refitted.register` what makes it anew; a size that is written in "
-    "its code has to be read off its arrays"
+    "If a module keeps its size in a field, `rewrites.refitted.register` a function that rebuilds it; code must read a "
+    "size off the arrays"
 )
 
 
-def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raise unless the programs of both models are equal up to the number of neurons of a group."""
+def check_resized(
+    before: Any, after: Any, group: NeuronGroup, wanted: Sequence[NeuronGroup], *, single: bool = False
+) -> None:
+    """Raise unless both programs are equal up to the number of neurons of a group, and `after` has groups `wanted`."""
     (one, results), (other, others) = (_flow(model, group) for model in (before, after))
     same = one.lengths == other.lengths and _same_steps(one.steps, other.steps) and _same_known(results, others)
     same = same and [value.shape for value in results] == [value.shape for value in others]
     if not same or len(one.large) != len(other.large) or not all(map(_same_numbers, one.large, other.large)):
         fail("group", "be one whose number of neurons the function does not depend on", group.name)
+    # A number of neurons in the code, as in a mean over them, would make it another function.
+    found = neuron_groups(after, group.example, call=group.call, single=single).values()
+    if not all(any(one.places() == other.places() for other in found) for one in wanted):
+        fail("group", "be one whose neurons the program does not count", group.name)
 
 
 PARTIAL = {"sqrt", "rsqrt", "log", "log1p", "pow", "div", "integer_pow", "acos", "asin", "acosh", "atanh", "erf_inv"}

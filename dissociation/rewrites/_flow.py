@@ -1,6 +1,7 @@
 """Axes of a program that move together, and linear equations for exponents of scalings."""
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.rewrites._axes import UNIT, Atoms, Axis, Product, size_of
+from dissociation.rewrites._axes import UNIT, Atoms, Axis, Product, has_order, size_of
+
+TOLERANCE = 1e-9
 
 FEW = 65536
 """Largest size of constants whose entries are tracked, such as indices."""
@@ -16,31 +19,18 @@ FEW = 65536
 
 @dataclass
 class Value:
-    """Static properties of an array.
-
-    Attributes:
-        shape: Shape.
-        axes: One axis per dimension of `shape`, None if the array is constant along it.
-        zero: True if all entries are zero.
-        known: Entries of a constant with at most `FEW` entries, otherwise None.
-        endless: True if no entry is finite.
-        refers: Axis that the entries index, as after an argmax, or None.
-        shifted: True if the indices may be offset, or depend on the order of tied entries.
-        column: Position of these indices along the last axis; None if alone.
-        pair: Object shared by the values and indices of a `top_k` in which only zeros tie.
-        level: Ties between entries: 0 none, 1 only of zeros, as after a ReLU, 2 of any value.
-    """
+    """Static properties of an array."""
 
     shape: tuple[int, ...]
-    axes: list[Axis | None]
-    zero: bool = False
-    known: np.ndarray | None = None
-    endless: bool = False
-    refers: Axis | None = None
-    shifted: bool = False
-    column: int | None = None
-    pair: Any = None
-    level: int = 0
+    axes: list[Axis | None]  # None if the array is constant along an axis
+    zero: bool = False  # if all entries are zero
+    known: np.ndarray | None = None  # entries of a constant with at most `FEW`
+    endless: bool = False  # if no entry is finite
+    refers: Axis | None = None  # axis that the entries index, as after an argmax
+    shifted: bool = False  # if the indices may be offset, or depend on the order of tied entries
+    column: int | None = None  # position of these indices along the last axis; None if alone
+    pair: Any = None  # shared by the values and indices of a `top_k` in which only zeros tie
+    level: int = 0  # ties between entries: 0 none, 1 only of zeros, as after a ReLU, 2 of any value
 
 
 class Equation(NamedTuple):
@@ -58,11 +48,6 @@ class Part(NamedTuple):
     outputs: list[Value]
 
 
-def _broadcast(operands: Sequence[Value]) -> Value:
-    """Return the value of an elementwise result before its axes are known."""
-    return Value(np.broadcast_shapes(*(value.shape for value in operands)), [])
-
-
 @dataclass
 class Step:
     """An operation with operands and results; `shapes` are the shapes of results."""
@@ -77,29 +62,17 @@ class Step:
 
 @dataclass
 class Flow:
-    """Axes, equations and operations found in a program.
-
-    Attributes:
-        atoms: Symbolic dimensions.
-        equations: Equations for exponents.
-        uneven: Axes whose linear maps do not commute with an operation.
-        counted: Axes that a statistic is computed over.
-        contracted: Axes that a product sums over.
-        lengths: Lengths of constant axes that are reduced over.
-        referred: Axes read or written at indices computed from values along them.
-        steps: Operations in order.
-        large: Constants too large to track.
-    """
+    """Axes, equations for exponents, and operations found in a program."""
 
     atoms: Atoms = field(default_factory=Atoms)
     equations: list[Equation] = field(default_factory=list)
-    uneven: list[Axis] = field(default_factory=list)
-    counted: list[Axis] = field(default_factory=list)
-    contracted: list[Axis] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    referred: list[Axis] = field(default_factory=list)
+    uneven: list[Axis] = field(default_factory=list)  # axes whose linear maps do not commute with an operation
+    counted: list[Axis] = field(default_factory=list)  # axes that a statistic is computed over
+    contracted: list[Axis] = field(default_factory=list)  # axes that a product sums over
+    lengths: list[int] = field(default_factory=list)  # of constant axes that are reduced over
+    referred: list[Axis] = field(default_factory=list)  # read or written at indices computed from values along them
     steps: list[Step] = field(default_factory=list)
-    large: list[np.ndarray] = field(default_factory=list)
+    large: list[np.ndarray] = field(default_factory=list)  # constants too large to track
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
         """Return a value of new dimensions, fixed if `reason` is not empty."""
@@ -161,9 +134,9 @@ class Flow:
 
     def summed(self, operands: Sequence[Value], *, linear: bool = True) -> Value:
         """Return the result of a sum or, if not `linear`, of a choice such as a maximum."""
-        found = _broadcast(operands)
+        found, axes = self._aligned(operands)
         found.zero = all(value.zero for value in operands)
-        for axis, own in self._aligned(found, operands):
+        for axis, own in axes:
             there = [(each, value.endless) for each, value in zip(own, operands, strict=True) if not value.zero]
             if not linear or any(each is None for each, _ in there):
                 self.bend(axis, *(each for each, _ in there))
@@ -175,8 +148,8 @@ class Flow:
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
         """Return the product of powers of arrays."""
-        found = _broadcast(operands)
-        for axis, own in self._aligned(found, operands):
+        found, axes = self._aligned(operands)
+        for axis, own in axes:
             terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
             # Products add exponents.
             self.equations.append(Equation(((axis, 1.0), *terms)))
@@ -186,22 +159,20 @@ class Flow:
 
     def mixed(self, operands: Sequence[Value], *, ordered: bool = False) -> Value:
         """Return the result of an elementwise function; a comparison (`ordered`) allows a common factor."""
-        found = _broadcast(operands)
-        for axis, own in self._aligned(found, operands):
+        found, axes = self._aligned(operands)
+        for axis, own in axes:
             self.bend(axis, still=True)
             there = [each for each, value in zip(own, operands, strict=True) if not (ordered and value.zero)]
             known = [each for each in there if each is not None]
             # A common factor does not change which number is larger.
-            if ordered and len(known) == len(there):
-                for each in known[1:]:
-                    self.equal(known[0], each)
-            else:
-                for each in known:
-                    self.equal(each)
+            common = known[0] if ordered and len(known) == len(there) > 0 else None
+            for each in known:
+                self.equal(each, common)
         return found
 
-    def _aligned(self, found: Value, operands: Sequence[Value]) -> Iterator[tuple[Axis, list[Axis | None]]]:
-        """Yield each axis of an elementwise result with the operands' axes that it unites, and append it to `found`."""
+    def _aligned(self, operands: Sequence[Value]) -> tuple[Value, list[tuple[Axis, list[Axis | None]]]]:
+        """Return an elementwise result, and each axis that is not constant with the operands' axes that it unites."""
+        found, united = Value(np.broadcast_shapes(*(value.shape for value in operands)), []), []
         for k, size in enumerate(found.shape):
             # Operands may be scalars or have axes of length 1.
             own = [value.axes[k] if value.shape and value.shape[k] == size else None for value in operands]
@@ -210,8 +181,8 @@ class Flow:
                     self.freeze(value, "it is broadcast", [k])
             axis = self.lined_up(own)
             found.axes.append(axis)
-            if axis is not None:
-                yield axis, own
+            united += [] if axis is None else [(axis, own)]
+        return found, united
 
     def handed_on(self, axis: Axis | None) -> Axis | None:
         """Return a new occurrence of an operand's axis, for a result."""
@@ -282,3 +253,115 @@ class Flow:
 
 Rule = Callable[[Flow, Step], list[Value]]
 """Function from an operation to its results."""
+
+
+Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]
+
+
+def equations_of(flow: Flow) -> dict[int, list[Row]]:
+    """Return the equations of each dimension: terms (name, coefficient) and their sum."""
+    rows: dict[int, list[Row]] = {}
+    ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
+    for terms, adds_up in (*flow.equations, *ties, *[Equation(((axis, 1.0),)) for axis in flow.atoms.even]):
+        total = -1.0 if adds_up else 0.0
+        if any(has_order(flow.atoms.resolve(axis)) for axis, _ in terms):
+            _place_by_place(flow, terms, total, rows)
+            continue
+        expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
+        for each in itertools.zip_longest(*(leaves for leaves, _ in expanded)):
+            if len({None if leaf is None else leaf.atom for leaf in each}) != 1:
+                # Most are frozen, as indices that were grouped in two ways. Others get no exponents, which is safe.
+                for leaf in filter(None, each):
+                    rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
+                continue
+            row = tuple((leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True))
+            rows.setdefault(each[0].atom, []).append((row, total))
+    return rows
+
+
+def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: float, rows: dict[int, list[Row]]) -> None:
+    """Add the equations of reordered axes: occurrences at the same places share one."""
+    found: dict[int, list[tuple[Any, np.ndarray, int]]] = {}
+    for term, (axis, _) in enumerate(terms):
+        for leaf, places in flow.atoms.placed(flow.atoms.resolve(axis)):
+            found.setdefault(leaf.atom, []).append((leaf, np.sort(places, axis=1), term))
+    for atom, own in found.items():
+        together: dict[bytes, list[tuple[Any, np.ndarray, int]]] = {}
+        for each in own:
+            together.setdefault(each[1].tobytes(), []).append(each)
+        firsts = [np.unique(each[0][1]) for each in together.values()]
+        apart = len(np.unique(np.concatenate(firsts))) == sum(map(len, firsts))
+        whole = all(sorted(term for *_, term in each) == list(range(len(terms))) for each in together.values())
+        for each in together.values() if apart else ():
+            # An occurrence in some of the terms binds only these.
+            row = tuple((leaf.name, terms[term][1]) for leaf, _, term in each)
+            rows.setdefault(atom, []).append((row, total))
+        # A neuron at only part of the places of a term has no exponents, which is safe.
+        if not apart or (total and not whole):
+            rows.setdefault(atom, []).extend((((leaf.name, 1.0),), 0.0) for leaf, *_ in own)
+
+
+def exponents_of(rows: list[Row], slots: Sequence[Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a basis of the exponents of scalings [scalings, slots], and exponents for duplicated neurons or None."""
+    parent: dict[tuple[int, ...], tuple[int, ...]] = {}
+    left = []
+    for terms, total in rows:
+        # Most equations say that two exponents are equal: uniting them keeps the matrix small.
+        if total == 0 and len(terms) == 2 and terms[0][1] == -terms[1][1]:
+            parent[_root(parent, terms[0][0])] = _root(parent, terms[1][0])
+        else:
+            left.append((terms, total))
+    # Eliminate values within the program first, then outgoing slots, then incoming ones, the last first. The free
+    # unknowns of the basis are then incoming weights.
+    roots = [_root(parent, slot.name) for slot in slots]
+    firsts = dict.fromkeys(root for root, slot in zip(roots, slots, strict=True) if slot.outgoing)
+    inner = (_root(parent, name) for terms, _ in left for name, _ in terms)
+    order = {root: None for root in inner if root not in roots}
+    firsts |= dict.fromkeys(reversed(dict.fromkeys(roots)))
+    columns = {root: k for k, root in enumerate([*order, *firsts])}
+    matrix = np.zeros((len(left), len(columns) + 1))
+    for i, (terms, total) in enumerate(left):
+        for name, weight in terms:
+            matrix[i, columns[_root(parent, name)]] += weight
+        matrix[i, -1] = total
+    pivots = _eliminate(matrix)
+    at = [columns[root] for root in roots]
+    basis = []
+    for free in sorted(set(at) - set(pivots), reverse=True):
+        vector = np.zeros(len(columns))
+        vector[free] = 1.0
+        for row, pivot in enumerate(pivots):
+            vector[pivot] = -matrix[row, free]
+        basis.append(vector[at])
+    consistent = np.abs(matrix[len(pivots) :, -1]).max(initial=0.0) < TOLERANCE
+    particular = np.zeros(len(columns))
+    particular[pivots] = matrix[: len(pivots), -1]
+    return np.array(basis).reshape(len(basis), len(slots)), particular[at] if consistent else None
+
+
+def _root(parent: dict[tuple[int, ...], tuple[int, ...]], name: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the representative of an exponent among those united with it."""
+    root = name
+    while (up := parent.setdefault(root, root)) != root:
+        root = up
+    parent[name] = root
+    return root
+
+
+def _eliminate(matrix: np.ndarray) -> list[int]:
+    """Run Gauss-Jordan elimination in place and return the pivot columns; the last column is the right-hand side."""
+    pivots: list[int] = []
+    for column in range(matrix.shape[1] - 1):
+        row = len(pivots)
+        if row == len(matrix):
+            break
+        best = row + int(np.argmax(np.abs(matrix[row:, column])))
+        if abs(matrix[best, column]) < TOLERANCE:
+            continue
+        matrix[[row, best]] = matrix[[best, row]]
+        matrix[row] /= matrix[row, column]
+        others = np.abs(matrix[:, column]) > TOLERANCE
+        others[row] = False
+        matrix[others] -= matrix[others, column][:, None] * matrix[row]
+        pivots.append(column)
+    return pivots

@@ -1,10 +1,9 @@
 """Groups of neurons of any model, found in its traced program, and the rewrites that each allows."""
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,13 +15,11 @@ import wadler_lindig as wl
 from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
-from dissociation.models._program import layer_of, numbered, program_of
-from dissociation.rewrites._axes import Atoms, Axis, has_order, spread
+from dissociation.models._program import Call, layer_of, numbered, program_of
+from dissociation.rewrites._axes import Atoms, Axis, Leaf, Order, Sum, size_of
 from dissociation.rewrites._copies import copies_told_apart
-from dissociation.rewrites._flow import Equation, Flow, Value
+from dissociation.rewrites._flow import Flow, Value, equations_of, exponents_of
 from dissociation.rewrites._operations import follow
-
-TOLERANCE = 1e-9
 
 
 class Slot(NamedTuple):
@@ -53,8 +50,7 @@ class Slot(NamedTuple):
 
     def blocks(self, array: Any) -> Any:
         """Return the weights at each neuron, [neurons, positions, ...], the other axes in order."""
-        library = np if isinstance(array, np.ndarray) else jnp
-        return library.moveaxis(array, self.axis, 0)[self.positions]
+        return array.__array_namespace__().moveaxis(array, self.axis, 0)[self.positions]
 
     def rows(self, array: Any) -> Any:
         """Return the weights at each neuron, [neurons, numbers]."""
@@ -75,13 +71,11 @@ class Slot(NamedTuple):
 
     def per_neuron(self, each: Any) -> Any:
         """Return numbers [copies, neurons] as `blocks`, [neurons, positions, ...], with axes possibly of length 1."""
-        library = np if isinstance(each, np.ndarray) else jnp
-        return library.moveaxis(self.of_copies(each), -1, 0)
+        return each.__array_namespace__().moveaxis(self.of_copies(each), -1, 0)
 
     def permuted(self, array: Any, permutations: Any) -> Any:
         """Return the array with its neurons permuted by [copies, neurons]."""
-        library = np if isinstance(array, np.ndarray) else jnp
-        order = self.per_neuron(permutations)
+        order, library = self.per_neuron(permutations), array.__array_namespace__()
         return self.with_blocks(array, library.take_along_axis(self.blocks(array), order, axis=0))
 
 
@@ -123,23 +117,13 @@ class NeuronGroup:
     normalised: bool
     linear: np.ndarray | None
     example: Any
-    call: Callable[[Any, Any], Any] | None
+    call: Call | None
     copies: int = 1
     structure: Any = None
 
-    def resized(self, original: np.ndarray) -> Iterator[tuple[int, int, np.ndarray, dict[int, np.ndarray]]]:
-        """Yield each array and axis, the old position of its entries, and by slot index their new neuron."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for index, slot in enumerate(self.slots):
-            found.setdefault((slot.leaf, slot.axis), []).append(index)
-        for (leaf, axis), own in found.items():
-            names = {index: self.slots[index].name for index in own}
-            places, owners = spread(self.slots[own[0]].layout, dict.fromkeys(names.values(), original))
-            yield leaf, axis, places, {index: owners[name] for index, name in names.items()}
-
-    def places(self) -> set[tuple[int, int, bytes]]:
-        """Return array, axis and positions of each slot, to compare groups of two models."""
-        return {(slot.leaf, slot.axis, np.sort(slot.positions, 1).tobytes()) for slot in self.slots}
+    def places(self) -> set[tuple[int, int, int, bytes]]:
+        """Return array, axis, and number and positions of neurons of each slot, to compare groups of two models."""
+        return {(slot.leaf, slot.axis, self.size, np.sort(slot.positions, 1).tobytes()) for slot in self.slots}
 
     def __repr__(self) -> str:
         kinds = ["permutable"]
@@ -157,10 +141,53 @@ class NeuronGroup:
         return wl.TextDoc(repr(self))
 
 
-def positions_of(owner: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
-    """Return the wanted places along an axis of `count` neurons, in their order, [neurons, places of each]."""
-    places = np.flatnonzero(wanted)
-    return places[np.argsort(owner[places], kind="stable")].reshape(count, -1)
+def _spread(
+    axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
+) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
+    """Return the old position of each entry of a resized axis and, by name, its new neuron or -1."""
+    if isinstance(axis, Leaf):
+        if axis.name not in neurons:
+            return np.arange(axis.size), {}
+        own = neurons[axis.name]
+        return own, {axis.name: np.arange(len(own))}
+    parts = [_spread(part, neurons) for part in axis.parts]
+    old = [size_of(part) for part in axis.parts]
+    new = [len(places) for places, _ in parts]
+    owners: dict[tuple[int, ...], np.ndarray] = {}
+    if isinstance(axis, Order):
+        (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
+        rank = np.argsort(axis.order)
+        # A reversed axis stays reversed at another size; in any other order new neurons follow their originals.
+        order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
+        return rank[places[order]], {name: owner[order] for name, owner in own.items()}
+    if isinstance(axis, Sum):
+        for k, (_, inner) in enumerate(parts):
+            for name, owner in inner.items():
+                owners[name] = np.concatenate([owner if j == k else np.full(n, -1) for j, n in enumerate(new)])
+        starts = np.cumsum([0, *old[:-1]])
+        return np.concatenate([places + start for (places, _), start in zip(parts, starts, strict=True)]), owners
+    grid = np.zeros(math.prod(new), int)
+    for (places, inner), size, index in zip(parts, old, np.indices(new).reshape(len(new), grid.size), strict=True):
+        grid = grid * size + places[index]
+        owners |= {name: owner[index] for name, owner in inner.items()}
+    return grid, owners
+
+
+def resized(
+    groups: Sequence[NeuronGroup], originals: Sequence[np.ndarray]
+) -> tuple[list[NeuronGroup], dict[tuple[int, int], np.ndarray]]:
+    """Return groups made of the neurons `originals`, and by (array, axis) the old position of each entry."""
+    neurons = {slot.name: own for group, own in zip(groups, originals, strict=True) for slot in group.slots}
+    places: dict[tuple[int, int], np.ndarray] = {}
+
+    def moved(slot: Slot) -> Slot:
+        places[slot.leaf, slot.axis], owners = _spread(slot.layout, neurons)
+        owner = owners[slot.name]
+        there = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
+        return slot._replace(positions=there.reshape(len(neurons[slot.name]), -1))
+
+    pairs = zip(groups, originals, strict=True)
+    return [replace(one, size=len(own), slots=tuple(map(moved, one.slots))) for one, own in pairs], places
 
 
 class GroupReport(NamedTuple):
@@ -189,7 +216,7 @@ def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:
 
 @validated
 def neuron_groups(
-    model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
+    model: Any, example: Any, *, call: Call | None = None, single: bool = False
 ) -> dict[str, NeuronGroup]:
     """Return the groups of neurons of a model, by name.
 
@@ -267,9 +294,7 @@ _CALLED = "`example` is one, not a batch; a model that is called otherwise needs
 
 
 @validated
-def group_report(
-    model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
-) -> GroupReport:
+def group_report(model: Any, example: Any, *, call: Call | None = None, single: bool = False) -> GroupReport:
     """Return the groups of a model and the fixed axes with reasons; its text has a line for each.
 
     Arguments and errors are those of `neuron_groups`.
@@ -278,7 +303,7 @@ def group_report(
         fail_kind("example", "be arrays, and `model` a function of them", describe(example), "Is `model` given second?")
     paths, leaves, program = program_of(model, call)
     if not leaves:
-        advice = "What a function closes over is not seen: give the arrays as `model`, and the function as `call`"
+        advice = "Arrays that a function closes over are not found. Pass them as `model`, and the function as `call`"
         fail_kind("model", "hold arrays of floating-point numbers", f"{type(model).__name__}, which holds none", advice)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), (leaves, example))
     try:
@@ -330,7 +355,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
                 places.setdefault(leaf.atom, []).append(slot)
                 if atoms.reason(leaf.atom):
                     frozen.setdefault(f"{path}[{k}]", atoms.reason(leaf.atom))
-    rows = _rows(flow)
+    rows = equations_of(flow)
     groups: dict[str, NeuronGroup] = {}
     for atom, own in places.items():
         if atoms.reason(atom):
@@ -338,7 +363,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
         first = next((slot for slot in own if not slot.outgoing), own[0])
         # One array may hold the incoming weights of several groups.
         name = numbered(layer_of(first.path, model), groups)
-        scalings, sharing = _exponents(rows.get(atom, []), own)
+        scalings, sharing = exponents_of(rows.get(atom, []), own)
         slots = tuple(
             slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))
             for i, slot in enumerate(own)
@@ -366,118 +391,6 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
             structure=structure,
         )
     return GroupReport(groups, frozen)
-
-
-Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]
-
-
-def _rows(flow: Flow) -> dict[int, list[Row]]:
-    """Return the equations of each dimension: terms (name, coefficient) and their sum."""
-    rows: dict[int, list[Row]] = {}
-    ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
-    for terms, adds_up in (*flow.equations, *ties, *[Equation(((axis, 1.0),)) for axis in flow.atoms.even]):
-        total = -1.0 if adds_up else 0.0
-        if any(has_order(flow.atoms.resolve(axis)) for axis, _ in terms):
-            _place_by_place(flow, terms, total, rows)
-            continue
-        expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
-        for each in itertools.zip_longest(*(leaves for leaves, _ in expanded)):
-            if len({None if leaf is None else leaf.atom for leaf in each}) != 1:
-                # Most are frozen, as indices that were grouped in two ways. Others get no exponents, which is safe.
-                for leaf in filter(None, each):
-                    rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
-                continue
-            row = tuple((leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True))
-            rows.setdefault(each[0].atom, []).append((row, total))
-    return rows
-
-
-def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: float, rows: dict[int, list[Row]]) -> None:
-    """Add the equations of reordered axes: occurrences at the same places share one."""
-    found: dict[int, list[tuple[Any, np.ndarray, int]]] = {}
-    for term, (axis, _) in enumerate(terms):
-        for leaf, places in flow.atoms.placed(flow.atoms.resolve(axis)):
-            found.setdefault(leaf.atom, []).append((leaf, np.sort(places, axis=1), term))
-    for atom, own in found.items():
-        together: dict[bytes, list[tuple[Any, np.ndarray, int]]] = {}
-        for each in own:
-            together.setdefault(each[1].tobytes(), []).append(each)
-        firsts = [np.unique(each[0][1]) for each in together.values()]
-        apart = len(np.unique(np.concatenate(firsts))) == sum(map(len, firsts))
-        whole = all(sorted(term for *_, term in each) == list(range(len(terms))) for each in together.values())
-        for each in together.values() if apart else ():
-            # An occurrence in some of the terms binds only these.
-            row = tuple((leaf.name, terms[term][1]) for leaf, _, term in each)
-            rows.setdefault(atom, []).append((row, total))
-        # A neuron at only part of the places of a term has no exponents, which is safe.
-        if not apart or (total and not whole):
-            rows.setdefault(atom, []).extend((((leaf.name, 1.0),), 0.0) for leaf, *_ in own)
-
-
-def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a basis of the exponents of scalings [scalings, slots], and exponents for duplicated neurons or None."""
-    parent: dict[tuple[int, ...], tuple[int, ...]] = {}
-    left = []
-    for terms, total in rows:
-        # Most equations say that two exponents are equal: uniting them keeps the matrix small.
-        if total == 0 and len(terms) == 2 and terms[0][1] == -terms[1][1]:
-            parent[_root(parent, terms[0][0])] = _root(parent, terms[1][0])
-        else:
-            left.append((terms, total))
-    # Eliminate values within the program first, then outgoing slots, then incoming ones, the last first. The free
-    # unknowns of the basis are then incoming weights.
-    roots = [_root(parent, slot.name) for slot in slots]
-    firsts = dict.fromkeys(root for root, slot in zip(roots, slots, strict=True) if slot.outgoing)
-    inner = (_root(parent, name) for terms, _ in left for name, _ in terms)
-    order = {root: None for root in inner if root not in roots}
-    firsts |= dict.fromkeys(reversed(dict.fromkeys(roots)))
-    columns = {root: k for k, root in enumerate([*order, *firsts])}
-    matrix = np.zeros((len(left), len(columns) + 1))
-    for i, (terms, total) in enumerate(left):
-        for name, weight in terms:
-            matrix[i, columns[_root(parent, name)]] += weight
-        matrix[i, -1] = total
-    pivots = _eliminate(matrix)
-    at = [columns[root] for root in roots]
-    basis = []
-    for free in sorted(set(at) - set(pivots), reverse=True):
-        vector = np.zeros(len(columns))
-        vector[free] = 1.0
-        for row, pivot in enumerate(pivots):
-            vector[pivot] = -matrix[row, free]
-        basis.append(vector[at])
-    consistent = np.abs(matrix[len(pivots) :, -1]).max(initial=0.0) < TOLERANCE
-    particular = np.zeros(len(columns))
-    particular[pivots] = matrix[: len(pivots), -1]
-    return np.array(basis).reshape(len(basis), len(slots)), particular[at] if consistent else None
-
-
-def _root(parent: dict[tuple[int, ...], tuple[int, ...]], name: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the representative of an exponent among those united with it."""
-    root = name
-    while (up := parent.setdefault(root, root)) != root:
-        root = up
-    parent[name] = root
-    return root
-
-
-def _eliminate(matrix: np.ndarray) -> list[int]:
-    """Run Gauss-Jordan elimination in place and return the pivot columns; the last column is the right-hand side."""
-    pivots: list[int] = []
-    for column in range(matrix.shape[1] - 1):
-        row = len(pivots)
-        if row == len(matrix):
-            break
-        best = row + int(np.argmax(np.abs(matrix[row:, column])))
-        if abs(matrix[best, column]) < TOLERANCE:
-            continue
-        matrix[[row, best]] = matrix[[best, row]]
-        matrix[row] /= matrix[row, column]
-        others = np.abs(matrix[:, column]) > TOLERANCE
-        others[row] = False
-        matrix[others] -= matrix[others, column][:, None] * matrix[row]
-        pivots.append(column)
-    return pivots
 
 
 def _main_scaling(scalings: np.ndarray, slots: tuple[Slot, ...]) -> tuple[np.ndarray | None, float | None]:

@@ -16,8 +16,8 @@ from jaxtyping import Array, ArrayLike, Float
 from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.rewrites._comparison import check_defined, check_same_program
-from dissociation.rewrites._groups import NeuronGroup, neuron_groups, parameters_of, positions_of
+from dissociation.rewrites._comparison import check_defined, check_resized
+from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of, resized
 from dissociation.rewrites._rewrites import Rewrite, current
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
@@ -39,9 +39,10 @@ def _duplicated(model: Any, group: NeuronGroup, multiplier: float) -> Any:
     copies = np.bincount(original, minlength=group.size)[original]
     exponents: Any = group.sharing
 
-    def change(array: Array, index: int, owner: np.ndarray) -> Array:
-        vector = np.where(owner >= 0, copies[owner] ** float(exponents[index]), 1.0)
-        return array * jnp.asarray(vector.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
+    def change(array: Array, slot: Slot, index: int) -> Array:
+        factors = copies ** float(exponents[index])
+        factors = jnp.asarray(factors.reshape(-1, *[1] * array.ndim), array.dtype)
+        return slot.with_blocks(array, slot.blocks(array) * factors)
 
     return _resized(model, group, original, change)
 
@@ -77,45 +78,26 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
-Owners = dict[tuple[int, int], dict[int, np.ndarray]]
-"""By (array, axis) and slot index: the neuron at each position, or -1."""
-
-
 def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array]) -> Any:
-    """Return the model with neurons `original` in a group; `fill(array, slot, owners)` sets entries, neurons first."""
+    """Return the model with neurons `original` in a group; `fill(array, slot, index)` sets the weights of a slot."""
     leaves, tree, rest = parameters_of(model)
-    owners: Owners = {}
-    for leaf, axis, places, own in group.resized(original):
-        leaves[leaf], owners[leaf, axis] = jnp.take(jnp.asarray(leaves[leaf]), places, axis=axis), own
+    (wider,), places = resized([group], [original])
+    for (leaf, axis), old in places.items():
+        leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), old, axis=axis)
     # Outgoing weights come last, so that new neurons have no effect on each other either.
-    outgoing = [slot.outgoing for slot in group.slots]
-    for (leaf, axis), own in sorted(owners.items(), key=lambda item: outgoing[min(item[1])]):
-        array = jnp.moveaxis(leaves[leaf], axis, 0)
-        for index in sorted(own, key=lambda index: outgoing[index]):
-            array = fill(array, index, own[index])
-        leaves[leaf] = jnp.moveaxis(array, 0, axis)
+    for index, slot in sorted(enumerate(wider.slots), key=lambda each: each[1].outgoing):
+        leaves[slot.leaf] = fill(leaves[slot.leaf], slot, index)
     grown = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
     # The shape of a grouped convolution does not distinguish wider groups from more groups: try both.
     one, other = (refit(grown, more_groups=more) for more in (False, True))
     try:
-        _check_same(model, one, group, owners, len(original))
+        check_resized(model, one, group, [wider])
     except (TypeError, ValueError):
         if jax.tree.structure(one) == jax.tree.structure(other):
             raise
-        _check_same(model, other, group, owners, len(original))
+        check_resized(model, other, group, [wider])
         return other
     return one
-
-
-def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
-    """Raise unless both models are one program and `after` has the group at the positions in `owners`."""
-    # A number of neurons in the code, as in a mean over them, would make it another function.
-    check_same_program(before, after, group)
-    pairs = [(place, owner) for place, own in owners.items() for owner in own.values()]
-    wanted = {(*place, positions_of(owner, owner >= 0, size).tobytes()) for place, owner in pairs}
-    found = neuron_groups(after, group.example, call=group.call).values()
-    if not any(other.size == size and other.places() == wanted for other in found):
-        fail("group", "be one whose neurons the program does not count", group.name)
 
 
 def _with_nuisance(
@@ -140,29 +122,29 @@ def _with_nuisance(
         keys |= dict(zip(own, [each] if len(own) < 2 else jax.random.split(each, len(own)), strict=False))
     member = np.repeat(np.arange(num_groups), size)
 
-    def change(array: Array, index: int, owner: np.ndarray) -> Array:
-        places = positions_of(owner, owner >= group.size, count)
-        shape = (places.shape[1], *array.shape[1:])
-        known = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
-        if group.slots[index].outgoing and size == 1:
-            values = jnp.zeros((count, *shape), array.dtype)
-        elif group.slots[index].outgoing:  # they add up to zero in each set
+    def change(array: Array, slot: Slot, index: int) -> Array:
+        new = slot._replace(positions=slot.positions[group.size :])
+        shape = new.blocks(array).shape[1:]
+        old = np.setdiff1d(np.arange(array.shape[slot.axis]), new.positions)
+        known = jnp.moveaxis(array, slot.axis, 0)[jnp.asarray(old)]
+        if slot.outgoing and size == 1:
+            values = 0.0
+        elif slot.outgoing:  # they add up to zero in each set
             std = jnp.sqrt(jnp.mean(known**2)) if outgoing_std is None else outgoing_std
             drawn = jax.random.normal(keys[index], (num_groups, size, *shape), array.dtype)
             centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
             std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
             values = (std * centred).reshape(count, *shape)
         # A number per neuron, such as a variance, may have to be like those of others.
-        elif math.prod(array.shape[1:]) == 1:
+        elif array.size == array.shape[slot.axis]:
             pick = jax.random.randint(keys[index], (num_groups,), 0, group.size)
-            old = positions_of(owner, (owner >= 0) & (owner < group.size), group.size)
-            values = array[jnp.asarray(old)[pick]][member]
+            values = slot.blocks(array)[pick][member]
         else:
             drawn = jax.random.normal(keys[index], (num_groups, *shape), array.dtype)
             # If all entries are positive, the program may need them so, as under a square root.
             drawn = jnp.where(jnp.all(known > 0), jnp.abs(drawn), drawn)
             values = (jnp.asarray(incoming_std, array.dtype) * drawn)[member]
-        return array.at[places].set(values)
+        return new.with_blocks(array, values)
 
     grown = _resized(model, group, original, change)
     # Outgoing weights of zero do not silence neurons that are NaN.
@@ -215,11 +197,10 @@ def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array |
     count = len(incoming)
     original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
 
-    def change(array: Array, index: int, owner: np.ndarray) -> Array:
-        values: Any = 0.0
-        if not group.slots[index].outgoing:
-            values = bias if array.ndim == 1 else incoming.reshape(count, *array.shape[1:])
-        return array.at[np.flatnonzero(owner >= group.size)].set(values)
+    def change(array: Array, slot: Slot, index: int) -> Array:
+        own: Any = bias if array.ndim == 1 else incoming
+        new = slot._replace(positions=slot.positions[group.size :])
+        return new.with_blocks(array, 0.0 if slot.outgoing else own[:, None])
 
     return _resized(model, group, original, change)
 

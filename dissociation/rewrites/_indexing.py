@@ -22,7 +22,7 @@ MOVES = ("broadcast_in_dim", "reshape", "squeeze", "slice", "transpose", "conver
 """Operations that move indices without changing their values."""
 
 
-def take(flow: Flow, step: Step) -> list[Value]:
+def _take(flow: Flow, step: Step) -> list[Value]:
     """Follow `rev`, and rejoined slices of one array."""
     value, indices = step.operands[0], step.params.get("indices")
     axes = list(value.axes)
@@ -31,27 +31,25 @@ def take(flow: Flow, step: Step) -> list[Value]:
     return [Value(step.shapes[0], axes, value.zero)]
 
 
-def cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
+def _cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
     """Return the slice of an axis from `start` to `stop`."""
     return None if axis is None else flow.atoms.cut(axis, [start, stop - start, length - stop])[int(start > 0)]
 
 
-def slices(flow: Flow, step: Step) -> list[Value]:
-    """Follow `slice`."""
+def _slices(flow: Flow, step: Step) -> list[Value]:
     value = step.operands[0]
     strides = step.params["strides"] or (1,) * len(value.shape)
     axes: list[Axis | None] = []
     bounds = zip(step.params["start_indices"], step.params["limit_indices"], strides, strict=True)
     for axis, length, (start, stop, stride) in zip(value.axes, value.shape, bounds, strict=True):
         if stride == 1:
-            axes.append(cut(flow, axis, length, start, stop))
+            axes.append(_cut(flow, axis, length, start, stop))
         else:
             axes.append(flow.atoms.taken(axis, np.arange(start, stop, stride)))
     return [Value(step.shapes[0], axes, value.zero)]
 
 
-def dynamic_slice(flow: Flow, step: Step) -> list[Value]:
-    """Follow `dynamic_slice`."""
+def _dynamic_slice(flow: Flow, step: Step) -> list[Value]:
     value, starts = step.operands[0], step.operands[1:]
     axes: list[Axis | None] = []
     for k, size in enumerate(step.shapes[0]):
@@ -62,7 +60,7 @@ def dynamic_slice(flow: Flow, step: Step) -> list[Value]:
             axes.append(value.axes[k])
         elif start is not None:
             first = clipped(start, value.shape[k], size)
-            axes.append(cut(flow, value.axes[k], value.shape[k], first, first + size))
+            axes.append(_cut(flow, value.axes[k], value.shape[k], first, first + size))
         else:
             flow.freeze(value, COMPUTED, [k])
             axes.append(flow.atoms.new(size, COMPUTED))
@@ -74,8 +72,7 @@ def clipped(start: Any, length: int, size: int) -> int:
     return min(max(int(start) + length * (int(start) < 0), 0), length - size)
 
 
-def pad(flow: Flow, step: Step) -> list[Value]:
-    """Follow `pad`."""
+def _pad(flow: Flow, step: Step) -> list[Value]:
     value, filler = step.operands
     axes: list[Axis | None] = []
     for axis, length, config in zip(value.axes, value.shape, step.params["padding_config"], strict=True):
@@ -103,8 +100,7 @@ def pad(flow: Flow, step: Step) -> list[Value]:
     return [Value(step.shapes[0], axes, value.zero and filler.zero)]
 
 
-def gather(flow: Flow, step: Step) -> list[Value]:
-    """Follow `gather`."""
+def _gather(flow: Flow, step: Step) -> list[Value]:
     value, where = step.operands
     numbers, sizes, mode, fill = (
         step.params[name] for name in ("dimension_numbers", "slice_sizes", "mode", "fill_value")
@@ -151,12 +147,10 @@ def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes
     """Return the number of the axis of `value` that `where` indexes, or None."""
     if where.refers is None:
         return None
-    if where.column is None and len(read) > 1:  # several indices give one place
-        flow.atoms.freeze(where.refers, ASKED)
-        return None
+    several = where.column is None and len(read) > 1  # several indices give one place
     along = read[where.column or 0]
     whole = all(sizes[k] == value.shape[k] for k in read if k != along)
-    if sizes[along] == 1 and whole and size_of(where.refers) == value.shape[along]:
+    if not several and sizes[along] == 1 and whole and size_of(where.refers) == value.shape[along]:
         flow.referring(where, value.axes[along])
         return int(along)
     flow.atoms.freeze(where.refers, ASKED)
@@ -202,8 +196,7 @@ def _starts(
     return found
 
 
-def scatter(flow: Flow, step: Step) -> list[Value]:
-    """Follow `scatter` and its variants."""
+def _scatter(flow: Flow, step: Step) -> list[Value]:
     value, where, update = step.operands
     numbers, rank = step.params["dimension_numbers"], len(value.shape)
     # The update may be any function.
@@ -253,8 +246,7 @@ def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
     return pairs
 
 
-def dynamic_update(flow: Flow, step: Step) -> list[Value]:
-    """Follow `dynamic_update_slice`."""
+def _dynamic_update(flow: Flow, step: Step) -> list[Value]:
     value, update, *places = step.operands
     starts = [
         None if place.known is None else np.array([clipped(place.known, length, size)])
@@ -314,13 +306,13 @@ def _united(flow: Flow, name: str, value: Value, update: Value, axes: Sequence[A
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("rev", "take"), take),
-    "slice": slices,
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update,
-    "pad": pad,
-    "gather": gather,
-    **dict.fromkeys(WRITES, scatter),
+    **dict.fromkeys(("rev", "take"), _take),
+    "slice": _slices,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "pad": _pad,
+    "gather": _gather,
+    **dict.fromkeys(WRITES, _scatter),
 }
 
 

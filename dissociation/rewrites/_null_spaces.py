@@ -73,14 +73,6 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rto
 
 
 @validated
-def null_basis(
-    dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None
-) -> Float[np.ndarray, "null ..."]:
-    """Return an orthonormal basis of the directions orthogonal to every sample."""
-    return null_spectrum(dataset, rtol).basis
-
-
-@validated
 def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> tuple[int, int, int]:
     """Return `(null dimension, rank, features)` of a dataset; the first two add up to the third.
 

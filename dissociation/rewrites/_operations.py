@@ -104,6 +104,8 @@ def _apply(flow: Flow, equation: Any, step: Step) -> list[Value]:
         with jax.ensure_compile_time_eval():
             return [flow.constant(np.asarray(equation.primitive.bind(*known, **equation.params)))]
     inner = None if name in RULES else inner_program(step.params)
+    if inner is not None and name == "custom_vjp_call":  # its program takes the last operands
+        operands = operands[len(operands) - len(inner.jaxpr.invars) :]
     if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
         return _ruled(flow, step)
     return _called(flow, inner, operands)
@@ -194,19 +196,10 @@ def _cond(flow: Flow, step: Step) -> list[Value]:
     return [flow.summed(cases) for cases in zip(*results, strict=True)]
 
 
-def _inner(flow: Flow, step: Step) -> list[Value]:
-    """Follow a call whose program takes the last operands."""
-    inner = inner_program(step.params)
-    if inner is None:
-        return flow.unknown(step)
-    return _called(flow, inner, step.operands[len(step.operands) - len(inner.jaxpr.invars) :])
-
-
 RULES: dict[str, Rule] = {
     **OTHERS,
     **INDEXING,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "custom_vjp_call": _inner,
 }

@@ -19,10 +19,10 @@ from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.models._program import called, program_of
+from dissociation.models._program import Call, called, program_of
 from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
-from dissociation.rewrites._null_spaces import null_basis, perturb_in_null_space
+from dissociation.rewrites._null_spaces import null_spectrum, perturb_in_null_space
 from dissociation.rewrites._seen import LayerInputs
 
 ONE_STRUCTURE = "A group belongs to models of one structure; map rewrites over stacked members by `eqx.filter_vmap`"
@@ -296,7 +296,7 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
     Raises:
         TypeError: If the inputs are traced.
     """
-    return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol), seen.shape)
+    return NullSpace(seen.path, seen.leaf, seen.axes, null_spectrum(seen.rows, rtol).basis, seen.shape)
 
 
 def _null_perturbed(
@@ -333,13 +333,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
 
 
 @validated
-def check_groups(
-    model: Any,
-    inputs: Any,
-    *,
-    key: PRNGKey,
-    call: Callable[[Any, Any], Any] | None = None,
-) -> dict[str, Certificate]:
+def check_groups(model: Any, inputs: Any, *, key: PRNGKey, call: Call | None = None) -> dict[str, Certificate]:
     """Permute each group of a model at random and return a certificate for each, by name.
 
     Args:

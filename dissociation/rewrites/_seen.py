@@ -1,6 +1,5 @@
 """Inputs of any layer of a model: the vectors that its weights are multiplied by."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from dissociation._core.checks import check_takes, fail
 from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Walk, bound, program_of
+from dissociation.models._program import MOVES, Call, Walk, bound, program_of
 
 
 class LayerInputs(NamedTuple):
@@ -38,13 +37,7 @@ class LayerInputs(NamedTuple):
 
 
 @validated
-def layer_inputs(
-    model: Any,
-    inputs: Any,
-    path: str,
-    *,
-    call: Callable[[Any, Any], Any] | None = None,
-) -> LayerInputs:
+def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None) -> LayerInputs:
     """Return the inputs of a layer of any model.
 
     Args:

@@ -16,7 +16,7 @@ def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
     fields = dataclasses.fields(module)
     static = {field.name for field in fields if field.metadata.get("static")}
     known = inspect.signature(type(module).__init__).parameters
-    # Fields that depend on sizes follow only if the module is constructed anew from its options.
+    # Fields that depend on sizes follow only if the module is constructed again from its options.
     options = {name: getattr(module, name) for name in known if name in static} | sizes
     for name, value in (("key", jax.random.PRNGKey(0)), ("axis_name", getattr(module, "axis_name", None))):
         options |= {name: value} if name in known else {}

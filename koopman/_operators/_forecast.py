@@ -227,6 +227,6 @@ def score(
     if lengths != others:
         fail("observable", f"be of the lengths of the trajectories, {lengths}", others)
     for one in states:
-        check_finite("trajectory", one)
+        check_finite("trajectory", jnp.asarray(one))
     x = jnp.concatenate([jnp.asarray(one)[:-ahead] for one in states])
     return metric(jnp.concatenate([jnp.asarray(one)[ahead:] for one in targets]), predict(operator, x, steps))

@@ -160,7 +160,7 @@ def test_what_is_no_model_of_the_example_is_refused():
             find(x, model)
         with pytest.raises(TypeError, match="`model` must take `example`, got MLP"):
             find(model, jnp.ones(6))
-        with pytest.raises(TypeError, match="`model` must hold arrays of floating-point .*closes over is not seen"):
+        with pytest.raises(TypeError, match="`model` must hold arrays of floating-point .*closes over are not found"):
             find(lambda x: model(x), x)
         with pytest.raises(TypeError, match="`model` must return arrays for `example`"):
             find([jnp.ones((3, 2))], jnp.ones(3), call=lambda p, x: None)

@@ -10,8 +10,7 @@ from zoo import Normalised, ResidualMLP, Transformer, made, one, residual_cnn
 from dissociation import rewrites, take
 from dissociation.data import load
 from dissociation.models._program import called
-from dissociation.rewrites import _matching as matching
-from dissociation.rewrites import neuron_groups, permute
+from dissociation.rewrites import _barriers, neuron_groups, permute
 from dissociation.rewrites._groups import parameters_of
 from dissociation.similarity import member_interval
 
@@ -125,6 +124,9 @@ def test_activations_match_what_weights_match():
     before = rewrites.match_activations(convolutional, convolutional, groups, images)
     np.testing.assert_allclose(found.value, before.value, atol=1e-5)
     assert found.value > 0.8
+    recurrent, inputs, groups = one("long short-term memory")
+    other, orders = planted(recurrent, groups, 1)
+    assert is_found(rewrites.match_activations(recurrent, other, groups, inputs), orders)
 
 
 def test_the_line_between_two_networks():
@@ -213,12 +215,6 @@ def test_wrong_calls_are_refused_by_name():
             call()
 
 
-def test_recurrent_networks_are_matched_by_activations():
-    model, inputs, groups = one("long short-term memory")
-    other, orders = planted(model, groups, 1)
-    assert is_found(rewrites.match_activations(model, other, groups, inputs), orders)
-
-
 class Regularised(eqx.Module):
     """Normalisations with a dropout between them."""
 
@@ -256,4 +252,4 @@ def test_the_mean_barrier_has_an_interval_over_members():
     with pytest.raises(ValueError, match="`of` must be one of"):
         found.interval("between")
     with pytest.raises(ValueError, match="`models` must be at least 3 members"):
-        matching.Barriers(np.zeros((2, 2)), np.zeros((2, 2)), {}).interval()
+        _barriers.Barriers(np.zeros((2, 2)), np.zeros((2, 2)), {}).interval()

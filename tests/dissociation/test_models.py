@@ -1,4 +1,4 @@
-"""Perceptrons, convolutional and bilinear networks and their layers: by hand, and what is refused."""
+"""Networks and their layers: by hand, what is found in them, and what is refused."""
 
 import equinox as eqx
 import jax
@@ -7,15 +7,28 @@ import numpy as np
 import pytest
 
 from dissociation.bilinear import decompose
-from dissociation.models import CNN, MLP, Affine, BilinearNetwork, Convolution, Encoder, wrap_bilinear
+from dissociation.figures._members import rewritten_group
+from dissociation.models import (
+    CNN,
+    MLP,
+    Affine,
+    BilinearNetwork,
+    Convolution,
+    Encoder,
+    ResNet,
+    Transformer,
+    representations,
+    wrap_bilinear,
+)
 from dissociation.models._bilinear import GATES, BilinearLayer
 from dissociation.models._cnn import Decoder
-from dissociation.models._initial import draw_weights
-from dissociation.models._layers import max_pool
+from dissociation.models._layers import draw_weights, max_pool
+from dissociation.rewrites import neuron_groups
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32)
 IMAGES = np.random.default_rng(0).uniform(size=(4, 28, 28)).astype(np.float32)
+FLAT = IMAGES.reshape(4, 784)
 
 
 def test_convolution_and_pooling_by_hand():
@@ -102,14 +115,64 @@ def test_perceptrons_and_convolutional_networks_by_hand(last_activation):
     for name, array in wanted.items():
         np.testing.assert_allclose(found[name], array, atol=1e-6)
     np.testing.assert_array_equal(jax.vmap(model)(X), found["logits"])
-    model, flat = CNN(30, 7, last_activation=last_activation, key=KEY), IMAGES.reshape(4, -1)
-    found, features = jax.vmap(model.representations)(flat), last(jax.vmap(model.encoder)(IMAGES))
+    model = CNN(30, 7, last_activation=last_activation, key=KEY)
+    found, features = jax.vmap(model.representations)(FLAT), last(jax.vmap(model.encoder)(IMAGES))
     assert [array.shape for array in found.values()] == [(4, 14, 14, 16), (4, 7, 7, 32), (4, 30), (4, 7)]
     below = found["encoder.convolutions[1]"].reshape(4, -1)
     np.testing.assert_allclose(found["features"], last(jax.vmap(model.encoder.head)(below)), atol=1e-5)
     np.testing.assert_allclose(found["features"], features, atol=1e-6)
     np.testing.assert_allclose(found["logits"], jax.vmap(model.head)(features), atol=1e-5)
-    np.testing.assert_array_equal(jax.vmap(model)(flat), found["logits"])
+    np.testing.assert_array_equal(jax.vmap(model)(FLAT), found["logits"])
+
+
+def small(kind):
+    if kind == "resnet":
+        return ResNet(6, 3, channels=4, depth=2, key=KEY)
+    return Transformer(6, 3, size=8, heads=2, depth=1, patch=14, key=KEY)
+
+
+def test_a_residual_network_by_hand():
+    model = small("resnet")
+    found = representations(model, FLAT)
+    x = max_pool(model.stem(FLAT[0].reshape(28, 28, 1)))
+    for name, block in zip(("blocks[0].second", "blocks[1].second"), model.blocks, strict=True):
+        x = x + block.second(jax.nn.relu(block.first(jax.nn.relu(x))))
+        np.testing.assert_allclose(found[name][0], x, atol=1e-5)
+    features = jax.nn.relu(model.hidden(jax.nn.relu(max_pool(x)).reshape(-1)))
+    np.testing.assert_allclose(found["features"][0], features, atol=1e-5)
+    np.testing.assert_allclose(found["logits"][0], model.head(features), atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(model)(FLAT), found["logits"], atol=1e-5)
+
+
+def test_a_transformer_by_hand():
+    model = small("transformer")
+    found = representations(model, FLAT)
+    assert {name: array.shape[1:] for name, array in found.items()} == {
+        "embed": (4, 8), "blocks[0].second": (4, 8), "hidden": (6,), "logits": (3,)
+    }  # fmt: skip
+    image = FLAT[0].reshape(28, 28)
+    patches = [image[i : i + 14, j : j + 14].reshape(-1) for i in (0, 14) for j in (0, 14)]
+    tokens = jnp.stack([model.embed(patch) for patch in patches]) + model.positions
+    np.testing.assert_allclose(found["embed"][0], tokens, atol=1e-5)
+    normed = jax.vmap(model.norm)(found["blocks[0].second"][0])
+    features = jax.nn.relu(model.hidden(normed.mean(0)))
+    np.testing.assert_allclose(found["features"][0], features, atol=1e-5)
+    # Attention is over tokens: without positions, their order is not seen.
+    blind = eqx.tree_at(lambda m: m.positions, model, jnp.zeros_like(model.positions))
+    other = image[:, np.r_[14:28, 0:14]].reshape(-1)
+    np.testing.assert_allclose(blind(other), blind(FLAT[0]), atol=1e-5)
+    assert np.abs(model(other) - model(FLAT[0])).max() > 1e-5
+
+
+@pytest.mark.parametrize("kind", ["resnet", "transformer"])
+def test_the_last_hidden_layer_is_what_figures_rewrite(kind):
+    model = small(kind)
+    group = rewritten_group(eqx.filter_vmap(lambda _: model)(jnp.arange(2)), FLAT[0])
+    assert (group.name, group.size, group.degree) == ("hidden", 6, 1)
+    groups = neuron_groups(model, FLAT[0])
+    stream = groups["stem" if kind == "resnet" else "embed"]
+    assert stream.normalised == (kind == "transformer")
+    assert stream.size == (4 if kind == "resnet" else 8)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -187,6 +250,9 @@ def test_bad_settings_are_refused():
         (lambda: BilinearNetwork(4, 3, 2, gate="tanh", key=KEY), "'silu'"),
         (lambda: BilinearNetwork(4, 3, 2, init="he", key=KEY), "'lecun'"),
         (lambda: BilinearNetwork(4, 3, 2, num_layers=0, key=KEY), "`num_layers`"),
+        (lambda: Transformer(6, size=8, heads=3, key=KEY), r"`size` must be a multiple of `heads` \(3\), got 8"),
+        (lambda: Transformer(6, size=8, heads=2, patch=5, key=KEY), "`patch` must divide .* side of 28 pixels, got 5"),
+        (lambda: ResNet(6, depth=0, key=KEY), "`depth` must be at least 1"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -133,6 +133,7 @@ def test_rewrites_are_pure():
 
 
 def test_what_layers_see():
+    """Also layers in loops."""
     model, inputs = made("perceptron")
     hidden = jax.vmap(lambda x: jax.nn.relu(model.layers[0](x)))(inputs)
     seen = layer_inputs(model, inputs, ".layers[1].weight")
@@ -151,6 +152,22 @@ def test_what_layers_see():
     np.testing.assert_allclose((patches.rows[:196] @ weight.reshape(400, 32)).reshape(14, 14, 32), wanted, atol=1e-5)
     with pytest.raises(ValueError, match="`path` must be one of .encoder"):
         layer_inputs(model, inputs, "weight")
+    model, inputs = made("gated recurrent")
+    states = []
+    for signal in inputs:
+        state = jnp.zeros(6)
+        for value in signal:
+            states.append(state)
+            state = model.cell(value, state)
+    seen = layer_inputs(model, inputs, ".cell.weight_hh")
+    assert seen.axes == (1,)
+    np.testing.assert_allclose(seen.rows, np.stack(states), atol=1e-6)
+    backwards = lambda m, x: jax.lax.scan(lambda h, v: (m.cell(v, h), None), jnp.zeros(6), x, reverse=True)[0]  # noqa: E731
+    turned = layer_inputs(model, inputs[:, ::-1], ".cell.weight_hh", call=backwards).rows.reshape(5, 7, 6)
+    np.testing.assert_allclose(turned[:, ::-1], seen.rows.reshape(5, 7, 6), atol=1e-6)
+    model, inputs = made("stack in a scan")
+    with pytest.raises(ValueError, match="that something is multiplied by, as a whole, got '.first.weight'"):
+        layer_inputs(model, inputs, ".first.weight")
 
 
 @pytest.mark.parametrize(
@@ -206,9 +223,6 @@ def test_stacked_members_are_mapped_over_or_refused():
     for what in every:
         for stacked, own in zip(*map(jax.tree.leaves, (mapped[what], alone[what])), strict=True):
             np.testing.assert_allclose(stacked[1], own, atol=1e-5, err_msg=what)
-
-
-def test_members_with_state_are_mapped_over():
     make = eqx.nn.make_with_state(Normalised)
     pairs = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))
     hidden = neuron_groups(make(jax.random.key(1)), jnp.ones(5))["first"]
@@ -310,25 +324,6 @@ def test_examples_may_be_several_arrays():
         check_groups(model, x | {"y": x["y"][:3]}, key=jax.random.key(0), call=call)
     with pytest.raises(ValueError, match="`inputs` must be finite"):
         check_groups(model, x | {"y": x["y"] * jnp.nan}, key=jax.random.key(0), call=call)
-
-
-def test_what_layers_in_loops_see():
-    model, inputs = made("gated recurrent")
-    states = []
-    for signal in inputs:
-        state = jnp.zeros(6)
-        for value in signal:
-            states.append(state)
-            state = model.cell(value, state)
-    seen = layer_inputs(model, inputs, ".cell.weight_hh")
-    assert seen.axes == (1,)
-    np.testing.assert_allclose(seen.rows, np.stack(states), atol=1e-6)
-    backwards = lambda m, x: jax.lax.scan(lambda h, v: (m.cell(v, h), None), jnp.zeros(6), x, reverse=True)[0]  # noqa: E731
-    turned = layer_inputs(model, inputs[:, ::-1], ".cell.weight_hh", call=backwards).rows.reshape(5, 7, 6)
-    np.testing.assert_allclose(turned[:, ::-1], seen.rows.reshape(5, 7, 6), atol=1e-6)
-    model, inputs = made("stack in a scan")
-    with pytest.raises(ValueError, match="that something is multiplied by, as a whole, got '.first.weight'"):
-        layer_inputs(model, inputs, ".first.weight")
 
 
 def test_factors_whose_powers_leave_the_precision_are_refused():

@@ -46,7 +46,7 @@ TESTED_BY = {
     "dissociation.figures._members": ["dissociation/test_figures.py"],
     "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
     "dissociation.bilinear._rounding": ["dissociation/test_spectral_certificate.py"],
-    "dissociation._core.results": ["dissociation/test_labelling.py", "dissociation/test_validation.py"],
+    "dissociation._core.results": ["dissociation/test_results.py", "dissociation/test_validation.py"],
     "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
     "koopman._operators._perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
     "koopman._operators._subspaces": ["koopman/test_operators.py"],
@@ -57,6 +57,7 @@ RULES = "indexing rules operations flow axes"
 SYMMETRY = ["dissociation/test_groups.py", "dissociation/test_indexing.py", "dissociation/test_symmetry.py"]
 TESTED_BY |= {f"dissociation.rewrites._{rule}": SYMMETRY for rule in RULES.split()}
 TESTED_BY["dissociation._core.frames"] = ["koopman/test_pairs.py", "koopman/test_forecast.py"]
+TESTED_BY["dissociation.rewrites._labels"] = ["dissociation/test_copies.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = ["dissociation/test_growth.py", "dissociation/test_rewrites.py"]
 """Modules that are tested through others."""
 SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
