@@ -152,8 +152,8 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
 def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
     """Return the mean canonical correlation of the fewest leading principal components that hold `variance`.
 
-    It jumps if a component passes the cut, and its derivative is at a fixed number of components. It is near 1 for any
-    data if components are nearly as many as samples.
+    The value jumps if a component passes the cut, and the derivative is at a fixed number of components. The value is
+    near 1 for any data if components are nearly as many as samples.
 
     Args:
         x: Features, [n, p].

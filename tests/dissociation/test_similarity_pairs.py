@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas
 import pytest
 import similarity_reference as reference
 from compiled import compilations
@@ -112,9 +113,7 @@ def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
 
 
 def test_custom_functions_and_lists_of_any_width():
-    def first_column(x, y, *, power=1):
-        return jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power
-
+    first_column = lambda x, y, *, power=1: jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power  # noqa: E731
     given = [ITEMS[0], ITEMS[4], ITEMS[2][:, :2]]
     found = similarity.pairwise(given, first_column, power=2, baseline=False)
     wanted = np.corrcoef([one[:, 0] for one in given]) ** 2
@@ -126,7 +125,6 @@ def test_custom_functions_and_lists_of_any_width():
 
 
 def test_frames_that_order_their_rows_differently_are_refused():
-    pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(RNG.standard_normal((20, 3)), index=[f"s{i}" for i in range(20)])
     other = frame.iloc[::-1]
     for given in ([frame, other], {"a": frame, "b": other}):
@@ -212,29 +210,18 @@ def test_wrong_calls_are_refused_by_name():
     compiled = jax.jit(lambda x: similarity.pairwise(x, "linear_cka", members=True).values)
     pearson = lambda x, y: stats.pearsonr(x[:, 0], y[:, 0]).statistic  # noqa: E731
     table = lambda **options: similarity.pairwise(LAYERS, "linear_cka", members=True, **options)  # noqa: E731
+    test = lambda: similarity.permutation_test("rbf_cka", one, other, num_draws=None)  # noqa: E731
+    few = lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19)  # noqa: E731
     for call, words in (
-        (
-            lambda: similarity.pairwise("linear_cka", LAYERS),
-            r"The measure comes second: pairwise\(representations, mea",
-        ),
-        (
-            lambda: similarity.permutation_test("rbf_cka", one, other, num_draws=None),
-            r"None\. For .* `compare\(x, y, me",
-        ),
+        (lambda: similarity.pairwise("linear_cka", LAYERS), r"comes second: pairwise\(representations, measure\)"),
+        (test, r"None\. For .* `compare\(x, y, me"),
         (lambda: similarity.pairwise([one, other], lambda x: x.sum()), r"must take 2 arguments \(x, y\), got \(x\)"),
-        (
-            lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19),
-            "at least 20 samples for mutual_knn, got 20, 19 of them without one block",
-        ),
+        (few, "at least 20 samples for mutual_knn, got 20, 19 of them without one block"),
         (lambda: compiled(LAYERS["hidden0"]), "`representations` must be concrete: pairs of representations"),
         (lambda: similarity.pairwise(LAYERS, "cka"), "`measure` must be one of 'debiased_cka'"),
         (lambda: similarity.pairwise([one, other[1:]], "linear_cka"), "same samples throughout, got 29, 30 samples"),
-        (
-            lambda: similarity.compare(one, other, num_blocks=31),
-            "`num_blocks` must be at most 30, the number of samples",
-        ),
+        (lambda: similarity.compare(one, other, num_blocks=31), "`num_blocks` must be at most 30, the number of sam"),
         (lambda: similarity.compare(one[:10], other[:10], "cca", num_blocks=5), "fewer features than samples less one"),
-        (lambda: named(0, "0"), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: named("1.5", "a", 1.5), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: named(None, "None"), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: listed(one.tolist(), other.tolist()), "list of arrays, got (nested lists|a list)"),
@@ -286,9 +273,9 @@ def test_pairs_are_corrected_once_each():
     np.testing.assert_allclose(corrected[upper], wanted)
     np.testing.assert_allclose(corrected, corrected.T)
     across = similarity.compare(LAYERS["hidden0"], LAYERS["features"], "linear_cka", members=True, p_values=True)
-    np.testing.assert_allclose(across.corrected(), similarity.adjust_p_values(across.p_values))
     one_way = similarity.pairwise(LAYERS["features"], "pwcca", members=True, p_values=True, num_orders=19)
-    np.testing.assert_allclose(one_way.corrected(), similarity.adjust_p_values(one_way.p_values))
+    for table in (across, one_way):
+        np.testing.assert_allclose(table.corrected(), similarity.adjust_p_values(table.p_values))
 
 
 def test_sums_over_samples_have_intervals_about_themselves():
@@ -296,9 +283,8 @@ def test_sums_over_samples_have_intervals_about_themselves():
     x = RNG.standard_normal((n, 4))
     found = similarity.compare(x, x @ RNG.standard_normal((4, 3)), "procrustes_distance")
     assert found.low < found.values < found.high
-    distance = similarity.custom_measure(
-        lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2)), identical=0.0, range=(0.0, np.inf), symmetric=True
-    )
+    function, properties = lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2)), {"identical": 0.0, "range": (0.0, np.inf)}
+    distance = similarity.custom_measure(function, symmetric=True, **properties)
     near = similarity.compare(x, x + 0.01 * RNG.standard_normal(x.shape), distance)
     assert near.low < near.values < near.high
     assert near.p_values == 1 / 200  # close, as distances are small
@@ -375,11 +361,10 @@ def test_moments_are_those_of_all_orders():
 def test_p_values_of_tables_agree_with_random_orders():
     """CKA has them from moments, other measures from orders of their own."""
     x = RNG.standard_normal((25, 3))
-    sets = {"a": x, "b": np.stack([x + RNG.standard_normal(x.shape), 0.35 * x + RNG.standard_normal(x.shape)])}
-    options = {"members": True, "p_values": True, "num_orders": 999}
+    stacked = np.stack([x, x + RNG.standard_normal(x.shape), 0.35 * x + RNG.standard_normal(x.shape)])
     for name in ("debiased_rbf_cka", "mutual_knn"):
-        table = similarity.pairwise(sets | {"a": x[None]}, name, **options)
-        drawn = similarity.permutation_test(name, x, sets["b"][1], num_draws=4999, key=jax.random.key(0))
+        table = similarity.pairwise(stacked, name, members=True, p_values=True, num_orders=999)
+        drawn = similarity.permutation_test(name, x, stacked[2], num_draws=4999, key=jax.random.key(0))
         error = np.sqrt(drawn.p_value * (1 - drawn.p_value) / 1000)
         assert abs(table.p_values[0, 2] - drawn.p_value) < 4 * error + 0.01
         np.testing.assert_allclose(table.baseline[0, 2], drawn.null_mean, atol=4 * drawn.null_sd / 70)
@@ -489,10 +474,8 @@ def simulated(name, samples, maps, noise, pairs):
     def one(key):
         latent, *errors = jax.random.split(key, 3)
         z = jax.random.normal(latent, (samples, len(maps[0])))
-        x, y = (
-            z @ into + noise * jax.random.normal(e, (samples, into.shape[1]))
-            for e, into in zip(errors, maps, strict=True)
-        )
+        seen = zip(errors, maps, strict=True)
+        x, y = (z @ into + noise * jax.random.normal(e, (samples, into.shape[1])) for e, into in seen)
         left = jax.lax.map(lambda rows: compared(form, x[rows], y[rows]), kept, batch_size=20)
         return compared(form, x, y), left
 
