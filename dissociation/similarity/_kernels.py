@@ -162,7 +162,6 @@ DISTANCE_CORRELATION = Form(
 
 
 def rbf_form(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Form:
-    """Return CKA with a Gaussian kernel."""
     check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=jnp.asarray(scale)), centring)

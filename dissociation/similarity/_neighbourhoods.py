@@ -40,13 +40,11 @@ def _jaccard(a: Array, b: Array) -> Array:
 
 
 def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
-    """Return the measure for k neighbours."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     return Form(eqx.Partial(_scaled, num_neighbours=count), inner, inner_mean, minimum=count + 1)
 
 
 def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
-    """Return the measure for k neighbours."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     return Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1)
 

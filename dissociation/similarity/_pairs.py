@@ -309,10 +309,9 @@ def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
     # Networks without an output cannot be compared by function.
     if max(members) >= len(at):
         return None
-    stacks = zip(one.arrays, one.places, strict=True)
-    array, rows = next((array, [places.index(i) for i in at]) for array, places in stacks if at[0] in places)
-    own = Items([one.labels[place] for place in at], [array[np.asarray(rows)]], [list(range(len(at)))])
-    return own, [at[member] for member in members]
+    array, places = next(found for found in zip(one.arrays, one.places, strict=True) if at[0] in found[1])
+    own = array[np.asarray([places.index(place) for place in at])]
+    return Items([one.labels[place] for place in at], [own], [list(range(len(at)))]), [at[i] for i in members]
 
 
 def _of_outputs(

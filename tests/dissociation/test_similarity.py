@@ -220,6 +220,7 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
         with pytest.raises(ValueError, match=words):
             MEASURES[name](x, y)
     similarity.cca(X[:8], Y[:8])
+    assert similarity.disagreement(Y, Y) == 0
     assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
 
 
@@ -355,7 +356,7 @@ def test_maps_of_any_unit(scale):
         np.testing.assert_allclose(found.relative_stress, wanted.relative_stress, atol=1e-4)
 
 
-def test_nothing_over_nothing_is_no_number():
+def test_nothing_over_nothing_is_no_number_and_a_degenerate_null_is_no_evidence():
     """One active sample, or active samples that are orthogonal to each other: nothing is left but rounding."""
     single = np.zeros((SAMPLES, P))
     single[3] = RNG.standard_normal(P)
@@ -368,6 +369,12 @@ def test_nothing_over_nothing_is_no_number():
         moments = _streaming.joint_moments(x, y)
         with pytest.warns(RuntimeWarning, match="debiased_cka is not defined for representation 0"):
             assert np.isnan(similarity.similarity_from_moments(moments)[0, 1])
+    for name in ("rsa", "debiased_rbf_cka"):
+        with pytest.warns(RuntimeWarning, match="is not defined for"):
+            found = similarity.pairwise([0.7 * np.eye(20), Y[:20]], name)
+        assert np.isnan(found.values[0, 1])
+    orthogonal = np.linalg.qr(RNG.standard_normal((12, 12)))[0]
+    assert similarity.compare(orthogonal, Y[:12], "linear_cka", num_blocks=None).p_values == 1  # all orders score alike
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -382,17 +389,6 @@ def test_predictivity_has_a_derivative_with_dead_neurons(alpha):
     alone = np.zeros((20, 1))
     alone[3] = 1
     assert similarity.linear_predictivity(alone, Z[:20, :2]) > -0.5
-
-
-def test_degenerate_nulls_and_measures_say_so():
-    orthogonal = np.linalg.qr(RNG.standard_normal((12, 12)))[0]
-    found = similarity.compare(orthogonal, Y[:12], "linear_cka", num_blocks=None)
-    assert found.p_values == 1  # all orders score alike
-    for name in ("rsa", "debiased_rbf_cka"):
-        with pytest.warns(RuntimeWarning, match="is not defined for"):
-            found = similarity.pairwise([0.7 * np.eye(20), Y[:20]], name)
-        assert np.isnan(found.values[0, 1])
-    assert similarity.disagreement(Y, Y) == 0
 
 
 def test_ties_of_dense_numbers_of_sizes_of_zeros_and_of_numbers_that_are_none():

@@ -47,36 +47,31 @@ def by_hand(name, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "budgets"),
     [
-        ("debiased_cka", {}),
-        ("rsa", {"comparison": "kendall"}),
-        ("pwcca", {}),
-        ("linear_predictivity", {"alpha": 2.0, "num_folds": 3}),
-        ("soft_matching", {}),
+        ("debiased_cka", {}, (None, 1)),
+        ("rsa", {"comparison": "kendall"}, (None, 1)),
+        ("pwcca", {}, (None, 1)),
+        ("linear_predictivity", {"alpha": 2.0, "num_folds": 3}, (None, 1)),
+        ("soft_matching", {}, (None, 1)),
+        ("linear_cka", {}, "tiles"),
+        ("rsa", {}, "tiles"),
+        ("angular_similarity", {}, "tiles"),
     ],
 )
-def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
-    wanted = by_hand(name, **options)
-    for budget in (None, 1):
-        found = similarity.pairwise(LAYERS, name, memory_budget=budget, members=True, baseline=False, **options)
+def test_all_pairs_are_each_pair_whatever_the_memory_and_its_tiles(name, options, budgets, monkeypatch):
+    wanted, layers = by_hand(name, **options), LAYERS
+    if budgets == "tiles":
+        monkeypatch.setattr(tables, "PART", 32)
+        monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * NUMBER * NUMBER * 4)  # 2 x 2 pairs
+        jax.clear_caches()
+        budgets, layers = (None,), {name: np.tile(x, (1, 1, 9)) for name, x in LAYERS.items()}  # CKA over samples
+    for budget in budgets:
+        found = similarity.pairwise(layers, name, memory_budget=budget, members=True, baseline=False, **options)
         np.testing.assert_allclose(np.asarray(found.values)[ROWS], wanted, atol=5e-6)
     assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
     np.testing.assert_array_equal(found.between("features", "logits"), found.values[3:6, 6:])
     assert found.measure == name
-
-
-def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
-    wanted = {name: by_hand(name) for name in ("linear_cka", "rsa", "angular_similarity")}
-    monkeypatch.setattr(tables, "PART", 32)
-    monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * 7 * 7 * 4)
-    jax.clear_caches()
-    for name, rows in wanted.items():
-        table = np.asarray(similarity.pairwise(LAYERS, name, members=True).values)
-        np.testing.assert_allclose(table[ROWS], rows, atol=5e-6)
-    many = np.concatenate([LAYERS["hidden0"], LAYERS["logits"]])  # over samples: 6 x 30
-    cka = similarity.pairwise(np.tile(many, (1, 1, 9)), "linear_cka", members=True, baseline=False).values
-    np.testing.assert_allclose(cka[0], wanted["linear_cka"][0, [0, 1, 2, 6, 7, 8]], atol=5e-6)
 
 
 def test_a_second_call_compiles_nothing(caplog):
@@ -264,7 +259,14 @@ def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
     assert similarity.compare(one[:4], other[:4]).low is None
 
 
-def test_pairs_are_corrected_once_each():
+def test_p_values_are_corrected_and_pairs_once_each():
+    p = np.array([[0.01, 0.04, np.nan], [0.03, 0.005, 1.0]])
+    np.testing.assert_allclose(similarity.adjust_p_values(p), [[0.04, 0.09, np.nan], [0.09, 0.025, 1.0]])
+    bh = similarity.adjust_p_values(p, "bh")
+    np.testing.assert_allclose(bh[~np.isnan(bh)], stats.false_discovery_control(p[~np.isnan(p)]))
+    np.testing.assert_array_equal(similarity.adjust_p_values(p, "none"), p)
+    with pytest.raises(ValueError, match="`p_values` must lie from 0 to 1"):
+        similarity.adjust_p_values([1.5])
     found = similarity.pairwise(LAYERS, "linear_cka", members=True, p_values=True)
     assert np.isnan(np.diagonal(found.p_values)).all()
     upper = np.triu_indices(9, 1)
@@ -309,8 +311,7 @@ def test_what_depends_on_its_neighbours_is_tested_by_shifts():
     assert min(p_values) > 0.005
     assert np.mean(np.array(p_values) < 0.1) < 0.4
     options = {"key": jax.random.key(0), "blocks": "contiguous", "num_draws": 999}
-    drawn = similarity.permutation_test("linear_cka", one, other, **options)
-    assert drawn.num_draws == 299  # all shifts that there are
+    assert similarity.permutation_test("linear_cka", one, other, **options).num_draws == 299  # all shifts
     shifts = np.asarray(inference.random_orders(jax.random.key(1), 50, 60, blocks="contiguous"))
     assert len(set(shifts[:, 0])) == 50
     assert 0 not in shifts[:, 0]  # not the order as it is
@@ -320,10 +321,9 @@ def test_what_depends_on_its_neighbours_is_tested_by_shifts():
 def test_positions_of_an_image_stay_together():
     rng = np.random.default_rng(4)
     base = np.cumsum(np.cumsum(rng.standard_normal((2, 40, 6, 6, 3)), 2), 3)
-    found = similarity.compare(*base, "linear_cka", members=False, positions="samples", channels="last")
-    assert found.p_values > 0.01
-    kept = inference.kept_rows(40 * 36, 20, each=36)
-    assert kept[0].shape == (20, 38 * 36)
+    stated = {"members": False, "positions": "samples", "channels": "last"}
+    assert similarity.compare(*base, "linear_cka", **stated).p_values > 0.01
+    assert inference.kept_rows(40 * 36, 20, each=36)[0].shape == (20, 38 * 36)
     orders = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36)
     np.testing.assert_array_equal(np.sort(orders, 1), np.tile(np.arange(40 * 36), (3, 1)))
     images = orders.reshape(3, 40, 36)
@@ -371,18 +371,6 @@ def test_p_values_of_tables_agree_with_random_orders():
         assert np.isnan(np.diagonal(table.p_values)).all()
 
 
-def test_corrections():
-    p = np.array([[0.01, 0.04, np.nan], [0.03, 0.005, 1.0]])
-    holm = similarity.adjust_p_values(p)
-    np.testing.assert_allclose(holm, [[0.04, 0.09, np.nan], [0.09, 0.025, 1.0]])
-    known = p[~np.isnan(p)]
-    bh = similarity.adjust_p_values(p, "bh")
-    np.testing.assert_allclose(bh[~np.isnan(bh)], stats.false_discovery_control(known))
-    np.testing.assert_array_equal(similarity.adjust_p_values(p, "none"), p)
-    with pytest.raises(ValueError, match="`p_values` must lie from 0 to 1"):
-        similarity.adjust_p_values([1.5])
-
-
 def test_blocks_are_left_out_whole():
     for blocks in ("shuffled", "contiguous"):
         kept = inference.kept_rows(11, 4, blocks)
@@ -405,11 +393,14 @@ def test_the_jackknife_of_a_mean_is_students_interval():
 
 
 @pytest.mark.parametrize("measure", ["debiased_cka", "angular_distance"])
-def test_rounding_beside_a_bound_is_no_bias(measure):
+def test_rounding_beside_a_bound_is_no_bias_and_an_estimate_beyond_it_is_set_to_it_in_words(measure):
     x = np.maximum(np.random.default_rng(1).standard_normal((1080, 4)), 0)
     found = similarity.compare(x, x[:, ::-1], measure)  # a layer and its permuted neurons, in float32
-    best = MEASURES[measure].identical
-    np.testing.assert_array_equal([found.estimate, found.low, found.high], [best] * 3)
+    np.testing.assert_array_equal([found.estimate, found.low, found.high], [MEASURES[measure].identical] * 3)
+    noise = np.random.default_rng(0).standard_normal((2, 60, 4))
+    with pytest.warns(RuntimeWarning, match="1 of 1 estimates of linear_cka left the range 0 to 1"):
+        found = similarity.compare(*noise, "linear_cka")
+    assert found.low == found.estimate == 0
 
 
 def test_members_are_left_out_whole():
@@ -455,13 +446,6 @@ def test_values_are_biased_and_estimates_hold_their_intervals(name):
     Figure().subplots().errorbar([0], *found.bars(), fmt="o")
     with pytest.raises(ValueError, match="`num_blocks` must be given for intervals"):
         similarity.compare(x, y, name, num_blocks=None, **options).bars()
-
-
-def test_an_estimate_that_leaves_the_range_is_set_to_its_end_in_words():
-    noise = np.random.default_rng(0).standard_normal((2, 60, 4))
-    with pytest.warns(RuntimeWarning, match="1 of 1 estimates of linear_cka left the range 0 to 1"):
-        found = similarity.compare(*noise, "linear_cka")
-    assert found.low == found.estimate == 0
 
 
 def simulated(name, samples, maps, noise, pairs):
