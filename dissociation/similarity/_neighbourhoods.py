@@ -13,7 +13,7 @@ from dissociation.similarity._base import Features, Form, OtherFeatures, Prepare
 
 
 def memberships(x: Array, num_neighbours: int) -> Array:
-    """Return 1, 0 or, for ties, a fraction if sample j is among the k nearest of i, [n, n]."""
+    """Return the memberships of samples j among the k nearest of i, [n, n]. Ties share the last places in fractions."""
     number = x.shape[0]
     if num_neighbours >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)

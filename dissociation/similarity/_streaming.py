@@ -272,7 +272,7 @@ def _check_scale(moments: JointMoments) -> None:
 
 
 def _warn_lost(moments: JointMoments) -> None:
-    """Warn of varying features that exceed the rank of their covariance: of dependent directions or tiny ones."""
+    """Warn if a covariance has a lower rank than the number of its features that vary."""
     widths = [int(jnp.sum(jnp.diagonal(moments.block(i, i)) > 0)) for i in range(len(moments.widths))]
     lost = [width - int(rank) for width, rank in zip(widths, _whitened(moments)[2], strict=True)]
     if any(lost):
