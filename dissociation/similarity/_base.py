@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 
 
 def inner(a: Prepared, b: Prepared) -> Array:
-    """Return the inner product, of which tables are one product of matrices."""
+    """Return the inner product of two prepared representations."""
     products = jax.tree.map(partial(jnp.vdot, precision=lax.Precision.HIGHEST), a.entries, b.entries)
     return jnp.sum(jnp.stack(jax.tree.leaves(products)))
 
@@ -75,21 +75,21 @@ class Measure:
         function: Function f(x, y, **options) of two representations.
         form: Preparation and comparison, or a function of options that returns them.
         equation: Formula of the centred features Xc and K = X X^T.
-        invariances: Letters of maps that do not change it: O rotations and reflections, S scale, T translation, P
-            permutations of neurons, L invertible linear maps, D positive scales of neurons.
+        invariances: Letters of maps that do not change the measure: O rotations and reflections, S scale, T
+            translation, P permutations of neurons, L invertible linear maps, D positive scales of neurons.
         invariances_of_y: Letters of maps of y, if they differ from those of x.
-        metric: If True, it obeys the triangle inequality and is zero between equals.
+        metric: If True, the measure obeys the triangle inequality and is zero for equal representations.
         symmetric: If True, x and y may be exchanged.
         range: Smallest and largest value.
-        identical: Value for a representation with itself (less with tied neighbours, or dead neurons in matchings).
+        identical: Value for two equal representations. Tied neighbours, or constant neurons in matchings, lower it.
         cost: Leading orders of multiplications of one pair.
         reference: Source.
         minimum: Smallest number of samples.
-        narrow: If True, it needs more samples than features.
-        same_width: If True, both have the same number of features, as classes.
-        repeats: Repetitions of the same conditions in the rows.
-        population: If True, it converges as 1 / n with the number n of samples.
-        host: If True, one step runs on the host, without a derivative.
+        narrow: If True, the measure needs more samples than features.
+        same_width: If True, both representations have the same number of features, the classes.
+        repeats: Number of blocks of rows that repeat the same conditions.
+        population: If True, the measure converges as 1 / n with the number n of samples.
+        host: If True, one step runs in SciPy on the host and has no derivative.
     """
 
     name: str
@@ -125,13 +125,13 @@ class Measure:
 def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
     """Return a measure of two representations after checks."""
     check_samples("x", x.shape[0], minimum)
-    for name, array in (("x", x), ("y", y)):
-        refuse_vanishing(name, array)
+    refuse_vanishing("x", x)
+    refuse_vanishing("y", y)
     value = compared(of_sizes(form, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
-        for name, array in (("x", x), ("y", y)):
-            refuse_constant(name, array)
+        refuse_constant("x", x)
+        refuse_constant("y", y)
     return value
 
 
@@ -164,35 +164,27 @@ def check_samples(name: str, number: int, minimum: int) -> None:
 
 
 def refuse_constant(name: str, x: Any) -> None:
-    """Raise if known rows are all equal."""
+    """Raise a `ValueError` if `x` is not traced and all of its rows are equal."""
     if not is_traced(x) and not np.ptp(np.asarray(x), axis=0).any():
         fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
 
 
 def refuse_vanishing(name: str, x: Any) -> None:
-    """Raise if known numbers are so small that processors flush all to zero."""
-    if not is_traced(x):
-        least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
-        if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
-            fail(name, f"have an entry of at least {least:.2g}", f"{largest:.2g} at most", "Multiply it by a number")
+    """Raise a `ValueError` if `x` is not traced and its largest entry is so small that processors round it to zero."""
+    if is_traced(x):
+        return
+    least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
+    if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
+        fail(name, f"have an entry of at least {least:.2g}", f"{largest:.2g} at most", "Multiply it by a number")
 
 
 def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
-    """Raise unless there are more samples than features, after centring."""
+    """Raise a `ValueError` unless both have more samples than features after centring."""
     for name, array in (("x", x), ("y", y)):
         number, width = array.shape
         if width >= number - 1:
             advice = "As many samples as features span all: every correlation would be 1. Reduce the features (`svcca`)"
             fail(name, "have fewer features than samples less one", f"shape {tuple(array.shape)}", advice)
-
-
-def centred(x: Array) -> tuple[Array, Array]:
-    """Return centred columns divided by a power of two near their largest absolute entry, and this power of two."""
-    first = scale_of(jnp.max(jnp.abs(x)))
-    # Scaled again after centring, because an offset may exceed the spread by far.
-    x = centre(x / first)
-    second = scale_of(jnp.max(jnp.abs(x)))
-    return x / second, first * second
 
 
 def scaled(x: Array) -> tuple[Array, Array]:
@@ -201,14 +193,21 @@ def scaled(x: Array) -> tuple[Array, Array]:
     return x / scale, scale
 
 
+def centred(x: Array) -> tuple[Array, Array]:
+    """Return centred columns divided by a power of two near their largest absolute entry, and this power of two."""
+    x, first = scaled(x)
+    # Scaled again after centring, because an offset may exceed the spread by far.
+    x, second = scaled(centre(x))
+    return x, first * second
+
+
 def column_sizes(x: Array) -> Array:
-    """Return powers of two near the largest entries of columns."""
-    # Ranks are cut on columns of one size.
+    """Return powers of two near the largest entries of columns; ranks are cut on columns divided by them."""
     return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
 
 
 def warn_dropped(*, level: bool = True, **features: Any) -> None:
-    """Warn of directions that a rank cut drops although they exceed rounding."""
+    """Warn of directions that a rank cut drops although they exceed rounding. `level` scales columns to one size."""
     for name, x in features.items():
         if is_traced(x):
             continue

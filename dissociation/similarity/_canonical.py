@@ -88,7 +88,6 @@ PWCCA = Form(_seen, _weighted)
 
 
 def svcca_form(*, variance: Scalar = 0.99) -> Form:
-    """Return SVCCA of a fraction of the variance."""
     check_single("variance", variance)
     if not is_traced(variance) and not 0 < float(variance) <= 1:
         fail("variance", "be above 0 and at most 1", variance)
@@ -96,7 +95,6 @@ def svcca_form(*, variance: Scalar = 0.99) -> Form:
 
 
 def gulp_form(*, lam: Scalar = 1e-2) -> Form:
-    """Return the GULP distance of a penalty."""
     check_single("lam", lam)
     check_non_negative("lam", lam)
     return Form(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance)
@@ -152,8 +150,8 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
 def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
     """Return the mean canonical correlation of the fewest leading principal components that hold `variance`.
 
-    It jumps if a component passes the cut, and its derivative is at a fixed number of components. It is near 1 for any
-    data if components are nearly as many as samples.
+    The value jumps if a component passes the cut, and the derivative is at a fixed number of components. The value is
+    near 1 for any data if components are nearly as many as samples.
 
     Args:
         x: Features, [n, p].

@@ -105,7 +105,6 @@ def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
 
 
 def rsa_form(*, rdm: str = "euclidean", comparison: str = "pearson") -> Form:
-    """Return the agreement of RDMs of one kind."""
     check_choice("rdm", rdm, RDMS)
     return _compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison)
 
@@ -251,7 +250,6 @@ def _crossed_halves(x: Array, comparison: str) -> Prepared:
 
 
 def crossnobis_rsa_form(*, comparison: str = "cosine") -> Form:
-    """Return the agreement of cross-validated RDMs."""
     return _compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison)
 
 

@@ -79,9 +79,9 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
 
 @validated(finite=("x", "y"))
 def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
-    """Return the disagreement d relative to its bounds for error rates e_x and e_y.
+    """Return the disagreement d relative to its bounds, (d - |e_x - e_y|) / (min(e_x + e_y, 1) - |e_x - e_y|).
 
-    (d - |e_x - e_y|) / (min(e_x + e_y, 1) - |e_x - e_y|).
+    e_x and e_y are the error rates of the two networks.
 
     Args:
         x: Logits of one network, [n, classes].

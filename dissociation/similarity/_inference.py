@@ -1,6 +1,5 @@
 """Jackknife intervals over samples, permutation tests, and calibrated scores of similarities."""
 
-from contextlib import closing
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,10 +19,10 @@ from dissociation.similarity._base import Features, Measure, OtherFeatures, in_c
 from dissociation.similarity._items import Items, check_fit, check_sets
 from dissociation.similarity._measures import as_measure, form_of
 from dissociation.similarity._tables import Job
-from dissociation.training._progress import MeterFactory, open_meter
+from dissociation.training._progress import MeterFactory
 
 BLOCKS = ("shuffled", "contiguous")
-"""Blocks of samples drawn by a fixed permutation, or blocks of neighbours, for time series."""
+"""Names of blocks of samples: drawn by a fixed permutation, or of neighbouring samples for time series."""
 
 CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's correction, Benjamini and Hochberg's, Benjamini and Yekutieli's, or none."""
@@ -59,11 +58,9 @@ def kept_rows(
     if check_count("num_blocks", num_blocks, minimum=2) > conditions:
         fail("num_blocks", f"be at most {conditions}, the number of samples without repeats and positions", num_blocks)
     # A bootstrap would draw samples twice, which are then their own nearest neighbours and raise similarities.
-    block = np.empty(conditions, int)
-    for index, left in enumerate(folds(conditions, num_blocks, contiguous=blocks == "contiguous")):
-        block[left] = index
-    block = np.tile(np.repeat(block, each), repeats)
-    kept = [np.flatnonzero(block != index) for index in range(num_blocks)]
+    rows = np.arange(number).reshape(repeats, conditions, each)
+    left_out = folds(conditions, num_blocks, contiguous=blocks == "contiguous")
+    kept = [np.delete(rows, block, 1).reshape(-1) for block in left_out]
     return [np.stack([rows for rows in kept if len(rows) == size]) for size in sorted({len(rows) for rows in kept})]
 
 
@@ -221,8 +218,7 @@ def permutation_test(
     orders = random_orders(key, num_draws, number, known.repeats, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(number)[None], orders])
-    with closing(open_meter(progress, len(orders), known.name)) as meter:
-        values = np.asarray(Job(known, form, first, second).run(orders, "orders", meter.advance))[:, 0, 0]
+    values = np.asarray(Job(known, form, first, second).run([("orders", orders)], progress)[0])[:, 0, 0]
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
@@ -242,15 +238,12 @@ def random_orders(
         orders = (jnp.arange(conditions)[None] + shifts[:, None]) % conditions
     else:
         orders = jax.vmap(lambda one: jax.random.permutation(one, conditions))(jax.random.split(key, count))
-    if each > 1:
-        # Positions of one sample, and repeats of one condition, move together.
-        orders = (orders[:, :, None] * each + jnp.arange(each)[None, None]).reshape(len(orders), -1)
-        conditions *= each
-    return jnp.concatenate([orders + conditions * index for index in range(repeats)], 1)
+    rows = jnp.arange(number).reshape(repeats, conditions, each)
+    return jnp.swapaxes(rows[:, orders], 0, 1).reshape(len(orders), number)
 
 
 def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:
-    """Return the test of a value against values in other orders, [draws, ...]."""
+    """Return the test of a value against the values `draws` in other orders, [draws, ...]."""
     sign = 1.0 if measure.larger_is_closer else -1.0
     slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
     # Ties count as hits, so that p-values are not too small if values can be equal.

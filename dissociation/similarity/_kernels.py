@@ -17,7 +17,7 @@ from dissociation.similarity import _base as base
 from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
 
 BLOCKS = 4
-"""Blocks of rows of a symmetric matrix, of which 5 / 8 are then computed."""
+"""Number of blocks of rows of a symmetric matrix. With 4 blocks, 5 / 8 of the entries are computed."""
 
 LONG = 8
 """Number of longest samples that debiased products over features separate."""
@@ -63,7 +63,7 @@ def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array
 
 
 def _half_gram(debiased: bool, x: Array) -> Prepared:
-    """Prepare K without its blocks below the diagonal; `inner` is that of whole matrices."""
+    """Return the blocks of K on and above the diagonal, with weights by which `inner` equals that of whole matrices."""
     x, _ = base.centred(x)
     number, width = x.shape[0], -(-x.shape[0] // BLOCKS)
     lengths, entries = jnp.sum(x**2, 1), []
@@ -162,7 +162,6 @@ DISTANCE_CORRELATION = Form(
 
 
 def rbf_form(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Form:
-    """Return CKA with a Gaussian kernel."""
     check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=jnp.asarray(scale)), centring)

@@ -177,11 +177,9 @@ def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
         return MEASURES[measure]
     if not callable(measure):
         fail_kind("measure", "be a name, a `Measure` or a function of two arrays", repr(measure))
-    for known in MEASURES.values():
-        # A known function keeps its range, invariances and form.
-        if known.function is measure:
-            return known
-    return custom_measure(measure)
+    # A function of the table keeps its range, invariances and form.
+    known = (one for one in MEASURES.values() if one.function is measure)
+    return next(known, None) or custom_measure(measure)
 
 
 def custom_measure(

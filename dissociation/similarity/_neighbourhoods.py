@@ -13,7 +13,7 @@ from dissociation.similarity._base import Features, Form, OtherFeatures, Prepare
 
 
 def memberships(x: Array, num_neighbours: int) -> Array:
-    """Return 1, 0 or, for ties, a fraction if sample j is among the k nearest of i, [n, n]."""
+    """Return the memberships of samples j among the k nearest of i, [n, n]. Ties share the last places in fractions."""
     number = x.shape[0]
     if num_neighbours >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
@@ -40,13 +40,11 @@ def _jaccard(a: Array, b: Array) -> Array:
 
 
 def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
-    """Return the measure for k neighbours."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     return Form(eqx.Partial(_scaled, num_neighbours=count), inner, inner_mean, minimum=count + 1)
 
 
 def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
-    """Return the measure for k neighbours."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
     return Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1)
 

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any
 
 import equinox as eqx
@@ -22,11 +21,14 @@ from dissociation.similarity import _moments as moments
 from dissociation.similarity._base import Measure, warn_dropped
 from dissociation.similarity._items import Items, Representations, as_items, check_fit, check_sets
 from dissociation.similarity._measures import MEASURES, as_measure, form_of
-from dissociation.similarity._tables import Job
-from dissociation.training._progress import MeterFactory, open_meter
+from dissociation.similarity._tables import Job, Step
+from dissociation.training._progress import MeterFactory
 
 DEFAULT_BLOCKS = 20
 """Number of blocks of samples for one pair, if there are as many samples."""
+
+FUNCTIONAL = ("disagreement", "jensen_shannon")
+"""Measures of networks' outputs that accompany every pair."""
 
 LARGEST_BIAS = 2
 """Bias in standard errors above which `pairwise` warns."""
@@ -55,7 +57,7 @@ class Similarities(Result):
         others: Layer and member of each column.
         measure: Name of the measure.
         num_samples: Number of samples.
-        counts_once: True if the table contains every pair twice.
+        counts_once: True if the table is symmetric, so that its two entries of a pair are one test.
     """
 
     values: Float[Array, "..."]
@@ -197,14 +199,13 @@ def pairwise(
     _check_order(representations)
     known = as_measure(measure)
     form = form_of(known, options)
-    names = ("representations",) if others is None else ("x", "y")
     axes = {"members": members, "positions": positions, "channels": channels}
-    first = as_items(names[0], representations, **axes)
-    second = None if others is None else as_items(names[-1], others, **axes)
-    sets = [one for one in (first, second) if one is not None]
+    first = as_items("representations" if others is None else "x", representations, **axes)
+    second = first if others is None else as_items("y", others, **axes)
+    sets, within = [first] if others is None else [first, second], others is None
     number, each = check_sets(sets, known), max(one.each for one in sets)
     units = number // known.repeats // each
-    one_pair = second is not None and len(first.labels) == len(second.labels) == 1
+    one_pair = not within and len(first.labels) == len(second.labels) == 1
     p_values = one_pair if p_values is None else p_values
     if num_blocks == "auto":
         least = max(known.minimum, form.minimum)
@@ -218,41 +219,41 @@ def pairwise(
     alike = blocks == "shuffled" and each == 1
     by_moments = form.gram is not None and alike and moments.FEWEST <= number <= moments.MOST
     drawn = p_values and not by_moments, baseline and (job.form.expected is None or not alike)
-    orders = None
+    steps: list[Step] = [("all", None)]
     if any(drawn):
         # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         key = jax.random.key(0) if key is None else key
-        orders = inference.random_orders(key, count, number, known.repeats, blocks=blocks, each=each)
-    (values, *expected), shuffled, leave_outs = _computed(job, orders, kept, progress, known.name)
+        steps.append(("orders", inference.random_orders(key, count, number, known.repeats, blocks=blocks, each=each)))
+    (values, *expected), *found = job.run([*steps, *(("blocks", rows) for rows in kept)], progress)
     chance = p_value = None
     if baseline:
-        chance = jnp.mean(shuffled, 0) if drawn[1] else expected[0]
+        chance = jnp.mean(found[0], 0) if drawn[1] else expected[0]
         # Random orders change one representation of a pair, which makes the table asymmetric.
         chance = 0.5 * (chance + chance.T) if job.symmetric else chance
     if p_values:
         if by_moments:
-            rows = _invariants(form.gram, first)
-            columns = rows if second is None else _invariants(form.gram, second)
-            p_value = moments.moment_p_values(values, rows, columns, number)
+            sums = [_invariants(form.gram, one) for one in sets]
+            p_value = moments.moment_p_values(values, sums[0], sums[-1], number)
         else:
-            p_value = inference.placed(known, np.asarray(values), np.asarray(shuffled), 0.95).p_value
-        if second is None:
+            p_value = inference.placed(known, np.asarray(values), np.asarray(found[0]), 0.95).p_value
+        if within:
             np.fill_diagonal(p_value, np.nan)
     error = low = high = estimate = None
     if kept:
-        error, low, high, bias, estimate = _intervals(values, leave_outs, level, known.range, known.population)
+        leave_outs = jnp.concatenate(found[any(drawn) :])
+        limits = {"level": level, "bounds": known.range, "unbias": known.population}
+        error, low, high, bias, estimate = _interval(values, leave_outs, **limits)
         if known.population:
             _warn_biased(known, values, bias, error, estimate)
-    _warn_undefined(known, values, first, second or first)
+    _warn_undefined(known, values, first, second)
     beside = _of_outputs(values, first, second, outputs, memory_budget)
-    found: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
-    if second is not None and first.single and second.single:
-        found = [None if part is None else part[..., 0, 0] for part in found]
-    labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
-    once = second is None and known.symmetric
-    return Similarities(*found, **labels, measure=known.name, num_samples=number, counts_once=once)
+    tables: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
+    if not within and first.single and second.single:
+        tables = [None if part is None else part[..., 0, 0] for part in tables]
+    labels = {"items": tuple(first.labels), "others": tuple(second.labels)}
+    return Similarities(*tables, **labels, measure=known.name, num_samples=number, counts_once=job.symmetric)
 
 
 def _check_order(representations: Any) -> None:
@@ -297,29 +298,7 @@ def compare(
     return pairwise(x, measure, y, **options)
 
 
-def _computed(
-    job: Job, orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None, name: str
-) -> tuple[Array, Any, list[Array]]:
-    """Return the values with their expected ones, values in other orders, and values without blocks."""
-    steps = [] if orders is None else [("orders", "other orders", orders)]
-    steps += [("rows", "without blocks", rows) for rows in kept]
-    found, done = [], 1
-    with closing(open_meter(progress, 1 + sum(len(choices) for *_, choices in steps), name)) as meter:
-        values = job.run()
-        for task, word, choices in steps:
-            meter.advance(done, word)
-            advance = lambda count, _, done=done, word=word: meter.advance(done + count, word)  # noqa: E731
-            found.append(job.run(choices, task, advance))
-            done += len(choices)
-        meter.advance(done, "done")
-    return values, (None if orders is None else found[0]), found[orders is not None :]
-
-
-@eqx.filter_jit
-def _intervals(
-    values: Array, leave_outs: list[Array], level: float, bounds: tuple[float, float], unbias: bool
-) -> inference.Interval:
-    return inference.jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=bounds, unbias=unbias)
+_interval = eqx.filter_jit(inference.jackknife_interval)
 
 
 def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
@@ -332,28 +311,26 @@ def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
     # Networks without an output cannot be compared by function.
     if max(members) >= len(at):
         return None
-    stacks = zip(one.arrays, one.places, strict=True)
-    array, rows = next((array, [places.index(i) for i in at]) for array, places in stacks if at[0] in places)
-    own = Items([one.labels[place] for place in at], [array[np.asarray(rows)]], [list(range(len(at)))])
-    return own, [at[member] for member in members]
+    array, places = next(found for found in zip(one.arrays, one.places, strict=True) if at[0] in found[1])
+    own = array[np.asarray([places.index(place) for place in at])]
+    return Items([one.labels[place] for place in at], [own], [list(range(len(at)))]), [at[i] for i in members]
 
 
 def _of_outputs(
-    values: Array, first: Items, second: Items | None, layer: str | None, budget: int | None
+    values: Array, first: Items, second: Items, layer: str | None, budget: int | None
 ) -> list[Array | None]:
     """Return disagreement, divergence and the measure of the outputs of each pair."""
-    own, other = (_outputs(one, layer) for one in (first, second or first))
+    own = _outputs(first, layer)
+    other = own if second is first else _outputs(second, layer)
     if own is None or other is None:
         return [None, None, None]
     of_measure = values[np.ix_(own[1], other[1])]
     classes = {outputs.arrays[0].shape[2] for outputs, _ in (own, other)}
     if len(classes) > 1 or classes == {1}:
         return [None, None, of_measure]
-    members = np.ix_(*([member for _, member in one.labels] for one in (first, second or first)))
-    networks = own[0], None if second is None else other[0]
-    beside = (MEASURES[name] for name in ("disagreement", "jensen_shannon"))
-    tables = [Job(one, form_of(one, {}), *networks, budget).run()[0] for one in beside]
-    return [*(table[members] for table in tables), of_measure]
+    members = np.ix_(*([member for _, member in one.labels] for one in (first, second)))
+    jobs = [Job(MEASURES[name], form_of(MEASURES[name], {}), own[0], other[0], budget) for name in FUNCTIONAL]
+    return [*(job.run([("all", None)])[0][0][members] for job in jobs), of_measure]
 
 
 def _invariants(gram: Any, one: Items) -> moments.Invariants:

@@ -63,7 +63,6 @@ def _score(a: Maps, b: Maps, num_folds: int | None, folds: str) -> Array:
 
 
 def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Form:
-    """Return the predictivity of a penalty, on folds."""
     check_single("alpha", alpha)
     check_non_negative("alpha", alpha)
     count = _checked_folds(num_folds, folds)

@@ -62,7 +62,6 @@ ANGULAR_DISTANCE = Form(_unit_centred, _angle)
 
 
 def partial_whitening_form(*, a: Scalar = 0.5) -> Form:
-    """Return the distance of partly whitened shapes."""
     check_single("a", a)
     if not is_traced(a) and not 0 <= float(a) <= 1:
         fail("a", "lie from 0 (whitened) to 1 (as it is)", a)

@@ -42,21 +42,25 @@ class JointMoments(Result):
     @property
     def products(self) -> Array:
         """Return sum x x^T, [P, P]."""
-        return self.sums[1 : 1 + sum(self.widths), 1 : 1 + sum(self.widths)]
+        return self.sums[1 : 1 + len(self.mean), 1 : 1 + len(self.mean)]
 
     @property
     def quartics(self) -> Array:
         """Return sum |x_r|^2 |x_s|^2, [R, R]."""
-        return self.sums[1 + sum(self.widths) :, 1 + sum(self.widths) :]
+        return self.sums[1 + len(self.mean) :, 1 + len(self.mean) :]
 
     def squares(self) -> Array:
         """Return sums |x_r|^2, [R]."""
         return _per_representation(jnp.diagonal(self.products), self.widths)
 
+    def place(self, index: int) -> slice:
+        """Return the place of one representation's features among all."""
+        start = sum(self.widths[:index])
+        return slice(start, start + self.widths[index])
+
     def block(self, one: int, other: int) -> Array:
         """Return sums of products of two representations' features, [p, q]."""
-        starts = np.concatenate([[0], np.cumsum(self.widths)])
-        return self.products[starts[one] : starts[one + 1], starts[other] : starts[other + 1]]
+        return self.products[self.place(one), self.place(other)]
 
 
 def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
@@ -149,28 +153,33 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
     return eqx.tree_at(lambda m: m.mean, total, total.mean + jnp.asarray(np.concatenate(points), total.mean.dtype))
 
 
-def _block_squares(products: Array, widths: tuple[int, ...]) -> Array:
-    """Return the sums of squares of all blocks of a matrix, [R, R]."""
-    return _per_representation(_per_representation(products**2, widths).T, widths)
+def _divided(m: JointMoments, features: Array, lengths: Array) -> JointMoments:
+    """Return the sums of features x divided by `features`, [P], and of |x_r|^2 divided by `lengths`, [R]."""
+    sizes = jnp.concatenate([jnp.ones_like(lengths[:1]), features, lengths])
+    return eqx.tree_at(lambda m: m.sums, m, m.sums / sizes[:, None] / sizes[None])
+
+
+def _scaled(m: JointMoments) -> JointMoments:
+    """Return the sums of representations whose squared lengths sum to 1."""
+    squares = m.squares()
+    return _divided(m, jnp.sqrt(squares)[np.repeat(np.arange(len(m.widths)), m.widths)], squares)
+
+
+def _block_squares(m: JointMoments) -> Array:
+    """Return the sums of squares of all blocks of `products`, [R, R]."""
+    return _per_representation(_per_representation(m.products**2, m.widths).T, m.widths)
 
 
 def _linear_cka(m: JointMoments) -> Array:
-    squares = _block_squares(_scaled(m), m.widths)
+    squares = _block_squares(_scaled(m))
     own = jnp.sqrt(jnp.diagonal(squares))
     return squares / own[:, None] / own[None]
 
 
-def _scaled(m: JointMoments) -> Array:
-    """Return products of features of representations whose squared lengths sum to 1."""
-    lengths = jnp.sqrt(m.squares())[np.repeat(np.arange(len(m.widths)), m.widths)]
-    return m.products / lengths[:, None] / lengths[None]
-
-
 def _debiased_cka(m: JointMoments) -> Array:
-    n, squares = m.count, m.squares()
-    inner = _block_squares(_scaled(m), m.widths)
-    quartics = m.quartics / squares[:, None] / squares[None]
-    hsic = inner - n / (n - 2) * quartics + 1 / ((n - 1) * (n - 2))
+    n, m = m.count, _scaled(m)
+    inner = _block_squares(m)
+    hsic = inner - n / (n - 2) * m.quartics + 1 / ((n - 1) * (n - 2))
     own = jnp.sqrt(jax.vmap(apart_from_rounding)(jnp.diagonal(hsic), jnp.diagonal(inner)))
     return jnp.clip(hsic / own[:, None] / own[None], -1.0, 1.0)
 
@@ -182,9 +191,8 @@ def _of_pairs(m: JointMoments, of_pair: Callable[[int, int], Array]) -> Array:
 
 
 def _angular(m: JointMoments) -> Array:
-    squares = m.squares()
-    cosine = lambda i, j: nuclear_norm(m.block(i, j)) / jnp.sqrt(squares[i]) / jnp.sqrt(squares[j])  # noqa: E731
-    return jnp.minimum(_of_pairs(m, cosine), 1.0)
+    m = _scaled(m)
+    return jnp.minimum(_of_pairs(m, lambda i, j: nuclear_norm(m.block(i, j))), 1.0)
 
 
 def _procrustes(m: JointMoments) -> Array:
@@ -192,24 +200,17 @@ def _procrustes(m: JointMoments) -> Array:
     return root(_of_pairs(m, lambda i, j: jnp.maximum(squares[i] + squares[j] - 2 * nuclear_norm(m.block(i, j)), 0.0)))
 
 
-def _evened(m: JointMoments) -> JointMoments:
-    """Return moments of features scaled by powers of two to one size."""
-    sizes = scale_of(jnp.sqrt(jnp.diagonal(m.products)))
-    sizes = jnp.concatenate([jnp.ones(1, sizes.dtype), sizes, jnp.ones(len(m.widths), sizes.dtype)])
-    return eqx.tree_at(lambda m: m.sums, m, m.sums / sizes[:, None] / sizes[None])
-
-
-def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
-    """Return the inverse square root of each covariance, and its rank."""
+def _whitened(m: JointMoments) -> tuple[JointMoments, list[Array], list[Array]]:
+    """Return sums of features of one size, the inverse square root of each covariance, and its rank."""
+    m = _divided(m, scale_of(jnp.sqrt(jnp.diagonal(m.products))), jnp.ones(len(m.widths), m.sums.dtype))
     own = [m.block(i, i) for i in range(len(m.widths))]
     # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
     roots = [psd_power(each, -0.5, rtol=8 * len(each) * float(jnp.finfo(each.dtype).eps)) for each in own]
-    return roots, [jnp.round(jnp.sum(product(root, each) * root)) for root, each in zip(roots, own, strict=True)]
+    return m, roots, [jnp.round(jnp.sum(product(root, each) * root)) for root, each in zip(roots, own, strict=True)]
 
 
 def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
-    m = _evened(m)
-    roots, ranks = _whitened(m)
+    m, roots, ranks = _whitened(m)
     meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
     return jnp.minimum(_of_pairs(m, lambda i, j: total(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
 
@@ -271,9 +272,9 @@ def _check_scale(moments: JointMoments) -> None:
 
 
 def _warn_lost(moments: JointMoments) -> None:
-    """Warn of directions that each representation's covariance does not hold."""
+    """Warn if a covariance has a lower rank than the number of its features that vary."""
     widths = [int(jnp.sum(jnp.diagonal(moments.block(i, i)) > 0)) for i in range(len(moments.widths))]
-    lost = [width - int(rank) for width, rank in zip(widths, _whitened(_evened(moments))[1], strict=True)]
+    lost = [width - int(rank) for width, rank in zip(widths, _whitened(moments)[2], strict=True)]
     if any(lost):
         warn(
             f"{', '.join(map(str, lost))} directions of the representations, in their order, depend on others or are "
@@ -287,12 +288,12 @@ def _from_moments(moments: JointMoments, measure: str) -> Array:
 
 
 def _expected_linear_cka(m: JointMoments) -> Array:
-    traces = m.squares() / jnp.sqrt(jnp.diagonal(_block_squares(m.products, m.widths)))
+    traces = 1 / jnp.sqrt(jnp.diagonal(_block_squares(_scaled(m))))
     return traces[:, None] * traces[None] / (m.count - 1)
 
 
 def _expected_cca_squared(m: JointMoments) -> Array:
-    ranks = jnp.stack(_whitened(_evened(m))[1])
+    ranks = jnp.stack(_whitened(m)[2])
     return jnp.maximum(ranks[:, None], ranks[None]) / (m.count - 1)
 
 
@@ -301,12 +302,14 @@ EXPECTED: dict[str, Callable[[JointMoments], Array]] = {
     "debiased_cka": lambda m: jnp.zeros_like(m.quartics),
     "cca_squared": _expected_cca_squared,
 }
-"""Means over all orders of one representation's samples."""
+"""Functions that return the means of measures over all orders of one representation's samples, by measure."""
 
 
 @validated
 def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
-    """Return chance values, exact means over all orders of the samples, [R, R].
+    """Return the exact mean of a measure of each pair over all orders of one representation's samples, [R, R].
+
+    These are the values by chance, for independent representations.
 
     Args:
         moments: Moments from `stream_moments`.
@@ -323,10 +326,10 @@ def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") 
 def predictivity_from_moments(
     folds: list[JointMoments], source: int = 0, target: int = 1, *, alpha: Scalar = 0.0
 ) -> Score:
-    """Return `linear_predictivity` of one representation from another, with the moments of each fold.
+    """Return `linear_predictivity` of one representation from another, computed from the moments of each fold.
 
     Args:
-        folds: Moments of at least two disjoint parts of the samples. Maps fitted to the others predict each part.
+        folds: Moments of at least two disjoint folds of the samples. A map fitted to the other folds predicts each.
         source: Index of the representation that predicts.
         target: Index of the predicted representation.
         alpha: Non-negative ridge penalty, in squared units of the source summed over samples.
@@ -359,8 +362,6 @@ def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, 
     own = own / sizes[:, None] / sizes[None] + alpha * jnp.eye(own.shape[0], dtype=own.dtype)
     weights = product(psd_power(own, -1), train.block(source, target) / sizes[:, None]) / sizes[:, None]
     explained = product(test.block(source, source), weights) - 2 * test.block(source, target)
-    starts = np.concatenate([[0], np.cumsum(train.widths)])
     apart = test.mean - train.mean
-    one, other = (apart[starts[place] : starts[place + 1]] for place in (source, target))
-    offset = other - product(one[None], weights)[0]
+    offset = apart[test.place(target)] - product(apart[test.place(source)][None], weights)[0]
     return test.squares()[target] + jnp.sum(weights * explained) + test.count * jnp.sum(offset**2)

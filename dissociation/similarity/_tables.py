@@ -1,6 +1,7 @@
 """Tables of one measure for all pairs of representations."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import equinox as eqx
@@ -15,10 +16,11 @@ from dissociation._core.linalg import product
 from dissociation.similarity._base import Form, Measure, inner, of_sizes
 from dissociation.similarity._items import Items
 from dissociation.training._machine import free_memory
+from dissociation.training._progress import MeterFactory, open_meter
 
 # Parts of this size stay in a CPU's caches, which makes products three times as fast.
 PART = 4096
-"""Entries of flat matrices that are multiplied at a time on a CPU."""
+"""Number of columns of flat matrices that a CPU multiplies at a time."""
 
 TILE_BYTES = 64 * 2**20
 """Memory of one tile of pairs, in bytes."""
@@ -32,14 +34,24 @@ BATCH_BYTES = 16 * 2**20
 SCRATCH = 6
 """Approximate memory of preparation, in arrays of the size of its result."""
 
-CHUNKS, SMALLEST_CHUNK = 10, 5
-"""Number of chunks of orders or blocks, between which the host shows progress, and of choices in one, at least."""
+CHUNKS = 10
+"""Largest number of chunks of the choices of one step. The host advances the progress meter after each chunk."""
+
+SMALLEST_CHUNK = 5
+"""Smallest number of choices in a chunk, unless a step has fewer."""
 
 Stacks = tuple[Array, ...]
 """Representations stacked by width, [items, n, p] each."""
 
 Sets = tuple[Stacks, Stacks | None]
-"""Two sets, or one set whose pairs are compared."""
+"""Two sets whose pairs across are compared, or one set and None."""
+
+Step = tuple[str, Any]
+"""A task and its choices of samples, [choices, m].
+
+"all" compares all samples and has no choices. "blocks" compares the chosen samples of both sets. "orders" compares the
+first set with the chosen samples of the second.
+"""
 
 
 def _prepared_bytes(form: Form, stack: Array) -> int:
@@ -54,10 +66,10 @@ def _bytes(tree: Any) -> int:
 
 @eqx.filter_jit
 def _tables(form: Form, sets: Sets, choices: Array | None, task: str, symmetric: bool) -> Array:
-    """Return the measure of all pairs, [choices, items, others], and its means over all orders, if they are known.
+    """Return the measure of all pairs for each choice of samples, [choices, items, others].
 
-    Choices of samples [choices, m] are samples of both sets if `task` is "rows", and of the second set if it is
-    "orders".
+    For the task "all", return the measure and, if the form has `expected`, its mean over all orders, [1 or 2, items,
+    others].
     """
     first, second = sets
     ready = _prepared(form, first, None) if task == "orders" else None
@@ -71,12 +83,12 @@ def _tables(form: Form, sets: Sets, choices: Array | None, task: str, symmetric:
     a, b = prepared(None)
     found = [_table(form, a, b, symmetric)]
     if form.expected is not None:
-        found.append(_joined([[_outer(form.expected, one, other) for other in b] for one in a]))
+        found.append(jnp.block([[_outer(form.expected, one, other) for other in b] for one in a]))
     return jnp.stack(found)
 
 
 def _prepared(form: Form, stacks: Stacks, rows: Array | None) -> list[Any]:
-    """Return all representations of a set, prepared."""
+    """Return the prepared representations of a set, in one stack per width."""
     found = []
     for stack in stacks:
         own = stack if rows is None else stack[:, rows]
@@ -93,11 +105,7 @@ def _table(form: Form, first: list[Any], second: list[Any], symmetric: bool) -> 
         mirrored = [blocks[j][i].T for j in range(i)] if symmetric else []
         rest = enumerate(second[len(mirrored) :], len(mirrored))
         blocks.append(mirrored + [_block(form, a, b, symmetric=symmetric and i == j) for j, b in rest])
-    return _joined(blocks)
-
-
-def _joined(blocks: list[list[Array]]) -> Array:
-    return jnp.concatenate([jnp.concatenate(row, 1) for row in blocks], 0)
+    return jnp.block(blocks)
 
 
 def _outer(function: Any, a: Any, b: Any) -> Array:
@@ -133,7 +141,10 @@ def _cut(tree: Any, start: Array | int, width: int) -> Any:
 
 
 def _products(a: Array, b: Array) -> Array:
-    """Return <a_i, b_j> of all pairs, on a CPU from parts of the entries."""
+    """Return the inner products of all items of `a` with all of `b`, [items, others].
+
+    On a CPU the sum over entries is split into parts that fit into the caches.
+    """
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
     parts = a.shape[1] // PART
     if parts < 2 or jax.default_backend() != "cpu":
@@ -148,68 +159,61 @@ def _products(a: Array, b: Array) -> Array:
 
 
 class Job:
-    """One measure on two sets of representations, or on pairs within one set."""
+    """One measure of all pairs across two sets of representations, which may be the same object."""
 
-    def __init__(
-        self, measure: Measure, form: Form, first: Items, second: Items | None = None, budget: int | None = None
-    ):
-        self.first, self.second = first, second
-        self.symmetric = measure.symmetric and second is None
-        both = first.arrays + (second.arrays if second else [])
-        widths, items = [array.shape[2] for array in both], sum(array.shape[0] for array in both)
-        pairs = len(first.labels) * len((second or first).labels)
-        self.form = of_sizes(form, both[0].shape[1], max(widths), min(widths), items=items, pairs=pairs)
-        self.budget = (
-            free_memory(both) if budget is None else check_count("memory_budget", budget, minimum=1, maximum=None)
-        )
+    def __init__(self, measure: Measure, form: Form, first: Items, second: Items, budget: int | None = None):
+        self.name, self.within = measure.name, first is second
+        self.symmetric, self.count = measure.symmetric and self.within, (len(first.labels), len(second.labels))
+        arrays = first.arrays + ([] if self.within else second.arrays)
+        widths, items = [array.shape[2] for array in arrays], sum(array.shape[0] for array in arrays)
+        sizes = {"items": items, "pairs": self.count[0] * self.count[1]}
+        self.form = of_sizes(form, arrays[0].shape[1], max(widths), min(widths), **sizes)
+        limits = {"minimum": 1, "maximum": None}
+        self.budget = free_memory(arrays) if budget is None else check_count("memory_budget", budget, **limits)
+        self.rows = self._pieces(first)
+        self.columns = self.rows if self.within else self._pieces(second)
 
     def _pieces(self, one: Items) -> list[tuple[Stacks, list[int]]]:
         """Return stacks and their label indices, in as many pieces as memory requires."""
-        bytes_of = [_prepared_bytes(self.form, array) for array in one.arrays]
-        sets = 1 if self.second is None else 2
-        if sets * sum(size * len(array) for size, array in zip(bytes_of, one.arrays, strict=True)) <= self.budget:
+        sizes = [_prepared_bytes(self.form, array) for array in one.arrays]
+        if np.dot(sizes, [len(array) for array in one.arrays]) <= self.budget / (1 if self.within else 2):
             return [(tuple(one.arrays), sum(one.places, start=[]))]
         pieces = []
-        for size, array, places in zip(bytes_of, one.arrays, one.places, strict=True):
+        for size, array, places in zip(sizes, one.arrays, one.places, strict=True):
             # Two pieces are held while they are compared.
             step = max(1, int(self.budget // (2 * size)))
             pieces += [((array[i : i + step],), places[i : i + step]) for i in range(0, len(array), step)]
         return pieces
 
-    def run(
-        self,
-        choices: Any = None,
-        task: str = "values",
-        advance: Callable[[int, str], None] = lambda done, text: None,
-    ) -> Array:
+    def run(self, steps: Sequence[Step], progress: str | MeterFactory | None = None) -> list[Array]:
+        """Return the tables of each step, [choices, items, others], with a meter that counts choices."""
+        done, found = 0, []
+        counts = [1 if choices is None else len(choices) for _, choices in steps]
+        with closing(open_meter(progress, sum(counts), self.name)) as meter:
+            for (task, choices), count in zip(steps, counts, strict=True):
+                size, parts = min(count, max(SMALLEST_CHUNK, -(-count // CHUNKS))), []
+                for start in range(0, count, size):
+                    meter.advance(done + start, task)
+                    # The last choice fills the last chunk, so that one program computes all chunks.
+                    rows = np.minimum(np.arange(start, start + size), count - 1)
+                    parts.append(self._table(task, None if choices is None else jnp.asarray(np.asarray(choices)[rows])))
+                done += count
+                found.append(jnp.asarray(np.concatenate(parts)[: None if choices is None else count]))
+            meter.advance(done, "done")
+        return found
+
+    def _table(self, task: str, choices: Array | None) -> np.ndarray:
         """Return `_tables` of all pairs of pieces, joined."""
-        rows = self._pieces(self.first)
-        columns = rows if self.second is None else self._pieces(self.second)
-        count = len(self.first.labels), len((self.second or self.first).labels)
         table: Any = None
-        for i, (one, own) in enumerate(rows):
-            for j, (other, others) in enumerate(columns):
+        for i, (one, own) in enumerate(self.rows):
+            for j, (other, others) in enumerate(self.columns):
                 if self.symmetric and j < i:
                     continue
-                same = self.second is None and i == j
+                same = self.within and i == j
                 sets = one, None if same else other
-                part = self._in_chunks(sets, choices, task, self.symmetric and same, advance)
-                table = np.zeros((len(part), *count), part.dtype) if table is None else table
+                part = np.asarray(_tables(self.form, sets, choices, task, self.symmetric and same))
+                table = np.zeros((len(part), *self.count), part.dtype) if table is None else table
                 table[(slice(None), *np.ix_(own, others))] = part
                 if self.symmetric and not same:
                     table[(slice(None), *np.ix_(others, own))] = part.swapaxes(-1, -2)
-        return jnp.asarray(table)
-
-    def _in_chunks(
-        self, sets: Sets, choices: Any, task: str, symmetric: bool, advance: Callable[[int, str], None]
-    ) -> np.ndarray:
-        """Return `_tables` of known choices, computed in chunks."""
-        if choices is None:
-            return np.asarray(_tables(self.form, sets, None, task, symmetric))
-        choices, count, parts = np.asarray(choices), len(choices), []
-        size = min(count, max(SMALLEST_CHUNK, -(-count // CHUNKS)))
-        for start in range(0, count, size):  # the last choice stands in for those that are missing: one program
-            own = choices[np.minimum(np.arange(start, start + size), count - 1)]
-            parts.append(np.asarray(_tables(self.form, sets, jnp.asarray(own), task, symmetric))[: count - start])
-            advance(min(start + size, count), "")
-        return np.concatenate(parts)
+        return table

@@ -12,9 +12,6 @@ from scipy import stats
 from scipy.linalg import orthogonal_procrustes
 from scipy.spatial.distance import pdist
 from scipy.spatial.distance import squareform as as_square
-from sklearn.linear_model import Ridge
-from sklearn.metrics import r2_score
-from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
 from dissociation import similarity
 from dissociation._core.ties import ranks, snapped
@@ -114,12 +111,11 @@ def test_options_agree_with_the_reference():
         wanted = [reference.linear_predictivity(X, Y, a, folds) for a in alphas]
         close(similarity.predictivity_path(X, Y, alphas, num_folds=folds), wanted)
         close(similarity.linear_predictivity(X, Y, alpha=50.0, num_folds=folds), wanted[-1])
-    predicted = cross_val_predict(Ridge(alpha=3.0), X, Y, cv=PredefinedSplit(np.arange(SAMPLES) // 10))
+    contiguous = np.split(np.arange(SAMPLES), 4)
     found = similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=4, folds="contiguous")
-    close(found, r2_score(Y, predicted, multioutput="variance_weighted"))
-    labels = RNG.integers(0, Q, SAMPLES)
-    ours = similarity.min_max_disagreement(X[:, :Q], Y, labels)
-    close(ours, reference.min_max_disagreement(X[:, :Q], Y, labels))
+    close(found, reference.linear_predictivity(X, Y, 3.0, contiguous))
+    outputs = X[:, :Q], Y, RNG.integers(0, Q, SAMPLES)
+    close(similarity.min_max_disagreement(*outputs), reference.min_max_disagreement(*outputs))
 
 
 @pytest.mark.usefixtures("x64")
@@ -164,29 +160,18 @@ def test_small_distances_are_not_lost_in_rounding():
     np.testing.assert_allclose(similarity.procrustes_distance(x, moved), wanted, rtol=1e-2)
 
 
-def test_offsets_do_not_matter():
-    x, y = X.astype(np.float32), Y.astype(np.float32)
-    whole = np.round(8 * x) / 8  # an offset of 1024 keeps these exactly
-    for name, measure in MEASURES.items():
-        if {"S", "T"} <= set(measure.invariances):
-            np.testing.assert_allclose(measure(whole + 1024, y), measure(whole, y), atol=3e-5, err_msg=name)
-
-
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", [n for n, m in MEASURES.items() if not m.host and n not in WITHOUT_DERIVATIVE])
-def test_derivatives_are_those_of_differences(name):
-    measure = MEASURES[name]
+@pytest.mark.parametrize("name", [name for name in MEASURES if name not in WITHOUT_DERIVATIVE])
+def test_derivatives_are_those_of_differences_or_refused(name):
     direction = np.random.default_rng(3).standard_normal(X.shape)
-    slope = jax.grad(lambda t: measure(X + t * direction, Y))(0.0)
-    step = 1e-6
-    wanted = (measure(X + step * direction, Y) - measure(X - step * direction, Y)) / (2 * step)
-    np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-7)
-
-
-def test_matchings_say_that_they_have_no_derivative():
-    for name in ("hard_matching", "soft_matching"):
+    along = lambda t: MEASURES[name](X + t * direction, Y)  # noqa: E731
+    if MEASURES[name].host:
         with pytest.raises(TypeError, match="no derivative"):
-            jax.grad(lambda x, name=name: MEASURES[name](x, Y))(jnp.asarray(X))
+            jax.grad(along)(0.0)
+        return
+    step = 1e-6
+    wanted = (along(step) - along(-step)) / (2 * step)
+    np.testing.assert_allclose(jax.grad(along)(0.0), wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("x64")
@@ -222,7 +207,7 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
     flat, tiny = np.tile(X[:1].astype(np.float32), (SAMPLES, 1)), (1e-40 * Y).astype(np.float32)
     same, small = (
         "`y` must differ between samples, got the same row 40 times",
-        "`y` must have an entry of at least 1.2e-38",
+        "`y` must have an entry of at least 1",
     )
     for name, x, y, words in (
         *((name, X, flat, same) for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca")),
@@ -235,6 +220,7 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
         with pytest.raises(ValueError, match=words):
             MEASURES[name](x, y)
     similarity.cca(X[:8], Y[:8])
+    assert similarity.disagreement(Y, Y) == 0
     assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
 
 
@@ -257,17 +243,12 @@ def test_the_table_of_the_guide_is_what_the_measures_say():
     assert table() in (Path(__file__).parents[2] / "docs" / "similarity.md").read_text()
 
 
-def test_constant_neurons_are_nothing_in_large_arrays():
-    rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((2, 300, 256)).astype(np.float32)
+def test_constant_neurons_in_large_arrays_and_a_sample_far_longer_than_others_cost_no_digits():
+    x, y = np.random.default_rng(0).standard_normal((2, 300, 256)).astype(np.float32)
     x[:, :128], y[:, :128] = 1.3 * x[0, :128], 0.7 * y[0, :128]
     wanted = similarity.hard_matching(x[:, 128:], y[:, 128:]) / 2  # half of the neurons are dead
     assert abs(similarity.hard_matching(x, y) - wanted) < 0.02
-
-
-def test_a_sample_far_longer_than_others_costs_no_digits():
-    x, y = X.copy(), Y.copy()
-    x[0], y[0] = 1e4 * x[0], 1e4 * y[0]
+    x, y = (np.concatenate([1e4 * one[:1], one[1:]]) for one in (X, Y))
     for found in (similarity.debiased_cka(x, y), similarity.pairwise([x, y], "debiased_cka").values[0, 1]):
         np.testing.assert_allclose(found, reference.debiased_cka(x, y), atol=1e-5)
 
@@ -285,13 +266,11 @@ def test_ties_of_rdms_survive_rounding(rdm, comparison):
     code = np.pad(CODE, ((0, 0), (0, P - Q))) + (rdm == "cosine") * TIED[:, :1]
     wanted = compare(*(np.round(reference.rdm(one, rdm), 9) for one in (code, TIED)))
     x, y = ((one @ ROTATION).astype(np.float32) for one in (code, TIED))
-    rsa = lambda x, y: similarity.rsa(x, y, rdm=rdm, comparison=comparison)  # noqa: E731
-    found = [rsa(x, y), rsa(x[:, ::-1] @ ROTATION.astype(np.float32), np.ldexp(y, -50))]
-    if rdm != "cosine":
-        found += [rsa(x + np.float32(50), y)]
     a, b = (reference.rdm(one, rdm) for one in (x, y))
-    found += [similarity.compare_rdms(a, np.ldexp(b, 60), comparison)]
-    found += [similarity.compare_rdms(np.ldexp(a, -60), b, comparison)]
+    moved = x + np.float32(0 if rdm == "cosine" else 50)
+    pairs = (x, y), (x[:, ::-1] @ ROTATION.astype(np.float32), np.ldexp(y, -50)), (moved, y)
+    found = [similarity.rsa(*pair, rdm=rdm, comparison=comparison) for pair in pairs]
+    found += [similarity.compare_rdms(*pair, comparison) for pair in ((a, np.ldexp(b, 60)), (np.ldexp(a, -60), b))]
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
@@ -301,7 +280,7 @@ def test_ties_of_rdms_survive_rounding(rdm, comparison):
     + [("rsa", {"rdm": "correlation", "comparison": "kendall"}), ("crossnobis_rsa", {"comparison": "spearman"})],
 )
 def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
-    """Rows with ties, turned, scaled by a power of two, with permuted columns, in other orders."""
+    """Rows with ties, turned, scaled by a power of two, with permuted columns, an offset, in other orders."""
     measure = MEASURES[name]
     invariances = measure.invariances.replace("O", "") if "rdm" in options else measure.invariances
     of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
@@ -316,6 +295,8 @@ def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
         found.append(value(x[:, ::-1], y))
     if "D" in invariances:
         found.append(value(x * sizes, y))
+    if "T" in invariances and not options:  # float32 holds these integers with an offset of 1024
+        found.append(value(x + 1024, y))
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     if "S" in invariances:
         np.testing.assert_array_equal([value(np.ldexp(x, 60), y), value(np.ldexp(x, -60), y)], wanted)
@@ -375,7 +356,7 @@ def test_maps_of_any_unit(scale):
         np.testing.assert_allclose(found.relative_stress, wanted.relative_stress, atol=1e-4)
 
 
-def test_nothing_over_nothing_is_no_number():
+def test_nothing_over_nothing_is_no_number_and_a_degenerate_null_is_no_evidence():
     """One active sample, or active samples that are orthogonal to each other: nothing is left but rounding."""
     single = np.zeros((SAMPLES, P))
     single[3] = RNG.standard_normal(P)
@@ -388,6 +369,12 @@ def test_nothing_over_nothing_is_no_number():
         moments = _streaming.joint_moments(x, y)
         with pytest.warns(RuntimeWarning, match="debiased_cka is not defined for representation 0"):
             assert np.isnan(similarity.similarity_from_moments(moments)[0, 1])
+    for name in ("rsa", "debiased_rbf_cka"):
+        with pytest.warns(RuntimeWarning, match="is not defined for"):
+            found = similarity.pairwise([0.7 * np.eye(20), Y[:20]], name)
+        assert np.isnan(found.values[0, 1])
+    orthogonal = np.linalg.qr(RNG.standard_normal((12, 12)))[0]
+    assert similarity.compare(orthogonal, Y[:12], "linear_cka", num_blocks=None).p_values == 1  # all orders score alike
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -404,25 +391,10 @@ def test_predictivity_has_a_derivative_with_dead_neurons(alpha):
     assert similarity.linear_predictivity(alone, Z[:20, :2]) > -0.5
 
 
-def test_degenerate_nulls_and_measures_say_so():
-    orthogonal = np.linalg.qr(RNG.standard_normal((12, 12)))[0]
-    found = similarity.compare(orthogonal, Y[:12], "linear_cka", num_blocks=None)
-    assert found.p_values == 1  # all orders score alike
-    for name in ("rsa", "debiased_rbf_cka"):
-        with pytest.warns(RuntimeWarning, match="is not defined for"):
-            found = similarity.pairwise([0.7 * np.eye(20), Y[:20]], name)
-        assert np.isnan(found.values[0, 1])
-    assert similarity.disagreement(Y, Y) == 0
-
-
-def test_dense_numbers_do_not_melt_into_one_tie():
-    values = RNG.uniform(size=200_000).astype(np.float32)  # neighbours within rounding of the largest
-    found = np.asarray(ranks(values))
-    np.testing.assert_allclose(found, stats.rankdata(values), atol=20)
-    assert abs(snapped(values) - values).max() < 1e-4
-
-
-def test_sizes_zeros_and_numbers_that_are_none():
+def test_ties_of_dense_numbers_of_sizes_of_zeros_and_of_numbers_that_are_none():
+    dense = RNG.uniform(size=200_000).astype(np.float32)  # neighbours within rounding of the largest
+    np.testing.assert_allclose(ranks(dense), stats.rankdata(dense), atol=20)
+    assert abs(snapped(dense) - dense).max() < 1e-4
     values = np.array([1e6, 2.0, 1.0, 2.0 + 1e-15, -1e-17, np.nan, np.inf, np.inf, -np.inf])
     tied = snapped(values, np.abs(np.nan_to_num(values, posinf=1.0, neginf=1.0)))
     np.testing.assert_array_equal(tied, [1e6, 2.0, 1.0, 2.0, -1e-17, np.nan, np.inf, np.inf, -np.inf])

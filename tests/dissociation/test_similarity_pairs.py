@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas
 import pytest
 import similarity_reference as reference
 from compiled import compilations
@@ -46,19 +47,27 @@ def by_hand(name, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "budgets"),
     [
-        ("debiased_cka", {}),
-        ("rsa", {"comparison": "kendall"}),
-        ("pwcca", {}),
-        ("linear_predictivity", {"alpha": 2.0, "num_folds": 3}),
-        ("soft_matching", {}),
+        ("debiased_cka", {}, (None, 1)),
+        ("rsa", {"comparison": "kendall"}, (None, 1)),
+        ("pwcca", {}, (None, 1)),
+        ("linear_predictivity", {"alpha": 2.0, "num_folds": 3}, (None, 1)),
+        ("soft_matching", {}, (None, 1)),
+        ("linear_cka", {}, "tiles"),
+        ("rsa", {}, "tiles"),
+        ("angular_similarity", {}, "tiles"),
     ],
 )
-def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
-    wanted = by_hand(name, **options)
-    for budget in (None, 1):
-        found = similarity.pairwise(LAYERS, name, memory_budget=budget, members=True, baseline=False, **options)
+def test_all_pairs_are_each_pair_whatever_the_memory_and_its_tiles(name, options, budgets, monkeypatch):
+    wanted, layers = by_hand(name, **options), LAYERS
+    if budgets == "tiles":
+        monkeypatch.setattr(tables, "PART", 32)
+        monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * NUMBER * NUMBER * 4)  # 2 x 2 pairs
+        jax.clear_caches()
+        budgets, layers = (None,), {name: np.tile(x, (1, 1, 9)) for name, x in LAYERS.items()}  # CKA over samples
+    for budget in budgets:
+        found = similarity.pairwise(layers, name, memory_budget=budget, members=True, baseline=False, **options)
         np.testing.assert_allclose(np.asarray(found.values)[ROWS], wanted, atol=5e-6)
     assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
     for last in ("layers[1]", "features"):
@@ -66,19 +75,6 @@ def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
     with pytest.raises(ValueError, match=r"`layer` must be one of .* 'hidden0'. It is 'layers\[0\]' now"):
         found.between("hidden0")
     assert found.measure == name
-
-
-def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
-    wanted = {name: by_hand(name) for name in ("linear_cka", "rsa", "angular_similarity")}
-    monkeypatch.setattr(tables, "PART", 32)
-    monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * 7 * 7 * 4)
-    jax.clear_caches()
-    for name, rows in wanted.items():
-        table = np.asarray(similarity.pairwise(LAYERS, name, members=True).values)
-        np.testing.assert_allclose(table[ROWS], rows, atol=5e-6)
-    many = np.concatenate([LAYERS["layers[0]"], LAYERS["logits"]])  # over samples: 6 x 30
-    cka = similarity.pairwise(np.tile(many, (1, 1, 9)), "linear_cka", members=True, baseline=False).values
-    np.testing.assert_allclose(cka[0], wanted["linear_cka"][0, [0, 1, 2, 6, 7, 8]], atol=5e-6)
 
 
 def test_a_second_call_compiles_nothing(caplog):
@@ -117,9 +113,7 @@ def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
 
 
 def test_custom_functions_and_lists_of_any_width():
-    def first_column(x, y, *, power=1):
-        return jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power
-
+    first_column = lambda x, y, *, power=1: jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power  # noqa: E731
     given = [ITEMS[0], ITEMS[4], ITEMS[2][:, :2]]
     found = similarity.pairwise(given, first_column, power=2, baseline=False)
     wanted = np.corrcoef([one[:, 0] for one in given]) ** 2
@@ -131,7 +125,6 @@ def test_custom_functions_and_lists_of_any_width():
 
 
 def test_frames_that_order_their_rows_differently_are_refused():
-    pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(RNG.standard_normal((20, 3)), index=[f"s{i}" for i in range(20)])
     other = frame.iloc[::-1]
     for given in ([frame, other], {"a": frame, "b": other}):
@@ -217,29 +210,18 @@ def test_wrong_calls_are_refused_by_name():
     compiled = jax.jit(lambda x: similarity.pairwise(x, "linear_cka", members=True).values)
     pearson = lambda x, y: stats.pearsonr(x[:, 0], y[:, 0]).statistic  # noqa: E731
     table = lambda **options: similarity.pairwise(LAYERS, "linear_cka", members=True, **options)  # noqa: E731
+    test = lambda: similarity.permutation_test("rbf_cka", one, other, num_draws=None)  # noqa: E731
+    few = lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19)  # noqa: E731
     for call, words in (
-        (
-            lambda: similarity.pairwise("linear_cka", LAYERS),
-            r"The measure comes second: pairwise\(representations, mea",
-        ),
-        (
-            lambda: similarity.permutation_test("rbf_cka", one, other, num_draws=None),
-            r"None\. For .* `compare\(x, y, me",
-        ),
+        (lambda: similarity.pairwise("linear_cka", LAYERS), r"comes second: pairwise\(representations, measure\)"),
+        (test, r"None\. For .* `compare\(x, y, me"),
         (lambda: similarity.pairwise([one, other], lambda x: x.sum()), r"must take 2 arguments \(x, y\), got \(x\)"),
-        (
-            lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19),
-            "at least 20 samples for mutual_knn, got 20, 19 of them without one block",
-        ),
+        (few, "at least 20 samples for mutual_knn, got 20, 19 of them without one block"),
         (lambda: compiled(LAYERS["layers[0]"]), "`representations` must be concrete: pairs of representations"),
         (lambda: similarity.pairwise(LAYERS, "cka"), "`measure` must be one of 'debiased_cka'"),
         (lambda: similarity.pairwise([one, other[1:]], "linear_cka"), "same samples throughout, got 29, 30 samples"),
-        (
-            lambda: similarity.compare(one, other, num_blocks=31),
-            "`num_blocks` must be at most 30, the number of samples",
-        ),
+        (lambda: similarity.compare(one, other, num_blocks=31), "`num_blocks` must be at most 30, the number of sam"),
         (lambda: similarity.compare(one[:10], other[:10], "cca", num_blocks=5), "fewer features than samples less one"),
-        (lambda: named(0, "0"), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: named("1.5", "a", 1.5), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: named(None, "None"), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: listed(one.tolist(), other.tolist()), "list of arrays, got (nested lists|a list)"),
@@ -282,7 +264,14 @@ def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
     assert similarity.compare(one[:4], other[:4]).low is None
 
 
-def test_pairs_are_corrected_once_each():
+def test_p_values_are_corrected_and_pairs_once_each():
+    p = np.array([[0.01, 0.04, np.nan], [0.03, 0.005, 1.0]])
+    np.testing.assert_allclose(similarity.adjust_p_values(p), [[0.04, 0.09, np.nan], [0.09, 0.025, 1.0]])
+    bh = similarity.adjust_p_values(p, "bh")
+    np.testing.assert_allclose(bh[~np.isnan(bh)], stats.false_discovery_control(p[~np.isnan(p)]))
+    np.testing.assert_array_equal(similarity.adjust_p_values(p, "none"), p)
+    with pytest.raises(ValueError, match="`p_values` must lie from 0 to 1"):
+        similarity.adjust_p_values([1.5])
     found = similarity.pairwise(LAYERS, "linear_cka", members=True, p_values=True)
     assert np.isnan(np.diagonal(found.p_values)).all()
     upper = np.triu_indices(9, 1)
@@ -291,9 +280,9 @@ def test_pairs_are_corrected_once_each():
     np.testing.assert_allclose(corrected[upper], wanted)
     np.testing.assert_allclose(corrected, corrected.T)
     across = similarity.compare(LAYERS["layers[0]"], LAYERS["layers[1]"], "linear_cka", members=True, p_values=True)
-    np.testing.assert_allclose(across.corrected(), similarity.adjust_p_values(across.p_values))
     one_way = similarity.pairwise(LAYERS["layers[1]"], "pwcca", members=True, p_values=True, num_orders=19)
-    np.testing.assert_allclose(one_way.corrected(), similarity.adjust_p_values(one_way.p_values))
+    for table in (across, one_way):
+        np.testing.assert_allclose(table.corrected(), similarity.adjust_p_values(table.p_values))
 
 
 def test_sums_over_samples_have_intervals_about_themselves():
@@ -301,9 +290,8 @@ def test_sums_over_samples_have_intervals_about_themselves():
     x = RNG.standard_normal((n, 4))
     found = similarity.compare(x, x @ RNG.standard_normal((4, 3)), "procrustes_distance")
     assert found.low < found.values < found.high
-    distance = similarity.custom_measure(
-        lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2)), identical=0.0, range=(0.0, np.inf), symmetric=True
-    )
+    function, properties = lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2)), {"identical": 0.0, "range": (0.0, np.inf)}
+    distance = similarity.custom_measure(function, symmetric=True, **properties)
     near = similarity.compare(x, x + 0.01 * RNG.standard_normal(x.shape), distance)
     assert near.low < near.values < near.high
     assert near.p_values == 1 / 200  # close, as distances are small
@@ -328,8 +316,7 @@ def test_what_depends_on_its_neighbours_is_tested_by_shifts():
     assert min(p_values) > 0.005
     assert np.mean(np.array(p_values) < 0.1) < 0.4
     options = {"key": jax.random.key(0), "blocks": "contiguous", "num_draws": 999}
-    drawn = similarity.permutation_test("linear_cka", one, other, **options)
-    assert drawn.num_draws == 299  # all shifts that there are
+    assert similarity.permutation_test("linear_cka", one, other, **options).num_draws == 299  # all shifts
     shifts = np.asarray(inference.random_orders(jax.random.key(1), 50, 60, blocks="contiguous"))
     assert len(set(shifts[:, 0])) == 50
     assert 0 not in shifts[:, 0]  # not the order as it is
@@ -339,10 +326,9 @@ def test_what_depends_on_its_neighbours_is_tested_by_shifts():
 def test_positions_of_an_image_stay_together():
     rng = np.random.default_rng(4)
     base = np.cumsum(np.cumsum(rng.standard_normal((2, 40, 6, 6, 3)), 2), 3)
-    found = similarity.compare(*base, "linear_cka", members=False, positions="samples", channels="last")
-    assert found.p_values > 0.01
-    kept = inference.kept_rows(40 * 36, 20, each=36)
-    assert kept[0].shape == (20, 38 * 36)
+    stated = {"members": False, "positions": "samples", "channels": "last"}
+    assert similarity.compare(*base, "linear_cka", **stated).p_values > 0.01
+    assert inference.kept_rows(40 * 36, 20, each=36)[0].shape == (20, 38 * 36)
     orders = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36)
     np.testing.assert_array_equal(np.sort(orders, 1), np.tile(np.arange(40 * 36), (3, 1)))
     images = orders.reshape(3, 40, 36)
@@ -380,27 +366,14 @@ def test_moments_are_those_of_all_orders():
 def test_p_values_of_tables_agree_with_random_orders():
     """CKA has them from moments, other measures from orders of their own."""
     x = RNG.standard_normal((25, 3))
-    sets = {"a": x, "b": np.stack([x + RNG.standard_normal(x.shape), 0.35 * x + RNG.standard_normal(x.shape)])}
-    options = {"members": True, "p_values": True, "num_orders": 999}
+    stacked = np.stack([x, x + RNG.standard_normal(x.shape), 0.35 * x + RNG.standard_normal(x.shape)])
     for name in ("debiased_rbf_cka", "mutual_knn"):
-        table = similarity.pairwise(sets | {"a": x[None]}, name, **options)
-        drawn = similarity.permutation_test(name, x, sets["b"][1], num_draws=4999, key=jax.random.key(0))
+        table = similarity.pairwise(stacked, name, members=True, p_values=True, num_orders=999)
+        drawn = similarity.permutation_test(name, x, stacked[2], num_draws=4999, key=jax.random.key(0))
         error = np.sqrt(drawn.p_value * (1 - drawn.p_value) / 1000)
         assert abs(table.p_values[0, 2] - drawn.p_value) < 4 * error + 0.01
         np.testing.assert_allclose(table.baseline[0, 2], drawn.null_mean, atol=4 * drawn.null_sd / 70)
         assert np.isnan(np.diagonal(table.p_values)).all()
-
-
-def test_corrections():
-    p = np.array([[0.01, 0.04, np.nan], [0.03, 0.005, 1.0]])
-    holm = similarity.adjust_p_values(p)
-    np.testing.assert_allclose(holm, [[0.04, 0.09, np.nan], [0.09, 0.025, 1.0]])
-    known = p[~np.isnan(p)]
-    bh = similarity.adjust_p_values(p, "bh")
-    np.testing.assert_allclose(bh[~np.isnan(bh)], stats.false_discovery_control(known))
-    np.testing.assert_array_equal(similarity.adjust_p_values(p, "none"), p)
-    with pytest.raises(ValueError, match="`p_values` must lie from 0 to 1"):
-        similarity.adjust_p_values([1.5])
 
 
 def test_blocks_are_left_out_whole():
@@ -424,12 +397,15 @@ def test_the_jackknife_of_a_mean_is_students_interval():
     np.testing.assert_allclose(skewed.bias, data.var() - data.var(ddof=1), rtol=1e-2)  # exact in theory
 
 
-@pytest.mark.parametrize("measure", ["debiased_cka", "angular_distance"])
-def test_rounding_beside_a_bound_is_no_bias(measure):
+def test_rounding_beside_a_bound_is_no_bias_and_an_estimate_beyond_it_is_set_to_it_in_words():
     x = np.maximum(np.random.default_rng(1).standard_normal((1080, 4)), 0)
-    found = similarity.compare(x, x[:, ::-1], measure)  # a layer and its permuted neurons, in float32
-    best = MEASURES[measure].identical
-    np.testing.assert_array_equal([found.estimate, found.low, found.high], [best] * 3)
+    for measure in ("debiased_cka", "angular_distance"):
+        found = similarity.compare(x, x[:, ::-1], measure)  # a layer and its permuted neurons, in float32
+        np.testing.assert_array_equal([found.estimate, found.low, found.high], [MEASURES[measure].identical] * 3)
+    noise = np.random.default_rng(0).standard_normal((2, 60, 4))
+    with pytest.warns(RuntimeWarning, match="1 of 1 estimates of linear_cka left the range 0 to 1"):
+        found = similarity.compare(*noise, "linear_cka")
+    assert found.low == found.estimate == 0
 
 
 def test_members_are_left_out_whole():
@@ -477,13 +453,6 @@ def test_values_are_biased_and_estimates_hold_their_intervals(name):
         similarity.compare(x, y, name, num_blocks=None, **options).bars()
 
 
-def test_an_estimate_that_leaves_the_range_is_set_to_its_end_in_words():
-    noise = np.random.default_rng(0).standard_normal((2, 60, 4))
-    with pytest.warns(RuntimeWarning, match="1 of 1 estimates of linear_cka left the range 0 to 1"):
-        found = similarity.compare(*noise, "linear_cka")
-    assert found.low == found.estimate == 0
-
-
 def simulated(name, samples, maps, noise, pairs):
     """Estimates and leave-block-out estimates of pairs with a latent cause, [pairs] and [20, pairs], and the truth."""
     own = [into.T @ into + noise**2 * np.eye(len(into)) for into in maps]
@@ -494,10 +463,8 @@ def simulated(name, samples, maps, noise, pairs):
     def one(key):
         latent, *errors = jax.random.split(key, 3)
         z = jax.random.normal(latent, (samples, len(maps[0])))
-        x, y = (
-            z @ into + noise * jax.random.normal(e, (samples, into.shape[1]))
-            for e, into in zip(errors, maps, strict=True)
-        )
+        seen = zip(errors, maps, strict=True)
+        x, y = (z @ into + noise * jax.random.normal(e, (samples, into.shape[1])) for e, into in seen)
         left = jax.lax.map(lambda rows: compared(form, x[rows], y[rows]), kept, batch_size=20)
         return compared(form, x, y), left
 

@@ -11,7 +11,8 @@ import scipy.linalg
 import scipy.optimize
 import scipy.special
 import scipy.stats
-from scipy.spatial.distance import jensenshannon, pdist, squareform
+from scipy.spatial.distance import cdist, jensenshannon, pdist, squareform
+from sklearn.decomposition import PCA
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 from sklearn.model_selection import cross_val_predict
@@ -165,8 +166,8 @@ def neighbours(x, number):
 
 def mutual_knn(x, y, num_neighbours=10):
     """Mean share of nearest neighbours in common."""
-    pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
-    return np.mean([len(a & b) / num_neighbours for a, b in pairs])
+    pairs = map(set.intersection, neighbours(x, num_neighbours), neighbours(y, num_neighbours))
+    return np.mean([len(common) / num_neighbours for common in pairs])
 
 
 def knn_jaccard(x, y, num_neighbours=10):
@@ -194,16 +195,9 @@ def cca_squared(x, y):
     return np.mean(canonical(x, y)[1] ** 2)
 
 
-def leading_components(x, variance):
-    """Scores on the fewest leading principal components whose share of the variance is at least `variance`."""
-    u, s, _ = scipy.linalg.svd(centred(x), full_matrices=False)
-    kept = 1 + np.argmax(np.cumsum(s**2) / np.sum(s**2) >= variance) if variance < 1 else len(s)
-    return u[:, :kept] * s[:kept]
-
-
 def svcca(x, y, variance=0.99):
-    """Mean canonical correlation after a cut of both sides at a share of variance."""
-    return cca(leading_components(x, variance), leading_components(y, variance))
+    """Mean canonical correlation of the fewest leading principal components whose share of the variance is enough."""
+    return cca(*(PCA(variance, svd_solver="full").fit_transform(one) for one in (x, y)))
 
 
 def pwcca(x, y):
@@ -221,31 +215,27 @@ def gulp_distance(x, y, lam=0.01):
     x, y = centred(x), centred(y)
     x, y = x * np.sqrt(n) / np.linalg.norm(x), y * np.sqrt(n) / np.linalg.norm(y)
     sx, sy, sxy = x.T @ x / n, y.T @ y / n, x.T @ y / n
-
-    def inverse(s):
-        if lam > 0:
-            return np.linalg.inv(s + lam * np.eye(len(s)))
-        return np.linalg.pinv(s, rcond=RANK_TOLERANCE, hermitian=True)
-
-    ax, ay = inverse(sx) @ sx, inverse(sy) @ sy
-    squared = np.trace(ax @ ax) + np.trace(ay @ ay) - 2 * np.trace(inverse(sx) @ sxy @ inverse(sy) @ sxy.T)
+    inverse_x, inverse_y = (
+        np.linalg.pinv(s + lam * np.eye(len(s)), rcond=RANK_TOLERANCE, hermitian=True) for s in (sx, sy)
+    )
+    ax, ay = inverse_x @ sx, inverse_y @ sy
+    squared = np.trace(ax @ ax) + np.trace(ay @ ay) - 2 * np.trace(inverse_x @ sxy @ inverse_y @ sxy.T)
     return np.sqrt(max(squared, 0.0))
 
 
-def linear_predictivity(x, y, alpha=0.0, num_folds=5):
-    """R^2 of y from x over all samples and neurons together, on the project's own folds; without folds, in sample."""
+def linear_predictivity(x, y, alpha=0.0, folds=5):
+    """R^2 of y from x over all samples and neurons together, on given folds, a number of the project's own, or none."""
     model = Ridge(alpha) if alpha else LinearRegression()
     every = np.arange(len(x))
-    tests = splits.folds(len(x), num_folds) if num_folds else []
-    folds = [(np.setdiff1d(every, test), test) for test in tests] or [(every, every)]
-    predicted = cross_val_predict(model, x, y, cv=folds)
+    tests = splits.folds(len(x), folds) if isinstance(folds, int) else folds or []
+    cuts = [(np.setdiff1d(every, test), test) for test in tests] or [(every, every)]
+    predicted = cross_val_predict(model, x, y, cv=cuts)
     return r2_score(y, predicted, multioutput="variance_weighted")
 
 
 def neuron_correlations(x, y):
-    """Signed Pearson correlations [p, q] of the neurons; 0 for a neuron without variance."""
-    x, y = ([column - column.mean() for column in one.T] for one in (x, y))
-    return np.array([[cosine(a, b) if np.ptp(a) and np.ptp(b) else 0.0 for b in y] for a in x])
+    """Signed Pearson correlations [p, q] of the neurons."""
+    return 1 - cdist(x.T, y.T, "correlation")
 
 
 def hard_matching(x, y):
@@ -284,12 +274,9 @@ def min_max_disagreement(x, y, labels):
 
 
 def permutation_moments(k, l):  # noqa: E741
-    """Mean, variance and third central moment of sum_ij k_ij l_{pi(i)pi(j)} over all permutations pi (n <= 8)."""
-    n = len(k)
-    assert n <= 8
-    values = np.array([np.sum(k * l[np.ix_(pi, pi)]) for pi in itertools.permutations(range(n))])
-    mean = values.mean()
-    return mean, np.mean((values - mean) ** 2), np.mean((values - mean) ** 3)
+    """Mean, variance and third central moment of sum_ij k_ij l_{pi(i)pi(j)} over all permutations pi."""
+    values = np.array([np.sum(k * l[np.ix_(pi, pi)]) for pi in itertools.permutations(range(len(k)))])
+    return values.mean(), values.var(), scipy.stats.moment(values, 3)
 
 
 def classical_mds(distances, num_dims):
