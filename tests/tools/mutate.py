@@ -7,7 +7,6 @@ for `or`, a minimum for a maximum. It is made in a copy of the tree, where the t
 until the first failure. A mutant that survives asks for a test, or changes nothing that can be seen.
 """
 
-import argparse
 import ast
 import io
 import itertools
@@ -22,6 +21,8 @@ import tempfile
 import time
 import tokenize
 from pathlib import Path
+
+import tyro
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = ("__main__.py", "__init__.py", "_cli.py", "_axes.py", "_progress.py")
@@ -46,7 +47,7 @@ TESTED_BY = {
     "dissociation.figures._members": ["dissociation/test_figures.py"],
     "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
     "dissociation.bilinear._rounding": ["dissociation/test_spectral_certificate.py"],
-    "dissociation._core.results": ["dissociation/test_labelling.py", "dissociation/test_validation.py"],
+    "dissociation._core.results": ["dissociation/test_results.py", "dissociation/test_validation.py"],
     "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
     "koopman._operators._perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
     "koopman._operators._subspaces": ["koopman/test_operators.py"],
@@ -175,16 +176,10 @@ def run(mutant, root, timeout):
     return row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def main():
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--number", type=int, default=60)
-    parser.add_argument("--timeout", type=float, default=600)
-    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
-    options = parser.parse_args()
-    mutants = draw(random.Random(options.seed), options.number, ROOT)
-    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+def main(seed: int = 0, number: int = 60, timeout: float = 600, out: Path = Path("mutants.json")):
+    """Make mutants and write what became of each."""
+    mutants = draw(random.Random(seed), number, ROOT)
+    rows = json.loads(out.read_text()) if out.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "results", "*.png", ".venv*"))
@@ -193,13 +188,13 @@ def main():
             whole, cwd=copy, env=environment_of(copy), check=True, stdout=subprocess.DEVNULL
         )  # else every mutant would be "caught"
         for mutant in mutants[len(rows) :]:
-            rows.append(run(mutant, copy, options.timeout))
+            rows.append(run(mutant, copy, timeout))
             sys.stdout.write(f"{len(rows):3d} {rows[-1]['outcome']:10s} {rows[-1]['module']}:{rows[-1]['line']}\n")
             sys.stdout.flush()
-            options.out.write_text(json.dumps(rows, indent=1))
+            out.write_text(json.dumps(rows, indent=1))
     caught = sum(row["outcome"].startswith("caught") for row in rows)
     sys.stdout.write(f"caught {caught} of {len(rows)}\n")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)
