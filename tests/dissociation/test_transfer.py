@@ -1,10 +1,7 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from words import refused
 
 from dissociation import measures
 from dissociation.measures import _transfer as transfer
@@ -44,14 +41,15 @@ def test_default_budgets_are_twentieths():
 
 
 def test_wrong_use():
-    errors = partial(measures.transfer_errors, *make_data(), key=None)
-    refused(
-        (lambda: errors(fractions=(0.0, 1.0)), r"`fractions` must lie in \(0, 1\]"),
-        (lambda: errors(fractions=(0.01,)), "`fractions` must leave at least `num_splits`"),
-        (lambda: errors(probe="lucky"), "`probe` must be one of 'converged', 'gradient'"),
-        (lambda: errors(probe="gradient", step_size=jnp.asarray(0.0)), "`step_size` must be positive"),
-        (lambda: errors(probe="gradient", num_steps=jnp.asarray(-1)), "`num_steps` must be at least 0"),
-    )
+    for options, message in (
+        ({"fractions": (0.0, 1.0)}, r"`fractions` must lie in \(0, 1\]"),
+        ({"fractions": (0.01,)}, "`fractions` must leave at least `num_splits`"),
+        ({"probe": "lucky"}, "`probe` must be one of 'converged', 'gradient'"),
+        ({"probe": "gradient", "step_size": jnp.asarray(0.0)}, "`step_size` must be positive"),
+        ({"probe": "gradient", "num_steps": jnp.asarray(-1)}, "`num_steps` must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measures.transfer_errors(*make_data(), **{"key": None} | options)
 
 
 @pytest.mark.parametrize("probe", ["converged", "gradient"])

@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 
 import koopman
-from koopman import (
-    Linear,
-    PrincipalComponents,
-    ReducedRank,
-    Ridge,
-    choose_centres,
-    fit,
-    fit_generator,
-    predict,
-    right_eigenfunctions,
-    score,
-)
+from koopman import Linear, PrincipalComponents, ReducedRank, Ridge, choose_centres, fit, fit_generator, predict, score
 
 X = np.ones((6, 2), np.float32) * np.arange(6, dtype=np.float32)[:, None]
 KEY = jax.random.key(0)
@@ -74,7 +63,7 @@ def stacked(estimator, *numbers):
         (lambda: predict(operator(), PATH, 0), "`steps` must be at least 1, got 0"),
         (lambda: predict(operator(), PATH, [[1, 2]]), r"`steps` must have 1 axis \[t\]"),
         (lambda: predict(operator(), PATH[:, :2]), "as the operator was fitted"),
-        (lambda: right_eigenfunctions(operator(), PATH[:, :2]), r"shape \[n, 3\], as the operator was fitted"),
+        (lambda: koopman.right_eigenfunctions(operator(), PATH[:, :2]), r"shape \[n, 3\], as the operator was fitted"),
         (lambda: koopman.modes(operator(), time_step=0.0), "`time_step`"),
         (lambda: score(operator(), PATH, lag=7, steps=3), r"longer than lag \* steps \(21\)"),
         (lambda: fit_generator(FEW, JAC, rank=5), "at most the number of features"),
