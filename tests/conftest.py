@@ -31,7 +31,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
+import jaxtyping
 import matplotlib as mpl
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -73,6 +75,28 @@ def _own_compilation_cache():
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def x64():
+    """Compute in float64."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def precision(dtype):
+    """Compute in float64 where the test's parameter `dtype` is that."""
+    with jax.enable_x64(np.dtype(dtype) == np.float64):
+        yield
+
+
+@pytest.fixture
+def unchecked():
+    """As users run it: our own errors, not the type checker's."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dissociation.figures
@@ -54,3 +55,57 @@ def test_commands_in_the_readme_are_understood(words, monkeypatch):
     package, name, *options = words
     assert PACKAGES[package].figures.main([name, *options]) == 0
     assert asked == [(package, PACKAGES[package].figures.figures()[name])]
+
+
+WRONG = {
+    ("robustness", "transfer"): {
+        "num_seeds": [0, -1], "num_epochs": [-1], "num_train": [0], "num_test": [0], "width": [0], "data": ["cifar"],
+        "scale_factor": [0.0, -1.0, np.inf, np.nan, 1e30, 1e-30],
+        "duplicate_multiplier": [0.5, 0.0, np.nan, 1e12],
+    },
+    ("robustness",): {"num_scales": [0, 1], "num_zero": [-1, 2**40], "null_scale": [-0.1, np.nan, 1e38]},
+    ("transfer",): {
+        "num_budgets": [0], "num_splits": [1], "gradient_steps": [0], "num_zero": [-1, 2**40],
+        "probes": [(), ("gradient", "gradient"), ("other",)],
+    },
+    ("eigenvectors",): {
+        "sizes": [(), (300, 300), (0, 300)], "reference": [7], "num_seeds": [1], "num_large_seeds": [0], "large": [0],
+        "num_epochs": [0], "batch_size": [0], "weight_decay": [-1.0], "noise": [-1.0, np.nan], "num_ranks": [0],
+        "num_components": [0], "digit": [10, -1], "mask_norms": [(1.0, -1.0)], "num_certified": [0], "num_test": [0],
+        "data": ["cifar"],
+    },
+    ("similarity",): {
+        "num_samples": [19], "measures": [(), ("cka",), ("rsa", "rsa")], "rewrite_measures": [("disagreement",)],
+        "num_blocks": [1], "num_seeds": [2], "num_zero": [-1, 2**40],
+    },
+    ("freedom",): {
+        "num_samples": [1], "num_seeds": [1], "num_zero": [-1, 2**40], "spread": [-1.0, 11.0, np.nan],
+        "model": ["rnn"],
+    },
+    ("collapse",): {
+        "weight_decays": [(), (-0.1,), (0.1, 0.1)], "seeds": [(), (-1,), (2**32,)], "num_steps": [0], "width": [0],
+        "num_train": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
+        "classes": [(1, 1), (0, 10)], "accuracy_threshold": [1.0, -0.1], "code": [0], "learning_rate": [0.0],
+    },
+    ("ordered-mnist",): {
+        "num_seeds": [0], "num_test": [0], "num_steps": [0], "num_train": [1], "num_validation": [1],
+        "num_epochs": [-1], "oracle_epochs": [-1], "models": [(), ("linear", "linear"), ("other",)],
+        "num_digits": [0, 11], "far": [15], "alpha": [0.0], "batch_size": [0, 3000], "data": ["cifar"],
+    },
+    ("spectra",): {
+        "num_trajectories": [0], "order": [0, 1, 100_000], "alpha": [0.0, 1e300], "num_centres": [5, 1_000_000],
+        "lengths": [(), (0,), (1000, 1000), (99,), (300, 200), (10**12,)],
+        "systems": [(), ("prinz", "prinz"), ("other",)],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("package", "name", "figure"), FIGURES)
+def test_settings_that_cannot_be_met_are_refused_at_once(package, name, figure, unchecked):
+    settings = [item for names, wrong in WRONG.items() if name in names for item in wrong.items()]
+    assert settings, f"WRONG lacks values that {name} refuses"
+    others = "batch_size|num_train" if package == "dissociation" else "batch_size"
+    for field, values in settings:
+        for value in values:
+            with pytest.raises(ValueError, match=f"`({others}|{field})` must "):
+                figure.Config(**{field: value})

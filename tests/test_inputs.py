@@ -2,8 +2,8 @@
 
 A row of the registry is a valid call. Every argument of it is replaced in turn by bad values of some twenty kinds,
 chosen by what its annotation says it is. What counts as a fault: an error that does not begin with the name of an
-argument, a hang, and acceptance without a word. NaN may pass if the result is NaN. Type checkers are not asked: they
-are looked through, as users do without them.
+argument, a hang, and acceptance without a word. NaN may pass if the result is NaN. Type checkers are not asked, as
+users do without them.
 """
 
 import functools
@@ -15,13 +15,14 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from faces import FACES
-from registry import CALLS, MAY_PASS
+from registry import CALLS, MAY_PASS, NAMES, ROWS
 
 from dissociation._core import validation
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 NO_ROW = {
     "dissociation._core.checks": "the checks themselves",
@@ -84,30 +85,13 @@ def public_functions():
 
 
 PUBLIC = public_functions()
-NAMES = {function: f"{function.__module__}.{function.__qualname__}" for function in CALLS}
-ROWS = [
-    pytest.param(function, call, id=NAMES.get(function, str(function)) + index * f"-{index}")
-    for function, calls in CALLS.items()
-    for index, call in enumerate(calls if isinstance(calls, tuple) else (calls,))
-]
+every_row = pytest.mark.parametrize(("function", "make_call"), ROWS)
 
 
 def test_every_public_function_has_a_row():
     missing = sorted(name for name, function in PUBLIC.items() if function not in CALLS)
     assert not missing, f"tests/tools/registry lacks a valid call of: {', '.join(missing)}"
-
-
-def unchecked(function):
-    """The function as users have it, without the type checker that these tests put in below the gate."""
-    if inspect.isclass(function):
-
-        def make(**call):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-                return function(**call)
-
-        return make
-    return validation.validated(**settings_of(function))(inspect.unwrap(function))
+    assert all(settings_of(function) for function in CALLS)
 
 
 def settings_of(function):
@@ -197,11 +181,9 @@ HOLE = re.compile(
 
 
 def check_refused(function, call, name, kind, value, reason):
-    run = unchecked(function)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
-            out = run(**call | {name: value})
+            out = function(**call | {name: value})
         except (TypeError, ValueError) as error:
             if re.match(rf"`({'|'.join(call)})(\[.*\])?` must", str(error)):
                 if HOLE.search(re.sub(r"\[[-\d. einaf]*\]", "[]", str(error))):  # printed arrays have blanks
@@ -226,7 +208,7 @@ def passes(function, name, kind):
     return any(allowed in ((name, kind), (name, None)) for allowed in MAY_PASS.get(function, {}))
 
 
-@pytest.mark.parametrize(("function", "make_call"), ROWS)
+@every_row
 def test_bad_kinds_are_refused_by_name(function, make_call):
     call = make_call()
     for name, value in call.items():
@@ -239,7 +221,7 @@ def test_bad_kinds_are_refused_by_name(function, make_call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("function", "make_call"), ROWS)
+@every_row
 def test_values_that_are_not_finite_show(function, make_call):
     call = make_call()
     for name in arrays_of(function, call):
@@ -255,7 +237,7 @@ def test_values_that_are_not_finite_show(function, make_call):
             check_refused(function, call, name, "NaN", float("nan"), "NaN")
 
 
-@pytest.mark.parametrize(("function", "make_call"), ROWS)
+@every_row
 def test_lengths_that_disagree_are_refused(function, make_call):
     call = make_call()
     axes = {}
@@ -289,7 +271,7 @@ def wide_arrays(function, call):
     return [name for name, rule in rules.items() if rule is None or (rule.arrays and rule.labels is None)]
 
 
-@pytest.mark.parametrize(("function", "make_call"), ROWS)
+@every_row
 def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
     call = make_call()
     for name in wide_arrays(function, call):
@@ -298,11 +280,11 @@ def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
         with warnings.catch_warnings(action="ignore"):
             warnings.filterwarnings("error", rf"(Column \d+ of )?`{name}\b.*float32 keeps")
             try:
-                found = unchecked(function)(**call | {name: bad})
+                found = function(**call | {name: bad})
             except (RuntimeWarning, TypeError, ValueError):  # said, or out of the range that the function takes
                 continue
             with jax.enable_x64(True):
-                wanted = unchecked(function)(**make_call() | {name: bad})
+                wanted = function(**make_call() | {name: bad})
             same(wanted, found, 1e-3)
 
 
@@ -321,25 +303,11 @@ MAY_DEPEND_ON_ORDER = {
     "koopman._operators._pairs.moments": "`rest` is the rounding of the means",
 }
 """Functions of samples without a key whose result depends on the order of these: name -> why."""
-QUICK = (
-    "measures._collapse",
-    "measures._crossing",
-    "measures._hsic",
-    "measures._nearest",
-    "measures._smoothed",
-    "measures._coordinates",
-    "similarity._kernels",
-    "similarity._shapes",
-    "similarity._neighbourhoods",
+QUICK = re.compile(
+    r"dissociation\.(measures\._(collapse|crossing|hsic|nearest|smoothed|coordinates)"
+    r"|similarity\._(kernels|shapes|neighbourhoods))"
 )
-
-
-def rows_by_order():
-    """Rows of functions that take samples, the slower ones marked."""
-    for row in ROWS:
-        function, make_call = row.values
-        quick = row.id.startswith(tuple(f"dissociation.{name}" for name in QUICK))
-        yield pytest.param(function, make_call, id=row.id, marks=() if quick else pytest.mark.slow)
+BY_ORDER = [pytest.param(*row.values, id=row.id, marks=() if QUICK.match(row.id) else pytest.mark.slow) for row in ROWS]
 
 
 def moved(array, order):
@@ -349,7 +317,7 @@ def moved(array, order):
     return [functools.reduce(lambda x, axis: np.take(x, order, axis), some, array) for some in chosen]
 
 
-@pytest.mark.parametrize(("function", "make_call"), list(rows_by_order()))
+@pytest.mark.parametrize(("function", "make_call"), BY_ORDER)
 def test_the_order_of_samples_does_not_matter(function, make_call):
     call = make_call()
     rules = {name: rule_of(function, name) for name in arrays_of(function, call)}
@@ -359,7 +327,7 @@ def test_the_order_of_samples_does_not_matter(function, make_call):
     order = np.random.default_rng(0).permutation(len(call[names[0]]))
     shuffled = {name: np.asarray(call[name])[order] for name in names}
     with warnings.catch_warnings(action="ignore"):
-        results = [jax.tree.leaves(unchecked(function)(**call | rows)) for rows in ({}, shuffled)]
+        results = [jax.tree.leaves(function(**call | rows)) for rows in ({}, shuffled)]
     for a, b in zip(*results, strict=True):
         if isinstance(a, np.ndarray | jax.Array | float):
             a, b = np.asarray(a), np.asarray(b)

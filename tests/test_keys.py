@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 import dissociation.figures
 import koopman.figures
@@ -91,30 +89,6 @@ class Ledger:
 
 
 LEDGER = Ledger()
-seen = Primitive("seen")  # the identity on a key's words, which are told when the program runs
-seen.def_abstract_eval(lambda words, **_: words)
-
-
-@seen.def_impl
-def _see(words, *, kind, place, count):
-    LEDGER.note(words, kind, place, count)
-    return words
-
-
-def _lower(words, **told):
-    def tell(words):
-        LEDGER.note(words, **told)
-        return np.asarray(words)
-
-    return jax.pure_callback(tell, jax.ShapeDtypeStruct(words.shape, words.dtype), words)
-
-
-def _batch(arguments, dimensions, **told):
-    return seen.bind(jnp.moveaxis(arguments[0], dimensions[0], 0), **told), 0
-
-
-mlir.register_lowering(seen, mlir.lower_fun(_lower, multiple_results=False))
-batching.primitive_batchers[seen] = _batch
 
 
 def _place():
@@ -132,8 +106,14 @@ def _told(function, kind, key_data=jax.random.key_data, key_impl=jax.random.key_
     def wrapper(key, *args, **kwargs):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         count = kwargs.get("num", args[0] if args else 2) if kind == "split" else 0
-        words = key_data(key) if typed else jnp.asarray(key)
-        words = seen.bind(words, kind=kind, place=_place(), count=int(np.prod(count)))
+        words, place = key_data(key) if typed else jnp.asarray(key), _place()
+
+        def tell(words):  # when the program runs
+            LEDGER.note(words, kind, place, int(np.prod(count)))
+            return np.asarray(words)
+
+        form = jax.ShapeDtypeStruct(words.shape, words.dtype)
+        words = jax.pure_callback(tell, form, words, vmap_method="expand_dims")
         key = jax.random.wrap_key_data(words, impl=key_impl(key)) if typed else words
         return function(key, *args, **kwargs)
 
@@ -215,10 +195,7 @@ IN_SMALL = {
         | {"measures": ("rsa",), "rewrite_measures": ("svcca",)},
     ),
     "spectra": (spectra.Config().quick(), {"lengths": (200, 300), "num_trajectories": 2}),
-    "transfer": (
-        transfer.Config(),
-        SMALL | {"num_budgets": 1, "num_splits": 2, "num_zero": 4, "gradient_steps": 2},
-    ),
+    "transfer": (transfer.Config(), SMALL | {"num_budgets": 1, "num_splits": 2, "num_zero": 4, "gradient_steps": 2}),
 }
 
 

@@ -129,13 +129,9 @@ def test_tests_import_by_its_public_name_what_has_one():
 
 def names_in(path):
     """Dotted names of modules, and of what is taken of them, that a file imports or spells out."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+    source = path.read_text()
+    yield from (f"{module}.{name}".rstrip(".") for module, name in imports(source))
+    yield from (ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
 
 
 def test_what_may_change_in_jax_is_imported_in_one_place():

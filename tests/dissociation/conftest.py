@@ -1,24 +1,8 @@
-"""Float64, functions as users have them, and disks where this user may mount one."""
+"""Disks where this user may mount one."""
 
 import subprocess
 
-import jax
-import jaxtyping
 import pytest
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture
-def unchecked():
-    """As users run it: our own errors, not the type checker's."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -178,8 +178,7 @@ def test_figures_of_nothing(small):
     first = {name: values[..., :5] for name, values in whole.items()}
     for series, times in ((nan, steps), (first, steps[:5])):
         figure = collapse.draw(described(assemble(config, {}, times, series, {}, None), config))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             figure.canvas.draw()
 
 
@@ -187,21 +186,15 @@ def test_crossings(small):
     results, config, _ = small
     steps = np.asarray([0, 10, 20, 40])
     curves = np.asarray([[[0.1, 0.5, 1.0, 1.0], [0.1, 0.2, 0.3, 0.4]]])
-    found = first_crossings(
-        config,
-        {"train_accuracy": curves, "test_accuracy": curves, "rnc1_score": 1 - curves, "train_loss": curves},
-        steps,
-    )
+    names = ("train_accuracy", "test_accuracy", "rnc1_score", "train_loss")
+    of = lambda *series: first_crossings(config, dict(zip(names, series, strict=True)), steps)  # noqa: E731
+    found = of(curves, curves, 1 - curves, curves)
     np.testing.assert_array_equal(found["fitted"], [[20, np.nan]])
     np.testing.assert_array_equal(found["collapsed"], [[20, np.nan]])
     np.testing.assert_array_equal(found["delay"], [[0, np.nan]])
     # Features that lie together before the network has fitted have not collapsed.
     early = np.asarray([[[0.01, 0.5, 0.5, 0.05]]])
-    found = first_crossings(
-        config,
-        {"train_accuracy": curves[:, :1], "test_accuracy": early, "rnc1_score": early, "train_loss": early},
-        steps,
-    )
+    found = of(curves[:, :1], early, early, early)
     np.testing.assert_array_equal(found["collapsed"], [[40]])
     np.testing.assert_array_equal(found["delay"], [[20]])
     assert median_delay(np.asarray([20.0, np.nan]), np.asarray([30.0, np.nan]), 100).value == 30
@@ -250,8 +243,7 @@ def test_the_line_of_first_crossings(small):
 def test_images_tables_and_resuming(small):
     results, config, folder = small
     for shown in (results, collapse.load_partial(config, folder)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert_only_draws(collapse, shown)
     part = collapse.load_partial(config, folder)
     count = len(part.time_step)

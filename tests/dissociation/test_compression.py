@@ -23,8 +23,6 @@ def test_images_are_compressed():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="`code` must be"):
-        train_compression(np.zeros((10, 784), np.float32), 0, key=jax.random.key(0))
-    for name in ("num_epochs", "batch_size"):
+    for name in ("code", "num_epochs", "batch_size"):
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
             train_compression(np.zeros((10, 784), np.float32), key=jax.random.key(0), **{name: 0})

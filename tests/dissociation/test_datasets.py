@@ -2,7 +2,6 @@ from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -102,9 +101,7 @@ def test_own_data_are_accepted_and_pass_through_transformations(parts):
         ("test_images", lambda a: a[:, :3], r"be of shape \[m, d\] with d = 4 as in `train_images`, got shape"),
     ],
 )
-def test_own_data_are_checked(parts, field, change, message, monkeypatch):
-    # The type checker of the tests would find the wrong shapes first.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_own_data_are_checked(parts, field, change, message, unchecked):
     with pytest.raises(ValueError, match=f"`{field}` must {message}"):
         Dataset("mine", **{**parts, field: change(parts[field])})
 

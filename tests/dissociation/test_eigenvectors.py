@@ -162,8 +162,7 @@ def test_tables(small):
 
 def test_images_tables_and_resuming(small):
     results, config, folder = small
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert_only_draws(eigenvectors, results)
     assert "glyphs" in eigenvectors.headline(results)
     for part in ("4 of size 12, 3 of size 24", "1000 training and 200 test images", "over 3 to 4 seeds", "(d, e)"):

@@ -6,6 +6,7 @@ import matplotlib.path
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
+from words import refused
 
 from dissociation.data import Variation, draw_glyphs, glyph_data
 from dissociation.data import _glyphs as glyphs
@@ -169,9 +170,8 @@ def test_labels_are_balanced_in_every_ten(key):
 
 def test_wrong_use_says_what_is_wrong(key):
     templates = glyph_templates()
-    with pytest.raises(ValueError, match="`labels` must lie between 0 and 9"):
-        draw_glyphs(templates, np.array([3, 10]), key=key)
-    with pytest.raises(ValueError, match="`label` must be a digit"):
-        draw_glyph(templates, -1, key=key)
-    with pytest.raises(ValueError, match="`border` must leave"):
-        draw_glyph(templates, 1, key=key, border=14)
+    refused(
+        (lambda: draw_glyphs(templates, np.array([3, 10]), key=key), "`labels` must lie between 0 and 9"),
+        (lambda: draw_glyph(templates, -1, key=key), "`label` must be a digit"),
+        (lambda: draw_glyph(templates, 1, key=key, border=14), "`border` must leave"),
+    )

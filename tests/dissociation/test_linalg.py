@@ -2,20 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from differences import directional
 
 from dissociation._core.linalg import nuclear_norm, positive_inverse, psd_power
 
 
-def directional(function, point, direction, step):
-    """Central differences of the fourth order."""
-    far = function(point + 2 * step * direction) - function(point - 2 * step * direction)
-    near = function(point + step * direction) - function(point - step * direction)
-    return (8 * near - far) / (12 * step)
-
-
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("power", [-1, 1 / 3])
-def test_derivative_along_directions_that_keep_a_deficient_rank(power):
+def test_derivative_along_directions_that_keep_a_deficient_rank(power, x64):
     factor, direction = np.random.default_rng(5).normal(size=(2, 5, 3))
     weights = np.random.default_rng(7).normal(size=(5, 5))
     total = lambda factor: jnp.sum(weights * psd_power(factor @ factor.T, power))  # noqa: E731

@@ -155,10 +155,8 @@ def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, se
 def test_nothing_longer_than_the_files_is_loaded(small, tmp_path, server, monkeypatch, compress):
     """Neither what a mirror sends without end, nor what a few bytes of gzip become, and before any checksum."""
     monkeypatch.setattr(mnist, "MAX_BYTES", 20_000)
-    bad = tmp_path / "www" / "bad"
-    bad.mkdir(parents=True)
-    for name in small:
-        (bad / f"{name}.gz").write_bytes(gzip.compress(bytes(10**6)) if compress else bytes(10**6))
+    sent = gzip.compress(bytes(10**6)) if compress else bytes(10**6)
+    write(tmp_path / "www" / "bad", {f"{name}.gz": sent for name in small})
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
     seen = []
     monkeypatch.setattr(mnist, "parse_idx", lambda contents, **_: seen.append(len(contents)))

@@ -129,21 +129,20 @@ def test_features_constant_in_one_training_part_only():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_constant_columns_do_no_harm(dtype):
+def test_constant_columns_do_no_harm(dtype, precision):
     """Which hold no information but the rounding of their values."""
     x, y = make_data(103, 4, 4, dtype=dtype)
     rng = np.random.default_rng(5)
     table = np.tile((rng.normal(size=4) * np.geomspace(1e-3, 1e4, 4)).astype(dtype), (103, 1))
     constant = np.where(rng.random((103, 4)) < 0.5, np.nextafter(table, dtype(np.inf)), table)
-    with jax.enable_x64(dtype == np.float64):
-        options = SPLITS | {"ridge": 0.1}
-        plain = measures.crossval_softmax_fit(np.pad(x, ((0, 0), (0, 4))), y, **options)
-        fit = measures.crossval_softmax_fit(np.c_[x, constant], y, **options)
-        assert fit.converged.all()
-        assert fit.iterations <= plain.iterations + 1
-        np.testing.assert_allclose(fit.losses, plain.losses, rtol=RTOL)
-        np.testing.assert_allclose(fit.probabilities, plain.probabilities, atol=2e-3)
-        np.testing.assert_array_equal(fit.coefficients[:, 4:], 0)
+    options = SPLITS | {"ridge": 0.1}
+    plain = measures.crossval_softmax_fit(np.pad(x, ((0, 0), (0, 4))), y, **options)
+    fit = measures.crossval_softmax_fit(np.c_[x, constant], y, **options)
+    assert fit.converged.all()
+    assert fit.iterations <= plain.iterations + 1
+    np.testing.assert_allclose(fit.losses, plain.losses, rtol=RTOL)
+    np.testing.assert_allclose(fit.probabilities, plain.probabilities, atol=2e-3)
+    np.testing.assert_array_equal(fit.coefficients[:, 4:], 0)
 
 
 def test_a_common_offset_costs_its_digits_and_no_more():

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from words import refused
 
 from dissociation.data import coarse_grained, rotated_quarters
 from dissociation.data._tasks import COARSE_CLASSES, coarse_labels, least_prime_factor
@@ -66,11 +67,9 @@ def test_coarse_grained_keeps_pairs_together(key):
 
 
 def test_wrong_use_says_what_is_wrong(key):
-    with pytest.raises(ValueError, match="`images` must be square"):
-        rotated_quarters(np.zeros((8, 3, 5), np.float32), key=key)
-    with pytest.raises(ValueError, match="`images` must hold at least 4"):
-        rotated_quarters(np.zeros((3, 16), np.float32), key=key)
-    with pytest.raises(ValueError, match=r"`labels` must be of shape \[n, 10\]"):
-        coarse_labels(np.eye(4, dtype=np.float32))
-    with pytest.raises(ValueError, match="`number` must be at least 0"):
-        least_prime_factor(-1)
+    refused(
+        (lambda: rotated_quarters(np.zeros((8, 3, 5), np.float32), key=key), "`images` must be square"),
+        (lambda: rotated_quarters(np.zeros((3, 16), np.float32), key=key), "`images` must hold at least 4"),
+        (lambda: coarse_labels(np.eye(4, dtype=np.float32)), r"`labels` must be of shape \[n, 10\]"),
+        (lambda: least_prime_factor(-1), "`number` must be at least 0"),
+    )

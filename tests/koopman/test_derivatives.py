@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from differences import directional
 
 from koopman import (
     Linear,
@@ -109,30 +110,24 @@ def flat(outputs):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_every_output_against_finite_differences(name):
+def test_every_output_against_finite_differences(name, x64):
     outputs, point = TABLE[name]
     rng = np.random.default_rng(1)
-    with jax.enable_x64(True):
-        point = tuple(jnp.asarray(part) for part in point)
-        direction = tuple(jnp.asarray(rng.normal(size=part.shape)) for part in point)
-        function = jax.jit(lambda point: flat(outputs(*point)))
-        found = jax.jit(lambda point: jax.jvp(function, (point,), (direction,))[1])(point)
-
-        def along(step):
-            return function(jax.tree.map(lambda part, way: part + step * way, point, direction))
-
-        ends = [along(step) for step in (-2e-4, -1e-4, 1e-4, 2e-4)]
-        for key, value in found.items():
-            values = [np.asarray(end[key]) for end in ends]
-            numeric = (8 * (values[2] - values[1]) - (values[3] - values[0])) / 12e-4
-            size = max(np.abs(numeric).max(), np.abs(values[1]).max() * 1e-3, 1e-6)
-            assert np.abs(numeric - value).max() < 1e-6 * size, f"{name}: {key}\n{value}\n{numeric}"
-        # Reverse mode is its transpose.
-        pull = {key: jnp.asarray(rng.normal(size=value.shape)) for key, value in found.items()}
-        (gradient,) = jax.jit(lambda point: jax.vjp(function, point)[1](pull))(point)
-        backward = sum(jnp.vdot(a, b) for a, b in zip(gradient, direction, strict=True))
-        forward = sum(jnp.vdot(pull[key], value) for key, value in found.items())
-        np.testing.assert_allclose(backward, forward, rtol=1e-9)
+    point = tuple(jnp.asarray(part) for part in point)
+    direction = tuple(jnp.asarray(rng.normal(size=part.shape)) for part in point)
+    function = jax.jit(lambda point: flat(outputs(*point)))
+    found = jax.jit(lambda point: jax.jvp(function, (point,), (direction,))[1])(point)
+    values, expected = function(point), directional(function, point, direction)
+    for key, value in found.items():
+        numeric = expected[key]
+        size = max(np.abs(numeric).max(), np.abs(values[key]).max() * 1e-3, 1e-6)
+        assert np.abs(numeric - value).max() < 1e-6 * size, f"{name}: {key}\n{value}\n{numeric}"
+    # Reverse mode is its transpose.
+    pull = {key: jnp.asarray(rng.normal(size=value.shape)) for key, value in found.items()}
+    (gradient,) = jax.jit(lambda point: jax.vjp(function, point)[1](pull))(point)
+    backward = sum(jnp.vdot(a, b) for a, b in zip(gradient, direction, strict=True))
+    forward = sum(jnp.vdot(pull[key], value) for key, value in found.items())
+    np.testing.assert_allclose(backward, forward, rtol=1e-9)
 
 
 def pulled(function, point):
@@ -149,62 +144,58 @@ def pulled(function, point):
         (np.zeros((2, 2)), np.float64),
     ],
 )
-def test_coinciding_eigenvalues_have_no_derivative(matrix, dtype):
+def test_coinciding_eigenvalues_have_no_derivative(matrix, dtype, precision):
     """In any basis, and the others keep theirs."""
-    with jax.enable_x64(dtype == np.float64):
-        for seed in (None, 0):
-            basis = np.eye(len(matrix)) if seed is None else np.random.default_rng(seed).normal(size=matrix.shape)
-            moved = jnp.asarray(basis @ matrix @ np.linalg.inv(basis), dtype)
-            for slot in (len(matrix) - 1, len(matrix) - 2):
-                assert not jnp.isfinite(pulled(lambda m, s=slot: eigenpairs(m)[0][s], moved)).all()
-                weights = jnp.asarray(np.random.default_rng(3).normal(size=len(matrix)), dtype)
-                turned = pulled(lambda m, s=slot, v=weights: v * jnp.real(eigenpairs(m)[1][:, s]), moved)
-                assert not jnp.isfinite(turned).all()
-            if len(matrix) == 3 and matrix[1, 2] == 0:  # the defective one has no left eigenvectors at all
-                found = pulled(lambda m: eigenpairs(m)[0][0], moved)
-                exact = np.outer(np.linalg.inv(basis)[0], basis[:, 0])  # l w^T
-                np.testing.assert_allclose(found, exact, atol=2e-3 if dtype == np.float32 else 1e-6)
+    for seed in (None, 0):
+        basis = np.eye(len(matrix)) if seed is None else np.random.default_rng(seed).normal(size=matrix.shape)
+        moved = jnp.asarray(basis @ matrix @ np.linalg.inv(basis), dtype)
+        for slot in (len(matrix) - 1, len(matrix) - 2):
+            assert not jnp.isfinite(pulled(lambda m, s=slot: eigenpairs(m)[0][s], moved)).all()
+            weights = jnp.asarray(np.random.default_rng(3).normal(size=len(matrix)), dtype)
+            turned = pulled(lambda m, s=slot, v=weights: v * jnp.real(eigenpairs(m)[1][:, s]), moved)
+            assert not jnp.isfinite(turned).all()
+        if len(matrix) == 3 and matrix[1, 2] == 0:  # the defective one has no left eigenvectors at all
+            found = pulled(lambda m: eigenpairs(m)[0][0], moved)
+            exact = np.outer(np.linalg.inv(basis)[0], basis[:, 0])  # l w^T
+            np.testing.assert_allclose(found, exact, atol=2e-3 if dtype == np.float32 else 1e-6)
 
 
-def test_coinciding_rates_and_singular_values_have_no_derivative():
-    with jax.enable_x64(True):
-        x = np.linalg.qr(RNG.normal(size=(30, 3)))[0]
-        jac = np.concatenate([x, np.zeros_like(x)]).reshape(2, 30, 3).transpose(1, 2, 0)  # E = C: all rates are one
-        for part in (0, 1):
-            slope = pulled(lambda x, part=part: fit_generator(x, jac, rank=2, alpha=0.0)[part] ** 2, jnp.asarray(x))
-            assert not jnp.isfinite(slope).all()
-        cycle = jnp.eye(4)[np.arange(13) % 4]
-        fitted = lambda x: singular_values(fit(Ridge(0.0), x, jnp.roll(cycle[:-1], -1, 0)))  # noqa: E731
-        assert not jnp.isfinite(jax.grad(lambda x: fitted(x)[0])(cycle[:-1])).all()
+def test_coinciding_rates_and_singular_values_have_no_derivative(x64):
+    x = np.linalg.qr(RNG.normal(size=(30, 3)))[0]
+    jac = np.concatenate([x, np.zeros_like(x)]).reshape(2, 30, 3).transpose(1, 2, 0)  # E = C: all rates are one
+    for part in (0, 1):
+        slope = pulled(lambda x, part=part: fit_generator(x, jac, rank=2, alpha=0.0)[part] ** 2, jnp.asarray(x))
+        assert not jnp.isfinite(slope).all()
+    cycle = jnp.eye(4)[np.arange(13) % 4]
+    fitted = lambda x: singular_values(fit(Ridge(0.0), x, jnp.roll(cycle[:-1], -1, 0)))  # noqa: E731
+    assert not jnp.isfinite(jax.grad(lambda x: fitted(x)[0])(cycle[:-1])).all()
 
 
-def test_masked_ranks_leave_the_gradients_of_the_others_alone():
+def test_masked_ranks_leave_the_gradients_of_the_others_alone(x64):
     """Zeros coincide, and nothing that depends on the leading eigenvalues alone is to see it."""
-    with jax.enable_x64(True):
 
-        def values(alpha, rank):
-            operator = fit(PrincipalComponents(rank, alpha), jnp.pad(X, ((0, 0), (0, 2))), jnp.pad(Y, ((0, 0), (0, 2))))
-            found = decompose(operator)
-            times = modes(operator, spectrum=found).implied_time_scale
-            return jnp.sum(jnp.abs(found.eigenvalues) ** 2) + found.residuals[0] + times[0] + found.condition[1]
+    def values(alpha, rank):
+        operator = fit(PrincipalComponents(rank, alpha), jnp.pad(X, ((0, 0), (0, 2))), jnp.pad(Y, ((0, 0), (0, 2))))
+        found = decompose(operator)
+        times = modes(operator, spectrum=found).implied_time_scale
+        return jnp.sum(jnp.abs(found.eigenvalues) ** 2) + found.residuals[0] + times[0] + found.condition[1]
 
-        cut = jax.grad(lambda alpha: values(alpha, 2))(0.2)
-        np.testing.assert_allclose(jax.jit(jax.grad(values))(0.2, 2), cut, rtol=1e-8)
-        step = (values(0.2 + 1e-5, 2) - values(0.2 - 1e-5, 2)) / 2e-5
-        np.testing.assert_allclose(cut, step, rtol=1e-7)
+    cut = jax.grad(lambda alpha: values(alpha, 2))(0.2)
+    np.testing.assert_allclose(jax.jit(jax.grad(values))(0.2, 2), cut, rtol=1e-8)
+    step = (values(0.2 + 1e-5, 2) - values(0.2 - 1e-5, 2)) / 2e-5
+    np.testing.assert_allclose(cut, step, rtol=1e-7)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [(None, np.float32), (Linear(), np.float64)])
 @pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
-def test_no_derivative_where_the_rank_cuts_equal_singular_values(kind, kernel, dtype):
-    with jax.enable_x64(dtype is np.float64):
-        x = np.eye(4, dtype=dtype)[np.arange(37) % 4]
-        x, y, step = x[:-1], x[1:], RNG.normal(size=(36, 4)).astype(dtype)
+def test_no_derivative_where_the_rank_cuts_equal_singular_values(kind, kernel, dtype, precision):
+    x = np.eye(4, dtype=dtype)[np.arange(37) % 4]
+    x, y, step = x[:-1], x[1:], RNG.normal(size=(36, 4)).astype(dtype)
 
-        def slope(estimator, target=y, kernel=kernel):
-            forecast = lambda s: predict(fit(estimator, x + s * step, target, kernel=kernel), x)  # noqa: E731
-            return jax.jvp(forecast, (dtype(0),), (dtype(1),))[1]
+    def slope(estimator, target=y, kernel=kernel):
+        forecast = lambda s: predict(fit(estimator, x + s * step, target, kernel=kernel), x)  # noqa: E731
+        return jax.jvp(forecast, (dtype(0),), (dtype(1),))[1]
 
-        assert not jnp.isfinite(slope(kind(2, 1e-3))).any()
-        # Where both are equal but neither is cut off nothing is lost, and all of them together are the ridge estimator.
-        np.testing.assert_allclose(slope(kind(4, 1e-3)), slope(Ridge(1e-3), kernel=None), atol=1e-4)
+    assert not jnp.isfinite(slope(kind(2, 1e-3))).any()
+    # Where both are equal but neither is cut off nothing is lost, and all of them together are the ridge estimator.
+    np.testing.assert_allclose(slope(kind(4, 1e-3)), slope(Ridge(1e-3), kernel=None), atol=1e-4)

@@ -1,4 +1,5 @@
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import pytest
 import scipy.linalg
 from compiled import compilations
 from trajectories import follow
+from words import refused
 
 from koopman import (
     PrincipalComponents,
@@ -63,16 +65,15 @@ def test_in_the_plane_there_is_a_closed_form(key, scales):
         assert found.distance.dtype == np.float32
 
 
-def test_with_one_coordinate_and_with_zeros(key):
+def test_with_one_coordinate_and_with_zeros(key, x64):
     np.testing.assert_allclose(dynamical_distance([[2.0]], [[-1.0]], key=key), 3.0)
-    with jax.enable_x64(True):
-        zeros, a = np.zeros((3, 3)), np.diag([3.0, 4.0, 0.0])
-        for first, second, wanted in ((zeros, a, 5.0), (a, zeros, 5.0), (zeros, zeros, 0.0)):
-            found = align_dynamics(first, second, key=key)
-            np.testing.assert_allclose([found.distance, found.lower_bound], wanted, rtol=1e-12)
-            assert found.converged
-            assert found.agreement == 64
-            assert np.isnan(align_dynamics(first, second, key=key, form="angular").distance)
+    zeros, a = np.zeros((3, 3)), np.diag([3.0, 4.0, 0.0])
+    for first, second, wanted in ((zeros, a, 5.0), (a, zeros, 5.0), (zeros, zeros, 0.0)):
+        found = align_dynamics(first, second, key=key)
+        np.testing.assert_allclose([found.distance, found.lower_bound], wanted, rtol=1e-12)
+        assert found.converged
+        assert found.agreement == 64
+        assert np.isnan(align_dynamics(first, second, key=key, form="angular").distance)
 
 
 def planted(family, r, rng):
@@ -94,64 +95,60 @@ FAMILIES = ("gaussian", "defective", "slow", "repeated", "low rank")
 
 
 @pytest.mark.parametrize(("r", "dtype"), [(3, np.float64), (8, np.float32), (20, np.float64)])
-def test_other_coordinates_are_found(key, r, dtype):
+def test_other_coordinates_are_found(key, r, dtype, precision):
     rng = np.random.default_rng(r)
-    with jax.enable_x64(dtype is np.float64):
-        firsts = np.stack([planted(family, r, rng) for family in FAMILIES])
-        turns = np.stack([orthogonal(r, rng) for _ in firsts])
-        seconds = turns @ firsts @ turns.swapaxes(1, 2)
-        for which, (a, b) in enumerate(zip(firsts.astype(dtype), seconds.astype(dtype), strict=True)):
-            found = align_dynamics(a, b, key=key)
-            assert found.distance <= (5e-6 if dtype is np.float32 else 1e-13) * norm(a), which
-            assert found.converged, which
-            moved = np.asarray(found.rotation) @ b @ np.asarray(found.rotation).T
-            np.testing.assert_allclose(moved, a, atol=(5e-6 if dtype is np.float32 else 1e-13) * norm(a))
+    firsts = np.stack([planted(family, r, rng) for family in FAMILIES])
+    turns = np.stack([orthogonal(r, rng) for _ in firsts])
+    seconds = turns @ firsts @ turns.swapaxes(1, 2)
+    for which, (a, b) in enumerate(zip(firsts.astype(dtype), seconds.astype(dtype), strict=True)):
+        found = align_dynamics(a, b, key=key)
+        assert found.distance <= (5e-6 if dtype is np.float32 else 1e-13) * norm(a), which
+        assert found.converged, which
+        moved = np.asarray(found.rotation) @ b @ np.asarray(found.rotation).T
+        np.testing.assert_allclose(moved, a, atol=(5e-6 if dtype is np.float32 else 1e-13) * norm(a))
 
 
-def test_it_is_a_metric(key):
-    with jax.enable_x64(True):
-        a = RANDOM.normal(size=(5, 3, 3))
-        table = np.asarray(pairwise_dynamical_distance(a, key=key))
-        np.testing.assert_array_equal(table, table.T)
-        np.testing.assert_array_equal(np.diagonal(table), 0)
-        np.testing.assert_array_equal(pairwise_dynamical_distance(a[:1], key=key), [[0]])
-        np.testing.assert_allclose(dynamical_distance(a[3], a[1], key=key), table[1, 3], rtol=1e-9)
-        np.testing.assert_allclose(pairwise_dynamical_distance(a[:2], a[2:], key=key), table[:2, 2:], rtol=1e-9)
-        angles = [[dynamical_distance(b, c, key=key, form="angular") for b in a[:3]] for c in a[:3]]
-        np.testing.assert_allclose(np.diagonal(angles), 0, atol=1e-9)
-        for d in (table, np.asarray(angles)):
-            for i, j, k in itertools.permutations(range(len(d)), 3):
-                assert 0 < d[i, j] <= d[i, k] + d[k, j]
+def test_it_is_a_metric(key, x64):
+    a = RANDOM.normal(size=(5, 3, 3))
+    table = np.asarray(pairwise_dynamical_distance(a, key=key))
+    np.testing.assert_array_equal(table, table.T)
+    np.testing.assert_array_equal(np.diagonal(table), 0)
+    np.testing.assert_array_equal(pairwise_dynamical_distance(a[:1], key=key), [[0]])
+    np.testing.assert_allclose(dynamical_distance(a[3], a[1], key=key), table[1, 3], rtol=1e-9)
+    np.testing.assert_allclose(pairwise_dynamical_distance(a[:2], a[2:], key=key), table[:2, 2:], rtol=1e-9)
+    angles = [[dynamical_distance(b, c, key=key, form="angular") for b in a[:3]] for c in a[:3]]
+    np.testing.assert_allclose(np.diagonal(angles), 0, atol=1e-9)
+    for d in (table, np.asarray(angles)):
+        for i, j, k in itertools.permutations(range(len(d)), 3):
+            assert 0 < d[i, j] <= d[i, k] + d[k, j]
 
 
-def test_the_bound_is_that_of_sorted_parts(key):
+def test_the_bound_is_that_of_sorted_parts(key, x64):
     """By hand, of matrices of unequal norms, where it is below the distance."""
-    with jax.enable_x64(True):
-        for scale in (0.3, 3.0):
-            a, b = RANDOM.normal(size=(2, 4, 4))
-            b = scale * b
-            found = align_dynamics(a, b, key=key)
-            units = a / norm(a), b / norm(b)
-            gaps = [
-                np.subtract(*(function(m) for m in units))
-                for function in (
-                    lambda m: np.linalg.eigvalsh(m + m.T) / 2,
-                    lambda m: np.linalg.svd(m - m.T)[1] / 2,
-                    lambda m: np.linalg.svd(m)[1],
-                )
-            ]
-            chord = max(np.sum(gaps[0] ** 2) + np.sum(gaps[1] ** 2), np.sum(gaps[2] ** 2))
-            wanted = ((norm(a) - norm(b)) ** 2 + norm(a) * norm(b) * chord) ** 0.5
-            np.testing.assert_allclose(found.lower_bound, wanted, rtol=1e-10)
-            assert found.lower_bound < 0.99 * found.distance
+    for scale in (0.3, 3.0):
+        a, b = RANDOM.normal(size=(2, 4, 4))
+        b = scale * b
+        found = align_dynamics(a, b, key=key)
+        units = a / norm(a), b / norm(b)
+        gaps = [
+            np.subtract(*(function(m) for m in units))
+            for function in (
+                lambda m: np.linalg.eigvalsh(m + m.T) / 2,
+                lambda m: np.linalg.svd(m - m.T)[1] / 2,
+                lambda m: np.linalg.svd(m)[1],
+            )
+        ]
+        chord = max(np.sum(gaps[0] ** 2) + np.sum(gaps[1] ** 2), np.sum(gaps[2] ** 2))
+        wanted = ((norm(a) - norm(b)) ** 2 + norm(a) * norm(b) * chord) ** 0.5
+        np.testing.assert_allclose(found.lower_bound, wanted, rtol=1e-10)
+        assert found.lower_bound < 0.99 * found.distance
 
 
-def test_the_matching_is_the_best_of_all_permutations():
-    with jax.enable_x64(True):
-        first, second = RANDOM.normal(size=(2, 5)) + 1j * RANDOM.normal(size=(2, 5))
-        costs = [np.linalg.norm(first - second[list(order)]) for order in itertools.permutations(range(5))]
-        mapped = jax.vmap(eigenvalue_distance)(np.stack([first, second]), np.stack([second, second]))
-        np.testing.assert_allclose(mapped, [min(costs), 0], rtol=1e-12)
+def test_the_matching_is_the_best_of_all_permutations(x64):
+    first, second = RANDOM.normal(size=(2, 5)) + 1j * RANDOM.normal(size=(2, 5))
+    costs = [np.linalg.norm(first - second[list(order)]) for order in itertools.permutations(range(5))]
+    mapped = jax.vmap(eigenvalue_distance)(np.stack([first, second]), np.stack([second, second]))
+    np.testing.assert_allclose(mapped, [min(costs), 0], rtol=1e-12)
 
 
 PAIRS = blocks(0.9 + 0.1j, 0.8 + 0.5j), blocks(0.85 + 0.55j, 0.95 + 0.05j)
@@ -162,46 +159,43 @@ MIXED = (
 
 
 @pytest.mark.parametrize(("matrices", "dtype"), [(PAIRS, np.float64), (MIXED, np.float32)])
-def test_normal_matrices_are_as_far_as_their_eigenvalues(key, matrices, dtype):
+def test_normal_matrices_are_as_far_as_their_eigenvalues(key, matrices, dtype, precision):
     """Pairs are matched with pairs here, in another order than that of real parts, and two reals with one pair."""
     r = len(matrices[0])
-    with jax.enable_x64(dtype is np.float64):
-        a, b = ((q := orthogonal(r)) @ m @ q.T for m in matrices)
-        values = [np.linalg.eigvals(m) for m in matrices]
-        found = align_dynamics(a.astype(dtype), b.astype(dtype), key=key)
-        np.testing.assert_allclose(
-            found.distance, eigenvalue_distance(*values), rtol=1e-5 if dtype is np.float32 else 1e-12
-        )
-        assert found.converged
-        # Negative control: not normal, of the same eigenvalues.
-        stretch = np.diag(np.linspace(1, 2, r))
-        sheared = (stretch @ a @ np.linalg.inv(stretch)).astype(dtype)
-        assert norm(sheared @ sheared.T - sheared.T @ sheared) > 0.1
-        assert dynamical_distance(sheared, b.astype(dtype), key=key) > found.distance + 0.01
+    a, b = ((q := orthogonal(r)) @ m @ q.T for m in matrices)
+    values = [np.linalg.eigvals(m) for m in matrices]
+    found = align_dynamics(a.astype(dtype), b.astype(dtype), key=key)
+    np.testing.assert_allclose(
+        found.distance, eigenvalue_distance(*values), rtol=1e-5 if dtype is np.float32 else 1e-12
+    )
+    assert found.converged
+    # Negative control: not normal, of the same eigenvalues.
+    stretch = np.diag(np.linspace(1, 2, r))
+    sheared = (stretch @ a @ np.linalg.inv(stretch)).astype(dtype)
+    assert norm(sheared @ sheared.T - sheared.T @ sheared) > 0.1
+    assert dynamical_distance(sheared, b.astype(dtype), key=key) > found.distance + 0.01
 
 
-def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_their_eigenvalues(key):
+def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_their_eigenvalues(key, x64):
     """Over unitary C it is the eigenvalues' distance; over real ones here sqrt(1 + 4 y^2 - 2 y^4), by hand."""
-    with jax.enable_x64(True):
-        y = 0.1
-        a, b = blocks(1 + 1j * y, 0.0), blocks(1j * y, 1.0)
-        np.testing.assert_allclose(dynamical_distance(a, b, key=key) ** 2, 1 + 4 * y**2 - 2 * y**4, rtol=1e-12)
-        apart = eigenvalue_distance(np.linalg.eigvals(a), np.linalg.eigvals(b))
-        np.testing.assert_allclose(apart**2, 1 + 2 * y**2, rtol=1e-12)
+    y = 0.1
+    a, b = blocks(1 + 1j * y, 0.0), blocks(1j * y, 1.0)
+    np.testing.assert_allclose(dynamical_distance(a, b, key=key) ** 2, 1 + 4 * y**2 - 2 * y**4, rtol=1e-12)
+    apart = eigenvalue_distance(np.linalg.eigvals(a), np.linalg.eigvals(b))
+    np.testing.assert_allclose(apart**2, 1 + 2 * y**2, rtol=1e-12)
 
 
-def test_the_angle_is_that_of_the_same_rotation(key):
-    with jax.enable_x64(True):
-        a, b = RANDOM.normal(size=(2, 3, 3))
-        distance = dynamical_distance(a, b, key=key)
-        angle = align_dynamics(a, b, key=key, form="angular")
-        cosine = (norm(a) ** 2 + norm(b) ** 2 - distance**2) / (2 * norm(a) * norm(b))
-        np.testing.assert_allclose(angle.distance, np.arccos(cosine), rtol=1e-9)
-        moved = np.asarray(angle.rotation) @ b @ np.asarray(angle.rotation).T
-        np.testing.assert_allclose(np.sum(a * moved) / (norm(a) * norm(b)), cosine, rtol=1e-9)
-        np.testing.assert_allclose(dynamical_distance(3 * a, 0.2 * b, key=key, form="angular"), angle.distance)
-        assert angle.lower_bound <= angle.distance
-        np.testing.assert_allclose(dynamical_distance(np.eye(3), -np.eye(3), key=key, form="angular"), np.pi)
+def test_the_angle_is_that_of_the_same_rotation(key, x64):
+    a, b = RANDOM.normal(size=(2, 3, 3))
+    distance = dynamical_distance(a, b, key=key)
+    angle = align_dynamics(a, b, key=key, form="angular")
+    cosine = (norm(a) ** 2 + norm(b) ** 2 - distance**2) / (2 * norm(a) * norm(b))
+    np.testing.assert_allclose(angle.distance, np.arccos(cosine), rtol=1e-9)
+    moved = np.asarray(angle.rotation) @ b @ np.asarray(angle.rotation).T
+    np.testing.assert_allclose(np.sum(a * moved) / (norm(a) * norm(b)), cosine, rtol=1e-9)
+    np.testing.assert_allclose(dynamical_distance(3 * a, 0.2 * b, key=key, form="angular"), angle.distance)
+    assert angle.lower_bound <= angle.distance
+    np.testing.assert_allclose(dynamical_distance(np.eye(3), -np.eye(3), key=key, form="angular"), np.pi)
 
 
 def test_small_angles_keep_their_digits():
@@ -223,64 +217,60 @@ def test_all_pairs_are_one_program(key, caplog):
     assert not compilations(caplog, lambda: run(2))
 
 
-def test_pairs_at_once_are_the_pairs_one_by_one(key):
+def test_pairs_at_once_are_the_pairs_one_by_one(key, x64):
     """As on an accelerator, in chunks that do not divide their number."""
-    with jax.enable_x64(True):
-        matrices = RANDOM.normal(size=(4, 3, 3))
-        rows, columns = np.triu_indices(4, 1)
-        found = dynamical_similarity._solve(jnp.asarray(matrices), rows, columns, key, 32, 100, "frobenius", 4)
-        loop = [align_dynamics(matrices[i], matrices[j], key=key) for i, j in zip(rows, columns, strict=True)]
-        np.testing.assert_allclose(found.distance, [one.distance for one in loop], rtol=1e-9)
-        np.testing.assert_array_equal(found.agreement, [one.agreement for one in loop])
-        assert found.converged.all()
+    matrices = RANDOM.normal(size=(4, 3, 3))
+    rows, columns = np.triu_indices(4, 1)
+    found = dynamical_similarity._solve(jnp.asarray(matrices), rows, columns, key, 32, 100, "frobenius", 4)
+    loop = [align_dynamics(matrices[i], matrices[j], key=key) for i, j in zip(rows, columns, strict=True)]
+    np.testing.assert_allclose(found.distance, [one.distance for one in loop], rtol=1e-9)
+    np.testing.assert_array_equal(found.agreement, [one.agreement for one in loop])
+    assert found.converged.all()
 
 
 @pytest.mark.parametrize("form", ["frobenius", "angular"])
-def test_the_derivative_is_that_of_the_minimum(key, form):
+def test_the_derivative_is_that_of_the_minimum(key, form, x64):
     """Central differences search anew at every point."""
-    with jax.enable_x64(True):
-        a, b = RANDOM.normal(size=(2, 3, 3))
-        directions, step = RANDOM.normal(size=(2, 3, 3)), 1e-5
+    a, b = RANDOM.normal(size=(2, 3, 3))
+    directions, step = RANDOM.normal(size=(2, 3, 3)), 1e-5
 
-        def square(a, b):
-            return dynamical_distance(a, b, key=key, form=form) ** 2
+    def square(a, b):
+        return dynamical_distance(a, b, key=key, form=form) ** 2
 
-        gradient = jax.grad(square, (0, 1))(a, b)
-        for which in (0, 1):
-            moves = step * directions * (np.arange(2) == which)[:, None, None]
-            wanted = (square(a + moves[0], b + moves[1]) - square(a - moves[0], b - moves[1])) / (2 * step)
-            np.testing.assert_allclose(np.sum(np.asarray(gradient[which]) * directions[which]), wanted, rtol=1e-6)
-        if form == "frobenius":
-            turn = np.asarray(align_dynamics(a, b, key=key).rotation)
-            np.testing.assert_allclose(gradient[0], 2 * (a - turn @ b @ turn.T), atol=1e-9)
-            np.testing.assert_allclose(gradient[1], 2 * (b - turn.T @ a @ turn), atol=1e-9)
-        np.testing.assert_allclose(jax.grad(square)(a, a), 0, atol=1e-12)
-        eye = jnp.eye(3)
-        slope = jax.grad(lambda m: dynamical_similarity._distance(m, eye, eye, jnp.zeros(()), form)[0])(eye)
-        np.testing.assert_array_equal(slope, 0)
-
-
-def test_the_derivative_of_the_matching_is_that_of_its_differences():
-    with jax.enable_x64(True):
-        first, second = RANDOM.normal(size=(2, 4)) + 1j * RANDOM.normal(size=(2, 4))
-        direction, step = RANDOM.normal(size=4) + 1j * RANDOM.normal(size=4), 1e-6
-        ends = [eigenvalue_distance(first + sign * step * direction, second) for sign in (1, -1)]
-        _, slope = jax.jvp(lambda v: eigenvalue_distance(v, second), (first,), (direction,))
-        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-7)
-        np.testing.assert_array_equal(jax.grad(lambda v: eigenvalue_distance(v, first))(jnp.asarray(first)), 0)
+    gradient = jax.grad(square, (0, 1))(a, b)
+    for which in (0, 1):
+        moves = step * directions * (np.arange(2) == which)[:, None, None]
+        wanted = (square(a + moves[0], b + moves[1]) - square(a - moves[0], b - moves[1])) / (2 * step)
+        np.testing.assert_allclose(np.sum(np.asarray(gradient[which]) * directions[which]), wanted, rtol=1e-6)
+    if form == "frobenius":
+        turn = np.asarray(align_dynamics(a, b, key=key).rotation)
+        np.testing.assert_allclose(gradient[0], 2 * (a - turn @ b @ turn.T), atol=1e-9)
+        np.testing.assert_allclose(gradient[1], 2 * (b - turn.T @ a @ turn), atol=1e-9)
+    np.testing.assert_allclose(jax.grad(square)(a, a), 0, atol=1e-12)
+    eye = jnp.eye(3)
+    slope = jax.grad(lambda m: dynamical_similarity._distance(m, eye, eye, jnp.zeros(()), form)[0])(eye)
+    np.testing.assert_array_equal(slope, 0)
 
 
-def test_traced_matrices_that_are_not_finite_give_nan(key):
-    with jax.enable_x64(True):
-        a = np.eye(3)
-        bad = a.copy()
-        bad[1, 2] = np.nan
-        found = dynamical_similarity._align(*dynamical_similarity._stacked(a, bad), key, 32, 100, "frobenius")
-        assert np.isnan([found.distance, found.lower_bound, found.gradient]).all()
-        assert not found.converged
-        table = jax.jit(lambda m: pairwise_dynamical_distance(m, key=key))(np.stack([a, bad, 2 * a]))
-        np.testing.assert_array_equal(np.isnan(table), [[False, True, False], [True] * 3, [False, True, False]])
-        np.testing.assert_allclose(table[0, 2], 3**0.5, rtol=1e-12)
+def test_the_derivative_of_the_matching_is_that_of_its_differences(x64):
+    first, second = RANDOM.normal(size=(2, 4)) + 1j * RANDOM.normal(size=(2, 4))
+    direction, step = RANDOM.normal(size=4) + 1j * RANDOM.normal(size=4), 1e-6
+    ends = [eigenvalue_distance(first + sign * step * direction, second) for sign in (1, -1)]
+    _, slope = jax.jvp(lambda v: eigenvalue_distance(v, second), (first,), (direction,))
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-7)
+    np.testing.assert_array_equal(jax.grad(lambda v: eigenvalue_distance(v, first))(jnp.asarray(first)), 0)
+
+
+def test_traced_matrices_that_are_not_finite_give_nan(key, x64):
+    a = np.eye(3)
+    bad = a.copy()
+    bad[1, 2] = np.nan
+    found = dynamical_similarity._align(*dynamical_similarity._stacked(a, bad), key, 32, 100, "frobenius")
+    assert np.isnan([found.distance, found.lower_bound, found.gradient]).all()
+    assert not found.converged
+    table = jax.jit(lambda m: pairwise_dynamical_distance(m, key=key))(np.stack([a, bad, 2 * a]))
+    np.testing.assert_array_equal(np.isnan(table), [[False, True, False], [True] * 3, [False, True, False]])
+    np.testing.assert_allclose(table[0, 2], 3**0.5, rtol=1e-12)
 
 
 def test_searches_that_cannot_be_trusted_say_so(key):
@@ -303,16 +293,14 @@ def test_searches_that_cannot_be_trusted_say_so(key):
 
 
 def test_wrong_arguments_are_refused(key):
-    for wrong, message in (
-        ({"num_starts": 0}, "`num_starts` must be at least 1"),
-        ({"num_steps": 0}, "`num_steps` must be at least 1"),
-        ({"form": "euclidean"}, "`form` must be one of 'frobenius', 'angular'"),
-        ({"b": np.eye(3)}, "`b` must be of shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            align_dynamics(**{"a": np.eye(2), "b": np.eye(2), "key": key} | wrong)
-    with pytest.raises(ValueError, match="`others` must be of shape"):
-        pairwise_dynamical_distance(np.ones((2, 3, 3)), np.ones((2, 2, 2)), key=key)
+    align, three, two = partial(align_dynamics, np.eye(2), key=key), np.ones((2, 3, 3)), np.ones((2, 2, 2))
+    refused(
+        (lambda: align(np.eye(2), num_starts=0), "`num_starts` must be at least 1"),
+        (lambda: align(np.eye(2), num_steps=0), "`num_steps` must be at least 1"),
+        (lambda: align(np.eye(2), form="euclidean"), "`form` must be one of 'frobenius', 'angular'"),
+        (lambda: align(np.eye(3)), "`b` must be of shape"),
+        (lambda: pairwise_dynamical_distance(three, two, key=key), "`others` must be of shape"),
+    )
 
 
 def spiral(seed=0):
@@ -324,54 +312,51 @@ def spiral(seed=0):
     return follow(matrix, 80, 0.1, np.random.default_rng(seed))
 
 
-def test_white_coordinates_are_those_of_the_paper(key):
+def test_white_coordinates_are_those_of_the_paper(key, x64):
     """A_v = (V^T V)^-1 V^T V' of the right singular vectors V of the delay-embedded data, transposed."""
-    with jax.enable_x64(True):
-        x, y = (np.asarray(side) for side in lagged_pairs(delay_embed(spiral(), 3)))
-        left, sizes, right = np.linalg.svd(x, full_matrices=False)
-        white = left[:, :4] * len(x) ** 0.5
-        after = y @ right[:4].T / sizes[:4] * len(x) ** 0.5
-        paper = np.linalg.lstsq(white, after, rcond=None)[0].T
-        operator = fit(PrincipalComponents(4, 0.0), x, y)
-        found = np.asarray(transition_matrix(operator))
-        np.testing.assert_allclose(np.abs(found), np.abs(paper), atol=1e-9)
-        np.testing.assert_allclose(dynamical_distance(found, paper, key=key), 0, atol=1e-9)
-        # Projected dynamic mode decomposition.
-        cut = left[:, :4] * sizes[:4] @ right[:4]
-        projected = right[:4] @ np.linalg.lstsq(cut, y, rcond=1e-9)[0].T @ right[:4].T
-        plain = np.asarray(transition_matrix(operator, metric="features"))
-        np.testing.assert_allclose(np.abs(plain), np.abs(projected), atol=1e-9)
-        assert dynamical_distance(plain, found, key=key) > 0.1
+    x, y = (np.asarray(side) for side in lagged_pairs(delay_embed(spiral(), 3)))
+    left, sizes, right = np.linalg.svd(x, full_matrices=False)
+    white = left[:, :4] * len(x) ** 0.5
+    after = y @ right[:4].T / sizes[:4] * len(x) ** 0.5
+    paper = np.linalg.lstsq(white, after, rcond=None)[0].T
+    operator = fit(PrincipalComponents(4, 0.0), x, y)
+    found = np.asarray(transition_matrix(operator))
+    np.testing.assert_allclose(np.abs(found), np.abs(paper), atol=1e-9)
+    np.testing.assert_allclose(dynamical_distance(found, paper, key=key), 0, atol=1e-9)
+    # Projected dynamic mode decomposition.
+    cut = left[:, :4] * sizes[:4] @ right[:4]
+    projected = right[:4] @ np.linalg.lstsq(cut, y, rcond=1e-9)[0].T @ right[:4].T
+    plain = np.asarray(transition_matrix(operator, metric="features"))
+    np.testing.assert_allclose(np.abs(plain), np.abs(projected), atol=1e-9)
+    assert dynamical_distance(plain, found, key=key) > 0.1
 
 
 @pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
 @pytest.mark.parametrize("metric", ["data", "features"])
 @pytest.mark.parametrize("estimator", [Ridge(0.05), PrincipalComponents(3, 0.05), ReducedRank(3, 0.05)])
-def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, metric):
-    with jax.enable_x64(True):
-        operator = fit(estimator, *lagged_pairs(spiral()))
-        found = np.linalg.eigvals(transition_matrix(operator, metric=metric))
-        np.testing.assert_allclose(eigenvalue_distance(found, eigenvalues(operator)), 0, atol=1e-10)
+def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, metric, x64):
+    operator = fit(estimator, *lagged_pairs(spiral()))
+    found = np.linalg.eigvals(transition_matrix(operator, metric=metric))
+    np.testing.assert_allclose(eigenvalue_distance(found, eigenvalues(operator)), 0, atol=1e-10)
 
 
-def test_mixed_recordings_of_one_system_are_one_and_others_are_not(key):
+def test_mixed_recordings_of_one_system_are_one_and_others_are_not(key, x64):
     """Data metric: no invertible mixture of what is recorded is seen; feature metric: no orthogonal one."""
-    with jax.enable_x64(True):
-        path, other = spiral(), spiral(seed=1)[:, ::-1] ** 3
-        turn, mixture = orthogonal(4), RANDOM.normal(size=(4, 4))
+    path, other = spiral(), spiral(seed=1)[:, ::-1] ** 3
+    turn, mixture = orthogonal(4), RANDOM.normal(size=(4, 4))
 
-        def of(states, metric="data"):
-            return transition_matrix(fit(Ridge(0.0), *lagged_pairs(states)), metric=metric)
+    def of(states, metric="data"):
+        return transition_matrix(fit(Ridge(0.0), *lagged_pairs(states)), metric=metric)
 
-        def apart(first, second):
-            return dynamical_distance(first, second, key=key)
+    def apart(first, second):
+        return dynamical_distance(first, second, key=key)
 
-        for mixed in (path @ turn, path @ mixture):
-            np.testing.assert_allclose(apart(of(path), of(mixed)), 0, atol=1e-9)
-        assert apart(of(path), of(other)) > 0.1
-        plain = of(path, "features")
-        np.testing.assert_allclose(apart(plain, of(path @ turn, "features")), 0, atol=1e-9)
-        assert apart(plain, of(path @ mixture, "features")) > 0.1
+    for mixed in (path @ turn, path @ mixture):
+        np.testing.assert_allclose(apart(of(path), of(mixed)), 0, atol=1e-9)
+    assert apart(of(path), of(other)) > 0.1
+    plain = of(path, "features")
+    np.testing.assert_allclose(apart(plain, of(path @ turn, "features")), 0, atol=1e-9)
+    assert apart(plain, of(path @ mixture, "features")) > 0.1
 
 
 def test_latent_functions_beyond_a_traced_rank_are_zeros():

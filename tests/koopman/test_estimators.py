@@ -79,13 +79,12 @@ def test_an_iterative_solver_is_heard_where_numbers_are_known(kernel, rank, monk
     assert 0 < residuals[0] < 1e-3
 
 
-def test_a_solver_that_does_not_converge_says_so():
-    with jax.enable_x64(True):
-        values = jnp.linspace(1.0, 0.9, 400)[:, None]
-        eps = float(jnp.finfo(float).eps)
-        with pytest.warns(UserWarning, match="ended with a relative residual of"):
-            warn_unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64, max_restarts=1).residual, eps)
-        warn_unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64).residual, eps)
+def test_a_solver_that_does_not_converge_says_so(x64):
+    values = jnp.linspace(1.0, 0.9, 400)[:, None]
+    eps = float(jnp.finfo(float).eps)
+    with pytest.warns(UserWarning, match="ended with a relative residual of"):
+        warn_unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64, max_restarts=1).residual, eps)
+    warn_unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64).residual, eps)
 
 
 @pytest.mark.parametrize("solver", ["auto", "dense", "krylov", "randomized"])

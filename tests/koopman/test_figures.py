@@ -5,7 +5,6 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from compiled import compilations
@@ -18,14 +17,7 @@ from dissociation.figures import _command as command
 from dissociation.models import Encoder
 from koopman import datasets, figures
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures._ordered_mnist_measures import (
-    Forecaster,
-    Latent,
-    eigenvalue_errors,
-    measured,
-    project,
-    spectral,
-)
+from koopman.figures._ordered_mnist_measures import Forecaster, Latent, eigenvalue_errors, measured, project, spectral
 from koopman.figures._ordered_mnist_models import Networks
 from koopman.figures.ordered_mnist import PROTOCOLS
 
@@ -192,33 +184,6 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert figures.main(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")]) == 2
     assert "at most the sequence's length" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("figure", "name", "values"),
-    [
-        *((ordered_mnist, name, (0,)) for name in ("num_seeds", "num_test", "num_steps")),
-        *((ordered_mnist, name, (1,)) for name in ("num_train", "num_validation")),
-        *((ordered_mnist, name, (-1,)) for name in ("num_epochs", "oracle_epochs")),
-        (ordered_mnist, "models", ((), ("linear", "linear"), ("other",))),
-        (ordered_mnist, "num_digits", (0, 11)),
-        (ordered_mnist, "far", (15,)),
-        (ordered_mnist, "alpha", (0.0,)),
-        (ordered_mnist, "batch_size", (0, 3000)),
-        (ordered_mnist, "data", ("cifar",)),
-        (spectra, "num_trajectories", (0,)),
-        (spectra, "order", (0, 1, 100_000)),
-        (spectra, "alpha", (0.0, 1e300)),
-        (spectra, "num_centres", (5, 1_000_000)),
-        (spectra, "lengths", ((), (0,), (1000, 1000), (99,), (300, 200), (10**12,))),
-        (spectra, "systems", ((), ("prinz", "prinz"), ("other",))),
-    ],
-)
-def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, values, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
-    for value in values:
-        with pytest.raises(ValueError, match=f"`({name}|batch_size)` must "):
-            figure.Config(**{name: value})
 
 
 def test_networks_that_diverged_are_left_out_and_named(sequence_results):

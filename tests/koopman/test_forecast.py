@@ -18,19 +18,18 @@ def trajectory(n=200):
 
 
 @pytest.mark.slow
-def test_powers_of_the_operator():
-    with jax.enable_x64(True):
-        x, y = (np.asarray(a) for a in lagged_pairs(trajectory()[1]))
-        operator = fit(ReducedRank(2, 1e-3), x, y)
-        matrix = np.asarray(operator.encode.matrix @ operator.dual.matrix.T)
-        steps = [1, 2, 3, 7, 100]
-        many = predict(operator, x[:5], steps)
-        for step, found in zip(steps, many, strict=True):
-            np.testing.assert_allclose(found, x[:5] @ np.linalg.matrix_power(matrix, step), atol=1e-10)
-            np.testing.assert_allclose(predict(operator, x[:5], step), found, atol=1e-12)
-        traced = jax.jit(lambda step: predict(operator, x[:5], step))
-        np.testing.assert_allclose(traced(7), many[3], atol=1e-12)
-        np.testing.assert_allclose(jax.vmap(traced)(jnp.asarray(steps)), many, atol=1e-12)
+def test_powers_of_the_operator(x64):
+    x, y = (np.asarray(a) for a in lagged_pairs(trajectory()[1]))
+    operator = fit(ReducedRank(2, 1e-3), x, y)
+    matrix = np.asarray(operator.encode.matrix @ operator.dual.matrix.T)
+    steps = [1, 2, 3, 7, 100]
+    many = predict(operator, x[:5], steps)
+    for step, found in zip(steps, many, strict=True):
+        np.testing.assert_allclose(found, x[:5] @ np.linalg.matrix_power(matrix, step), atol=1e-10)
+        np.testing.assert_allclose(predict(operator, x[:5], step), found, atol=1e-12)
+    traced = jax.jit(lambda step: predict(operator, x[:5], step))
+    np.testing.assert_allclose(traced(7), many[3], atol=1e-12)
+    np.testing.assert_allclose(jax.vmap(traced)(jnp.asarray(steps)), many, atol=1e-12)
 
 
 def test_far_ahead_nothing_overflows_on_the_way():
@@ -57,46 +56,42 @@ def test_powers_below_zero_are_no_numbers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lag", "steps"), [(1, 1), (2, 3)])
-def test_score_compares_what_was_forecast_with_what_came(lag, steps):
+def test_score_compares_what_was_forecast_with_what_came(lag, steps, x64):
     """Scores elsewhere were misaligned for lag > 1 with several steps: they compared with t + lag + steps - 1."""
-    with jax.enable_x64(True):
-        path = follow(trajectory()[0], 60, 0.0, np.random.default_rng(0))
-        operator = fit(Ridge(0.0), *lagged_pairs(path, lag))
-        np.testing.assert_allclose(score(operator, path, lag=lag, steps=steps), 1.0, atol=1e-9)
-        # The negative control: compared one sample off, an exact forecast is not perfect.
-        assert score(operator, path[:-1], lag=lag, steps=steps, observable=path[1:]) < 0.99
+    path = follow(trajectory()[0], 60, 0.0, np.random.default_rng(0))
+    operator = fit(Ridge(0.0), *lagged_pairs(path, lag))
+    np.testing.assert_allclose(score(operator, path, lag=lag, steps=steps), 1.0, atol=1e-9)
+    # The negative control: compared one sample off, an exact forecast is not perfect.
+    assert score(operator, path[:-1], lag=lag, steps=steps, observable=path[1:]) < 0.99
 
 
-def test_score_is_a_metric_of_an_observable():
-    with jax.enable_x64(True):
-        path = trajectory()[1]
-        x, y = lagged_pairs(path)
-        energy = (path**2).sum(1, keepdims=True)
-        operator = fit(Ridge(), x, y, observable=energy[1:])
-        found = score(operator, path, observable=energy)
-        np.testing.assert_allclose(found, r2_score(energy[1:], predict(operator, x)), rtol=1e-12)
-        error = score(operator, path, observable=energy, metric=lambda a, b: jnp.mean((a - b) ** 2))
-        np.testing.assert_allclose(error, np.mean((energy[1:] - predict(operator, x)) ** 2), rtol=1e-12)
+def test_score_is_a_metric_of_an_observable(x64):
+    path = trajectory()[1]
+    x, y = lagged_pairs(path)
+    energy = (path**2).sum(1, keepdims=True)
+    operator = fit(Ridge(), x, y, observable=energy[1:])
+    found = score(operator, path, observable=energy)
+    np.testing.assert_allclose(found, r2_score(energy[1:], predict(operator, x)), rtol=1e-12)
+    error = score(operator, path, observable=energy, metric=lambda a, b: jnp.mean((a - b) ** 2))
+    np.testing.assert_allclose(error, np.mean((energy[1:] - predict(operator, x)) ** 2), rtol=1e-12)
 
 
-def test_r2_against_scikit_learn():
+def test_r2_against_scikit_learn(x64):
     metrics = pytest.importorskip("sklearn.metrics")
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        target, forecast = rng.normal(size=(2, 30, 4))
-        np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
-        target[:, 0] = forecast[:, 0] = 2.0  # constant and right, then constant and wrong
-        np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
-        forecast[:, 0] = 3.0
-        np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+    rng = np.random.default_rng(0)
+    target, forecast = rng.normal(size=(2, 30, 4))
+    np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+    target[:, 0] = forecast[:, 0] = 2.0  # constant and right, then constant and wrong
+    np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+    forecast[:, 0] = 3.0
+    np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:`alpha`")
-def test_risk_is_the_mean_squared_error_of_features():
-    with jax.enable_x64(True):
-        x, y = lagged_pairs(trajectory()[1])
-        operator = fit(Ridge(0.1), x, y)
-        np.testing.assert_allclose(risk(operator, x, y), jnp.mean(jnp.sum((y - predict(operator, x)) ** 2, 1)))
+def test_risk_is_the_mean_squared_error_of_features(x64):
+    x, y = lagged_pairs(trajectory()[1])
+    operator = fit(Ridge(0.1), x, y)
+    np.testing.assert_allclose(risk(operator, x, y), jnp.mean(jnp.sum((y - predict(operator, x)) ** 2, 1)))
 
 
 PATH = trajectory(20)[1]
@@ -126,22 +121,21 @@ def test_scores_do_not_depend_on_units(scale):
     assert r2_score(same, 2 * same) == 0
 
 
-def test_a_forecast_that_alpha_eats_is_named():
+def test_a_forecast_that_alpha_eats_is_named(x64):
     """At the horizon at which it is lost, and at no other."""
-    with jax.enable_x64(True):
-        t = np.arange(2000)
-        path = np.stack([np.cos(0.01 * t), np.cos(0.01 * (t - 1))], 1)
-        x, y = path[:-1], path[1:]
-        exact = np.cos(0.01 * (t[:3] + 628))
-        for alpha, least, most in ((None, 0, 1e-9), (1e-6, 0, 1e-2), (1e-5, 0.1, 2)):
-            operator = fit(Ridge(alpha), x, y)
-            error = np.abs(jax.jit(predict)(operator, x[:3], 628)[:, 0] - exact).max()
-            assert least <= error < most
-            if least:
-                with pytest.warns(UserWarning, match=r"`alpha` \(1e-05\) takes .* of the forecast 628 steps ahead"):
-                    predict(operator, x[:3], [1, 628])
-            else:
+    t = np.arange(2000)
+    path = np.stack([np.cos(0.01 * t), np.cos(0.01 * (t - 1))], 1)
+    x, y = path[:-1], path[1:]
+    exact = np.cos(0.01 * (t[:3] + 628))
+    for alpha, least, most in ((None, 0, 1e-9), (1e-6, 0, 1e-2), (1e-5, 0.1, 2)):
+        operator = fit(Ridge(alpha), x, y)
+        error = np.abs(jax.jit(predict)(operator, x[:3], 628)[:, 0] - exact).max()
+        assert least <= error < most
+        if least:
+            with pytest.warns(UserWarning, match=r"`alpha` \(1e-05\) takes .* of the forecast 628 steps ahead"):
                 predict(operator, x[:3], [1, 628])
+        else:
+            predict(operator, x[:3], [1, 628])
 
 
 FRAME = pd.DataFrame(np.random.default_rng(0).normal(size=(30, 2)), columns=["p", "q"])

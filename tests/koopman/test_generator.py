@@ -20,19 +20,18 @@ def ornstein_uhlenbeck(n, seed=0):
     return jax.vmap(hermite)(x), jax.vmap(jax.jacfwd(hermite))(x)[:, :, None]
 
 
-def test_rates_of_an_ornstein_uhlenbeck_process():
-    with jax.enable_x64(True):
-        runs = [
-            fit_generator(*ornstein_uhlenbeck(20_000, seed), rank=4, diffusion=SIGMA**2 / 2, alpha=0.0).eigenvalues
-            for seed in range(20)
-        ]
-        mean, error = np.mean(runs, 0), np.std(runs, 0) / np.sqrt(20)
-        np.testing.assert_allclose(mean[0], 0.0, atol=1e-9)
-        assert (np.abs(mean[1:] + THETA * np.arange(1, 4)) < 4 * error[1:]).all()
+def test_rates_of_an_ornstein_uhlenbeck_process(x64):
+    runs = [
+        fit_generator(*ornstein_uhlenbeck(20_000, seed), rank=4, diffusion=SIGMA**2 / 2, alpha=0.0).eigenvalues
+        for seed in range(20)
+    ]
+    mean, error = np.mean(runs, 0), np.std(runs, 0) / np.sqrt(20)
+    np.testing.assert_allclose(mean[0], 0.0, atol=1e-9)
+    assert (np.abs(mean[1:] + THETA * np.arange(1, 4)) < 4 * error[1:]).all()
 
 
 @pytest.mark.parametrize(("alpha", "shift"), [(0.0, 30.0), (0.3, None), (0.3, 2.0), (None, 5.0), (None, None)])
-def test_against_a_dense_pencil(alpha, shift):
+def test_against_a_dense_pencil(alpha, shift, x64):
     rng = np.random.default_rng(3)
     x, jac = rng.normal(size=(12, 4)), rng.normal(size=(12, 4, 2))
     c, e = x.T @ x / 12, 0.7 * np.einsum("nik,njk->ij", jac, jac) / 12
@@ -41,13 +40,12 @@ def test_against_a_dense_pencil(alpha, shift):
     values, vectors = scipy.linalg.eigh(c, by * (c + penalty * np.eye(4)) + e)
     vectors = (vectors / np.sqrt(np.sum(vectors * (c @ vectors), 0)))[:, ::-1]
     vectors = vectors * np.sign(np.take_along_axis(vectors, np.abs(vectors).argmax(0)[None], 0))
-    with jax.enable_x64(True):
-        found = fit_generator(x, jac, rank=3, diffusion=0.7, alpha=alpha, shift=shift)
-        np.testing.assert_allclose(found.eigenvalues, (by - 1 / values[::-1])[:3], rtol=1e-11)
-        np.testing.assert_allclose(found.coefficients, vectors[:, :3], rtol=1e-10)
-        functions = x @ vectors[:, :3]
-        support = np.sum(functions**2, 0) ** 2 / np.sum(functions**4, 0)
-        np.testing.assert_allclose(found.support, support, rtol=1e-10)
+    found = fit_generator(x, jac, rank=3, diffusion=0.7, alpha=alpha, shift=shift)
+    np.testing.assert_allclose(found.eigenvalues, (by - 1 / values[::-1])[:3], rtol=1e-11)
+    np.testing.assert_allclose(found.coefficients, vectors[:, :3], rtol=1e-10)
+    functions = x @ vectors[:, :3]
+    support = np.sum(functions**2, 0) ** 2 / np.sum(functions**4, 0)
+    np.testing.assert_allclose(found.support, support, rtol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def prinz_samples():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("ornstein_uhlenbeck", np.float32), ("prinz", np.float64)])
-def test_thirty_bumps_at_any_alpha(name, dtype):
+def test_thirty_bumps_at_any_alpha(name, dtype, precision):
     """Added to C alone, alpha made directions that the samples hardly hold slow: 0, -.006, -.025, ... for 0, -1, -2."""
     if name == "prinz":
         draw, deviation = prinz_samples()
@@ -107,47 +105,44 @@ def test_thirty_bumps_at_any_alpha(name, dtype):
     else:
         deviation, diffusion, reach, tolerance, rates = 1.0, 1.0, 5.0, 0.05, np.asarray([-1.0, -2.0])
         draw = lambda rng: rng.normal(size=20_000)  # noqa: E731
-    with jax.enable_x64(dtype == np.float64):
-        fit = jax.jit(
-            lambda x, jac, part: (
-                fit_generator(x, jac, rank=4, diffusion=diffusion, alpha=part * jnp.sum(x**2) / x.size).eigenvalues
-            )
+    fit = jax.jit(
+        lambda x, jac, part: (
+            fit_generator(x, jac, rank=4, diffusion=diffusion, alpha=part * jnp.sum(x**2) / x.size).eigenvalues
         )
-        for width in (0.35, 0.6, 1.0):
-            found = []
-            for seed in range(10):
-                x, jac = bumps(draw(np.random.default_rng(seed)), reach, width * deviation)
-                x, jac = compressed(x).astype(dtype), compressed(jac[:, :, 0])[:, :, None].astype(dtype)
-                found.append([fit(x, jac, part) for part in (1e-8, 1e-6, 1e-4)])
-            found = np.asarray(found, float)  # [draws, alphas, rates]
-            assert np.abs(found[:, :, 0] / rates[0]).max() < 0.005
-            np.testing.assert_allclose(np.median(found, 0)[:, 1:3], [rates] * 3, rtol=tolerance)
+    )
+    for width in (0.35, 0.6, 1.0):
+        found = []
+        for seed in range(10):
+            x, jac = bumps(draw(np.random.default_rng(seed)), reach, width * deviation)
+            x, jac = compressed(x).astype(dtype), compressed(jac[:, :, 0])[:, :, None].astype(dtype)
+            found.append([fit(x, jac, part) for part in (1e-8, 1e-6, 1e-4)])
+        found = np.asarray(found, float)  # [draws, alphas, rates]
+        assert np.abs(found[:, :, 0] / rates[0]).max() < 0.005
+        np.testing.assert_allclose(np.median(found, 0)[:, 1:3], [rates] * 3, rtol=tolerance)
 
 
-def test_few_samples_in_a_tail_are_told_by_their_support():
+def test_few_samples_in_a_tail_are_told_by_their_support(x64):
     """Beyond 4 deviations two samples are left, and a function that is flat at both has no energy."""
     rng = np.random.default_rng(0)
     x, jac = bumps(np.append(np.clip(rng.normal(size=5000), -3, 3), [4.4, 4.45]), 5.0, 0.35)
-    with jax.enable_x64(True):
-        found = fit_generator(x, jac, rank=4, alpha=1e-8 * np.mean(x**2))
-        slow = np.flatnonzero(found.support < 10)
-        assert len(slow) == 1
-        assert found.eigenvalues[slow[0]] > -0.9  # a rate that the process does not have
-        wide = fit_generator(x, jac, rank=4, alpha=1e-2 * np.mean(x**2))
-        assert (wide.support[:3] > 100).all()
-        np.testing.assert_allclose(wide.eigenvalues[1], -1, rtol=0.15)
+    found = fit_generator(x, jac, rank=4, alpha=1e-8 * np.mean(x**2))
+    slow = np.flatnonzero(found.support < 10)
+    assert len(slow) == 1
+    assert found.eigenvalues[slow[0]] > -0.9  # a rate that the process does not have
+    wide = fit_generator(x, jac, rank=4, alpha=1e-2 * np.mean(x**2))
+    assert (wide.support[:3] > 100).all()
+    np.testing.assert_allclose(wide.eigenvalues[1], -1, rtol=0.15)
 
 
-def test_dependent_features_come_last():
-    with jax.enable_x64(True):
-        x, jac = ornstein_uhlenbeck(5000)
-        double = fit_generator(jnp.concatenate([x, x], 1), jnp.concatenate([jac, jac], 1), rank=5, alpha=0.0)
-        single = fit_generator(x, jac, rank=4, alpha=0.0)
-        np.testing.assert_allclose(double.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
-        assert double.eigenvalues[4] < -1e9
-        scaled = fit_generator(jnp.concatenate([x, 1e-3 * x], 1), jnp.concatenate([jac, 1e-3 * jac], 1), rank=5)
-        np.testing.assert_allclose(scaled.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
-        assert scaled.eigenvalues[4] < -1e9
+def test_dependent_features_come_last(x64):
+    x, jac = ornstein_uhlenbeck(5000)
+    double = fit_generator(jnp.concatenate([x, x], 1), jnp.concatenate([jac, jac], 1), rank=5, alpha=0.0)
+    single = fit_generator(x, jac, rank=4, alpha=0.0)
+    np.testing.assert_allclose(double.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
+    assert double.eigenvalues[4] < -1e9
+    scaled = fit_generator(jnp.concatenate([x, 1e-3 * x], 1), jnp.concatenate([jac, 1e-3 * jac], 1), rank=5)
+    np.testing.assert_allclose(scaled.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
+    assert scaled.eigenvalues[4] < -1e9
 
 
 def test_units_change_nothing_but_rates():
@@ -161,12 +156,9 @@ def test_units_change_nothing_but_rates():
         np.testing.assert_allclose(found.support, wanted.support, rtol=1e-2)
     faster = fit_generator(x, jac * np.float32(1e12), rank=3)
     np.testing.assert_allclose(faster.eigenvalues / 1e24, wanted.eigenvalues, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(
-        fit_generator(x, jac * np.float32(1e12), rank=3, shift=2e24, alpha=1e-3).eigenvalues / 1e24,
-        fit_generator(x, jac, rank=3, shift=2.0, alpha=1e-3).eigenvalues,
-        rtol=1e-3,
-        atol=1e-4,
-    )
+    faster = fit_generator(x, jac * np.float32(1e12), rank=3, shift=2e24, alpha=1e-3)
+    wanted = fit_generator(x, jac, rank=3, shift=2.0, alpha=1e-3)
+    np.testing.assert_allclose(faster.eigenvalues / 1e24, wanted.eigenvalues, rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match="`jac` must have squares, over those of `x`"):
         fit_generator(x, jac * np.float32(1e20), rank=3)
 

@@ -22,27 +22,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kernel", "wanted"), CASES, ids=lambda c: type(c).__name__)
-def test_closed_forms(kernel, wanted):
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(kernel(X, Y), wanted, rtol=1e-10)
-        np.testing.assert_allclose(jax.jit(lambda x: kernel(x, Y))(X), wanted, rtol=1e-10)
-
-
-@pytest.mark.parametrize(("kernel", "_"), CASES, ids=lambda c: type(c).__name__)
-def test_gradients_are_finite_and_right(kernel, _):
-    with jax.enable_x64(True):
-        weight, step = RNG.normal(size=(9, 9)), RNG.normal(size=X.shape)
-        value = jax.jit(lambda x: jnp.sum(weight * kernel(x, jnp.asarray(Y))))
-        numeric = (value(X + 1e-5 * step) - value(X - 1e-5 * step)) / 2e-5
-        np.testing.assert_allclose(jnp.vdot(jax.grad(value)(jnp.asarray(X)), step), numeric, rtol=1e-6)
-        # On the diagonal distances are zero, where a root has no finite slope.
-        assert np.isfinite(jax.grad(lambda x: jnp.sum(kernel(x, x)))(jnp.asarray(X))).all()
-
-
-@pytest.mark.parametrize(("kernel", "_"), CASES, ids=lambda c: type(c).__name__)
-def test_states_that_are_not_numbers_have_no_kernel_value(kernel, _):
-    bad = np.where(np.arange(9)[:, None] == 4, np.nan, X).astype(np.float32)
-    np.testing.assert_array_equal(np.isnan(kernel(bad, Y[:3])).all(1), np.arange(9) == 4)
+def test_closed_forms_and_their_gradients(kernel, wanted, x64):
+    np.testing.assert_allclose(kernel(X, Y), wanted, rtol=1e-10)
+    np.testing.assert_allclose(jax.jit(lambda x: kernel(x, Y))(X), wanted, rtol=1e-10)
+    weight, step = RNG.normal(size=(9, 9)), RNG.normal(size=X.shape)
+    value = jax.jit(lambda x: jnp.sum(weight * kernel(x, jnp.asarray(Y))))
+    numeric = (value(X + 1e-5 * step) - value(X - 1e-5 * step)) / 2e-5
+    np.testing.assert_allclose(jnp.vdot(jax.grad(value)(jnp.asarray(X)), step), numeric, rtol=1e-6)
+    # On the diagonal distances are zero, where a root has no finite slope.
+    assert np.isfinite(jax.grad(lambda x: jnp.sum(kernel(x, x)))(jnp.asarray(X))).all()
+    # States that are not numbers have no kernel value.
+    bad = np.float32(np.where(np.arange(9)[:, None] == 4, np.nan, X))
+    np.testing.assert_array_equal(np.isnan(kernel(bad, np.float32(Y[:3]))).all(1), np.arange(9) == 4)
 
 
 @pytest.mark.parametrize("kind", [koopman.RBF, koopman.Laplacian, koopman.Matern])

@@ -3,10 +3,11 @@ from itertools import permutations
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import scipy.linalg
+from differences import directional
+from words import refused
 
 from koopman import (
     autoencoder_loss,
@@ -47,12 +48,6 @@ def batch(n=40, d=3, seed=0, dtype=np.float64):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) + rng.normal(size=d)
     return x.astype(dtype), (x @ rng.normal(size=(d, d)) / d + rng.normal(size=(n, d)) + 0.5).astype(dtype)
-
-
-def directional(function, point, direction, step=1e-4):
-    far = function(point + 2 * step * direction) - function(point - 2 * step * direction)
-    near = function(point + step * direction) - function(point - step * direction)
-    return (8 * near - far) / (12 * step)
 
 
 @pytest.mark.parametrize("schatten_norm", [1, 2])
@@ -130,17 +125,16 @@ def test_autoencoder_by_hand():
 
 
 @pytest.mark.parametrize(("n", "d", "m"), [(5, 3, 2), (30, 2, 1)])
-def test_energy_equals_its_definitions(n, d, m):
+def test_energy_equals_its_definitions(n, d, m, x64):
     x, _ = batch(n, d)
     jac = np.random.default_rng(7).normal(size=(n, d, m))
     kernel = x @ x.T + 0.3 * np.einsum("idk,jdk->ij", jac, jac)
     moment = (x.T @ x + 0.3 * np.einsum("nik,njk->ij", jac, jac)) / n
     size = 2 * np.trace(x.T @ x) / n
-    with jax.enable_x64(True):
-        pooled = energy_loss(x, jac, grad_weight=0.3, form="pooled")
-        np.testing.assert_allclose(pooled, (kernel**2).mean() - size, rtol=1e-11)
-        energy = energy_loss(x, jac, grad_weight=0.3)  # the form that ranks is the default
-        np.testing.assert_allclose(energy, (moment**2).sum() - size, rtol=1e-11)
+    pooled = energy_loss(x, jac, grad_weight=0.3, form="pooled")
+    np.testing.assert_allclose(pooled, (kernel**2).mean() - size, rtol=1e-11)
+    energy = energy_loss(x, jac, grad_weight=0.3)  # the form that ranks is the default
+    np.testing.assert_allclose(energy, (moment**2).sum() - size, rtol=1e-11)
 
 
 def test_orthonormality_of_exact_gaussians():
@@ -157,40 +151,38 @@ def test_orthonormality_of_exact_gaussians():
             np.testing.assert_allclose(orthonormal_logfro_reg(x), expected, atol=1e-12)
 
 
-def test_fro_is_the_average_over_quadruples():
+def test_fro_is_the_average_over_quadruples(x64):
     x = np.random.default_rng(2).exponential(size=(6, 2))
     squares = [((x[i] - x[j]) @ (x[k] - x[m])) ** 2 / 4 for i, j, k, m in permutations(range(6), 4)]
     trace = np.trace(np.cov(x.T))
     inner = x @ x.T
     mean = (inner.sum() - np.trace(inner)) / 30  # pairs of different samples
     expected = (np.mean(squares) - 2 * trace + 2 + 2 * mean) / 2
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(orthonormal_fro_reg(x), expected, rtol=1e-10)
-        wide = np.hstack([x, np.zeros((6, 4))])  # n <= 2 d: the other form of the sum
-        np.testing.assert_allclose(orthonormal_fro_reg(wide) * 6 - 4, expected * 2, rtol=1e-10)
-        # A key draws quadruples; over many keys the average is the same.
-        draws = jax.vmap(lambda key: orthonormal_fro_reg(x, key=key))(jax.random.split(jax.random.key(0), 20_000))
-        assert abs(draws.mean() - expected) < 4 * draws.std() / 20_000**0.5
-        assert draws.std() > 0.01
+    np.testing.assert_allclose(orthonormal_fro_reg(x), expected, rtol=1e-10)
+    wide = np.hstack([x, np.zeros((6, 4))])  # n <= 2 d: the other form of the sum
+    np.testing.assert_allclose(orthonormal_fro_reg(wide) * 6 - 4, expected * 2, rtol=1e-10)
+    # A key draws quadruples; over many keys the average is the same.
+    draws = jax.vmap(lambda key: orthonormal_fro_reg(x, key=key))(jax.random.split(jax.random.key(0), 20_000))
+    assert abs(draws.mean() - expected) < 4 * draws.std() / 20_000**0.5
+    assert draws.std() > 0.01
 
 
 @pytest.mark.parametrize("center", [True, False])
-def test_dpnets_by_its_equation(center):
+def test_dpnets_by_its_equation(center, x64):
     x, y = batch()
-    with jax.enable_x64(True):
-        a, b = (x - x.mean(0), y - y.mean(0)) if center else (x, y)
-        cov_x, cov_y, cross = a.T @ a / 40, b.T @ b / 40, a.T @ b / 40
-        penalty = sum(np.trace(c @ c - c - scipy.linalg.logm(c)) for c in (cov_x, cov_y))
-        plain = np.trace(np.linalg.solve(cov_x, cross) @ np.linalg.solve(cov_y, cross.T))
-        relaxed = (cross**2).sum() / np.linalg.norm(cov_x, 2) / np.linalg.norm(cov_y, 2)
-        assert relaxed < plain
-        for score, option in ((plain, False), (relaxed, True)):
-            loss = dpnets_loss(x, y, relaxed=option, metric_deformation=0.7, center_covariances=center)
-            np.testing.assert_allclose(loss, -score + 0.7 / 6 * penalty, rtol=1e-9)
+    a, b = (x - x.mean(0), y - y.mean(0)) if center else (x, y)
+    cov_x, cov_y, cross = a.T @ a / 40, b.T @ b / 40, a.T @ b / 40
+    penalty = sum(np.trace(c @ c - c - scipy.linalg.logm(c)) for c in (cov_x, cov_y))
+    plain = np.trace(np.linalg.solve(cov_x, cross) @ np.linalg.solve(cov_y, cross.T))
+    relaxed = (cross**2).sum() / np.linalg.norm(cov_x, 2) / np.linalg.norm(cov_y, 2)
+    assert relaxed < plain
+    for score, option in ((plain, False), (relaxed, True)):
+        loss = dpnets_loss(x, y, relaxed=option, metric_deformation=0.7, center_covariances=center)
+        np.testing.assert_allclose(loss, -score + 0.7 / 6 * penalty, rtol=1e-9)
 
 
 @pytest.mark.parametrize(("schatten_norm", "rank"), [(1, 2), (2, 2), (1, None), (2, None)])
-def test_score_against_a_direct_computation(schatten_norm, rank):
+def test_score_against_a_direct_computation(schatten_norm, rank, x64):
     """Without a rank it is the loss of the test data."""
     (x, y), (x_test, y_test) = batch(seed=0, d=5), batch(n=25, seed=1, d=5)
 
@@ -207,27 +199,25 @@ def test_score_against_a_direct_computation(schatten_norm, rank):
     cov_x, cross, cov_y = covariances(x_test, y_test)
     seen = inverse_root(u.T @ cov_x @ u) @ (u.T @ cross @ v) @ inverse_root(v.T @ cov_y @ v)
     expected = (np.linalg.svd(seen, compute_uv=False) ** schatten_norm).sum()
-    with jax.enable_x64(True):
-        score = vamp_score(x, y, x_test, y_test, schatten_norm=schatten_norm, rank=rank)
-        np.testing.assert_allclose(score, expected, rtol=1e-9)
-        if rank is None:
-            np.testing.assert_allclose(score, -vamp_loss(x_test, y_test, schatten_norm=schatten_norm), rtol=1e-9)
+    score = vamp_score(x, y, x_test, y_test, schatten_norm=schatten_norm, rank=rank)
+    np.testing.assert_allclose(score, expected, rtol=1e-9)
+    if rank is None:
+        np.testing.assert_allclose(score, -vamp_loss(x_test, y_test, schatten_norm=schatten_norm), rtol=1e-9)
 
 
 @pytest.mark.slow
 @every_loss
-def test_gradient_is_that_of_finite_differences(name):
+def test_gradient_is_that_of_finite_differences(name, x64):
     """Compiled and mapped over batches, the value and the gradient are those of each."""
     rng = np.random.default_rng(8)
-    with jax.enable_x64(True):
-        pairs = jnp.stack([jnp.stack(batch(seed=seed)) for seed in range(2)])
-        direction = rng.normal(size=pairs.shape[1:])
-        total = jax.jit(lambda pair: LOSSES[name](pair[0], pair[1]))
-        values, gradients = jax.jit(jax.vmap(jax.value_and_grad(total)))(pairs)
-        for pair, value, gradient in zip(pairs, values, gradients, strict=True):
-            np.testing.assert_allclose(value, LOSSES[name](pair[0], pair[1]), rtol=1e-8, atol=1e-10)
-            expected = directional(total, pair, direction)
-            np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6, atol=1e-8)
+    pairs = jnp.stack([jnp.stack(batch(seed=seed)) for seed in range(2)])
+    direction = rng.normal(size=pairs.shape[1:])
+    total = jax.jit(lambda pair: LOSSES[name](pair[0], pair[1]))
+    values, gradients = jax.jit(jax.vmap(jax.value_and_grad(total)))(pairs)
+    for pair, value, gradient in zip(pairs, values, gradients, strict=True):
+        np.testing.assert_allclose(value, LOSSES[name](pair[0], pair[1]), rtol=1e-8, atol=1e-10)
+        expected = directional(total, pair, direction)
+        np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6, atol=1e-8)
 
 
 def dependent(z):
@@ -297,11 +287,10 @@ def test_members_with_wide_features_do_not_hang(key):
 
 
 @every_loss
-def test_dtype_follows_the_input(name):
-    with jax.enable_x64(True):
-        for dtype in (np.float32, np.float64):
-            if name != "score":  # its training data here are of double precision
-                assert LOSSES[name](*(jnp.asarray(a) for a in batch(dtype=dtype))).dtype == dtype
+def test_dtype_follows_the_input(name, x64):
+    for dtype in (np.float32, np.float64):
+        if name != "score":  # its training data here are of double precision
+            assert LOSSES[name](*(jnp.asarray(a) for a in batch(dtype=dtype))).dtype == dtype
 
 
 @pytest.mark.parametrize("center", [True, False])
@@ -326,24 +315,18 @@ def test_batches_that_any_features_explain_are_refused(center):
     assert jnp.isfinite(vamp_score(*more, *short, rank=2, **options))
 
 
-def test_wrong_arguments_are_named(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_wrong_arguments_are_named(unchecked):
     x, y = batch(dtype=np.float32)
-    for call, words in (
+    refused(
         (lambda: vamp_loss(x, y, schatten_norm=3), "`schatten_norm` must be 1 or 2, got 3"),
         (lambda: vamp_score(x, y, x, y, rank=4), r"`rank` must be at most the number of features \(3\), got 4"),
         (lambda: dpnets_loss(x, y, metric_deformation=-1.0), "`metric_deformation` must be non-negative"),
         (lambda: spectral_contrastive_loss(x[:1], y[:1]), "`x` must hold at least two pairs"),
-        (
-            lambda: autoencoder_loss(x, y, x[:, :1], x, x, y),
-            "`x_rec` must be of shape .* with state = .* as in `x`",
-        ),
+        (lambda: autoencoder_loss(x, y, x[:, :1], x, x, y), "`x_rec` must be of shape .* with state = .* as in `x`"),
         (lambda: autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0), "`alpha_lin` must be non-negative"),
         (lambda: energy_loss(x, x[:, :, None], form="other"), "`form` must be one of 'energy', 'pooled'"),
         (lambda: orthonormal_fro_reg(x[:3]), "`x` must hold at least four samples"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+    )
 
 
 @pytest.mark.slow

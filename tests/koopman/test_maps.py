@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from words import refused
 
 from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
 from koopman.datasets._exact import conjugate_order
@@ -95,11 +96,9 @@ def test_initial_states_and_longer_runs(key):
 def test_wrong_arguments_are_named(key):
     assert logistic_map(1, key=key, order=1).shape == (2, 1)  # the least of both
     four = {"key": key, "num_trajectories": 4}
-    for call, words in (
+    refused(
         (lambda: logistic_map(0, key=key), "`num_steps` must be at least 1, got 0"),
         (lambda: logistic_map(3, key=key, num_trajectories=0), "`num_trajectories` must be at least 1"),
         (lambda: logistic_spectrum(0), "`order` must be at least 1"),
         (lambda: logistic_map(3, initial=np.zeros((3, 1)), **four), r"`initial` .* \(1,\) or \(4, 1\), got \(3, 1\)"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+    )

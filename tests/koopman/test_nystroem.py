@@ -1,4 +1,3 @@
-import warnings
 from functools import partial
 
 import jax
@@ -6,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from trajectories import follow
+from words import warned
 
 from koopman import (
     RBF,
@@ -44,43 +44,41 @@ def fit_kernel(kind, x, y, kernel, centres=None, **options):
     ("kind", "solver"),
     [("ridge", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov"), ("reduced_rank", "spectral")],
 )
-def test_the_linear_kernel_is_explicit_regression(kind, solver):
-    with jax.enable_x64(True):
-        x, y = (np.asarray(a) for a in lagged_pairs(states()))
-        options = {} if kind == "ridge" else {"solver": solver}
-        found = fit_kernel(kind, x, y, Linear(), alpha=1e-2, **options)
-        wanted = fit(KINDS[kind](alpha=1e-2), x, y)
-        rank = 3 if kind == "ridge" else 2
-        np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(wanted), atol=1e-7)
-        np.testing.assert_allclose(predict(found, x[:7], [1, 3]), predict(wanted, x[:7], [1, 3]), atol=1e-7)
-        np.testing.assert_allclose(risk(found, x, y), risk(wanted, x, y), rtol=1e-7)
-        np.testing.assert_allclose(singular_values(found)[:rank], singular_values(wanted), atol=1e-6)
-        residuals = decompose(found).residuals[:rank]
-        np.testing.assert_allclose(residuals, decompose(wanted).residuals, atol=1e-6)
-        one, other = (left_eigenfunctions(o, x[:7]) for o in (found, wanted))
-        right_one, right_other = (right_eigenfunctions(o, x[:7]) for o in (found, wanted))
-        # Eigenfunctions have a sign of their own, their products have not.
-        np.testing.assert_allclose((one * right_one)[:, :rank], other * right_other, atol=1e-6)
+def test_the_linear_kernel_is_explicit_regression(kind, solver, x64):
+    x, y = (np.asarray(a) for a in lagged_pairs(states()))
+    options = {} if kind == "ridge" else {"solver": solver}
+    found = fit_kernel(kind, x, y, Linear(), alpha=1e-2, **options)
+    wanted = fit(KINDS[kind](alpha=1e-2), x, y)
+    rank = 3 if kind == "ridge" else 2
+    np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(wanted), atol=1e-7)
+    np.testing.assert_allclose(predict(found, x[:7], [1, 3]), predict(wanted, x[:7], [1, 3]), atol=1e-7)
+    np.testing.assert_allclose(risk(found, x, y), risk(wanted, x, y), rtol=1e-7)
+    np.testing.assert_allclose(singular_values(found)[:rank], singular_values(wanted), atol=1e-6)
+    residuals = decompose(found).residuals[:rank]
+    np.testing.assert_allclose(residuals, decompose(wanted).residuals, atol=1e-6)
+    one, other = (left_eigenfunctions(o, x[:7]) for o in (found, wanted))
+    right_one, right_other = (right_eigenfunctions(o, x[:7]) for o in (found, wanted))
+    # Eigenfunctions have a sign of their own, their products have not.
+    np.testing.assert_allclose((one * right_one)[:, :rank], other * right_other, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_samples_as_centres_are_the_exact_kernel(kind):
+def test_all_samples_as_centres_are_the_exact_kernel(kind, x64):
     """And a plain function is a kernel too, under `jit` with both."""
-    with jax.enable_x64(True):
-        # A kernel of finite rank, 10, so that the centres span the whole space.
-        x, y = (np.asarray(a) for a in lagged_pairs(states(80)))
-        exact = fit_kernel(kind, x, y, Polynomial(2), alpha=1e-2)
-        rank = 10 if kind == "ridge" else 2
-        plain = partial(fit_kernel, kind, kernel=lambda a, b: (a @ b.T + 1) ** 2, alpha=1e-2)
-        for found in (
-            fit_kernel(kind, x, y, Polynomial(2), x, alpha=1e-2),
-            jax.jit(partial(plain, centres=x))(x, y),
-            jax.jit(plain)(x, y),
-        ):
-            np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(exact)[:rank], atol=1e-6)
-            np.testing.assert_allclose(predict(found, x[:5], 2), predict(exact, x[:5], 2), atol=1e-6)
-            np.testing.assert_allclose(risk(found, x, y), risk(exact, x, y), rtol=1e-5)
+    # A kernel of finite rank, 10, so that the centres span the whole space.
+    x, y = (np.asarray(a) for a in lagged_pairs(states(80)))
+    exact = fit_kernel(kind, x, y, Polynomial(2), alpha=1e-2)
+    rank = 10 if kind == "ridge" else 2
+    plain = partial(fit_kernel, kind, kernel=lambda a, b: (a @ b.T + 1) ** 2, alpha=1e-2)
+    for found in (
+        fit_kernel(kind, x, y, Polynomial(2), x, alpha=1e-2),
+        jax.jit(partial(plain, centres=x))(x, y),
+        jax.jit(plain)(x, y),
+    ):
+        np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(exact)[:rank], atol=1e-6)
+        np.testing.assert_allclose(predict(found, x[:5], 2), predict(exact, x[:5], 2), atol=1e-6)
+        np.testing.assert_allclose(risk(found, x, y), risk(exact, x, y), rtol=1e-5)
 
 
 def test_leverage_scores_find_the_rare_states():
@@ -120,40 +118,38 @@ def test_units_of_the_kernel_do_not_choose_the_centres():
         ("ridge", "dense", RBF(2.0), 8),
     ],
 )
-def test_gradients_against_finite_differences(kind, solver, kernel, number):
+def test_gradients_against_finite_differences(kind, solver, kernel, number, x64):
     """Of estimators, which are pytrees, and of data."""
-    with jax.enable_x64(True):
-        x, y = (np.asarray(a) for a in lagged_pairs(states(30)))
-        steps = np.random.default_rng(3).normal(size=(2, 20, 3))
-        estimator = KINDS[kind] if kind == "ridge" else partial(KINDS[kind], solver=solver)
+    x, y = (np.asarray(a) for a in lagged_pairs(states(30)))
+    steps = np.random.default_rng(3).normal(size=(2, 20, 3))
+    estimator = KINDS[kind] if kind == "ridge" else partial(KINDS[kind], solver=solver)
 
-        @jax.jit
-        def value(estimator, move):
-            a, b = (jnp.asarray(part[:20]) + move * step for part, step in zip((x, y), steps, strict=True))
-            operator = fit(estimator, a, b, kernel=kernel, centres=number and a[:number])
-            size = jnp.sum(operator.singular_values[:2])
-            return risk(operator, x[20:], y[20:]) + jnp.sum(predict(operator, x[20:], 3) ** 2) + size
+    @jax.jit
+    def value(estimator, move):
+        a, b = (jnp.asarray(part[:20]) + move * step for part, step in zip((x, y), steps, strict=True))
+        operator = fit(estimator, a, b, kernel=kernel, centres=number and a[:number])
+        size = jnp.sum(operator.singular_values[:2])
+        return risk(operator, x[20:], y[20:]) + jnp.sum(predict(operator, x[20:], 3) ** 2) + size
 
-        slope, along = jax.jit(jax.grad(value, (0, 1)))(estimator(alpha=0.1), 0.0)
-        ends = ((1e-5, 0.0), (0.0, 1e-5))
-        numeric = [(value(estimator(alpha=0.1 + a), b) - value(estimator(alpha=0.1 - a), -b)) / 2e-5 for a, b in ends]
-        np.testing.assert_allclose([slope.alpha, along], numeric, rtol=1e-5)
+    slope, along = jax.jit(jax.grad(value, (0, 1)))(estimator(alpha=0.1), 0.0)
+    ends = ((1e-5, 0.0), (0.0, 1e-5))
+    numeric = [(value(estimator(alpha=0.1 + a), b) - value(estimator(alpha=0.1 - a), -b)) / 2e-5 for a, b in ends]
+    np.testing.assert_allclose([slope.alpha, along], numeric, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
-def test_ranks_by_masking(kind):
-    with jax.enable_x64(True):
-        x, y = (np.asarray(a) for a in lagged_pairs(states(25)))
+def test_ranks_by_masking(kind, x64):
+    x, y = (np.asarray(a) for a in lagged_pairs(states(25)))
 
-        def value(alpha, rank):
-            return risk(fit(kind(rank, alpha), x, y, kernel=RBF(1.0)), x, y)
+    def value(alpha, rank):
+        return risk(fit(kind(rank, alpha), x, y, kernel=RBF(1.0)), x, y)
 
-        both = jax.value_and_grad(value)
-        swept = jax.jit(jax.vmap(lambda rank: both(1e-2, rank)))(jnp.asarray([1, 3]))
-        own = [jax.jit(lambda alpha, rank=rank: both(alpha, rank))(1e-2) for rank in (1, 3)]
-        np.testing.assert_allclose(np.stack(swept, 1), np.asarray(own), rtol=1e-6, atol=1e-12)
-        with pytest.raises(ValueError, match="`solver` must be 'dense' for a traced `rank`"):
-            jax.jit(lambda rank: fit(kind(rank, solver="krylov"), x, y, kernel=RBF(1.0)))(2)
+    both = jax.value_and_grad(value)
+    swept = jax.jit(jax.vmap(lambda rank: both(1e-2, rank)))(jnp.asarray([1, 3]))
+    own = [jax.jit(lambda alpha, rank=rank: both(alpha, rank))(1e-2) for rank in (1, 3)]
+    np.testing.assert_allclose(np.stack(swept, 1), np.asarray(own), rtol=1e-6, atol=1e-12)
+    with pytest.raises(ValueError, match="`solver` must be 'dense' for a traced `rank`"):
+        jax.jit(lambda rank: fit(kind(rank, solver="krylov"), x, y, kernel=RBF(1.0)))(2)
 
 
 @pytest.mark.slow
@@ -175,7 +171,7 @@ def test_float32_on_whole_kernel_matrices(kernel):
 
 
 @pytest.mark.parametrize("samples", [50, 600])
-def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples):
+def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples, x64):
     """The least eigenvalues of a smooth kernel's matrix are rounding, and weigh nothing in ridge regression."""
     rng = np.random.default_rng(samples)
     x, at = rng.normal(size=(samples, 2)), rng.normal(size=(20, 2))
@@ -184,50 +180,45 @@ def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples):
     def values(a, b):
         return np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1))
 
-    with jax.enable_x64(True):
-        found = fit(Ridge(1e-5), x, y, kernel=RBF(1.0))  # warnings are errors
-        weights = np.zeros_like(y)
-        for _ in range(4):  # each step regresses what the ones before left over
-            left_over = y - values(x, x) @ weights
-            weights = weights + np.linalg.solve(values(x, x) + samples * 1e-5 * np.eye(samples), left_over)
-        wanted = values(at, x) @ weights
-        np.testing.assert_allclose(predict(found, at), wanted, atol=1e-5)
-        with pytest.warns(UserWarning, match="orthonormal only to"):
-            fit(Ridge(1e-15), x, np.asarray(x), kernel=RBF(3.0))
+    found = fit(Ridge(1e-5), x, y, kernel=RBF(1.0))  # warnings are errors
+    weights = np.zeros_like(y)
+    for _ in range(4):  # each step regresses what the ones before left over
+        left_over = y - values(x, x) @ weights
+        weights = weights + np.linalg.solve(values(x, x) + samples * 1e-5 * np.eye(samples), left_over)
+    wanted = values(at, x) @ weights
+    np.testing.assert_allclose(predict(found, at), wanted, atol=1e-5)
+    with pytest.warns(UserWarning, match="orthonormal only to"):
+        fit(Ridge(1e-15), x, np.asarray(x), kernel=RBF(3.0))
 
 
 @pytest.mark.slow
-def test_the_default_regularisation_follows_the_kernel():
+def test_the_default_regularisation_follows_the_kernel(x64):
     scale = 1e-3
-    with jax.enable_x64(True):
-        path = states(80)
-        x, y = path[:-1], path[1:]
-        for kind in KINDS:
-            wanted = fit_kernel(kind, x, y, Linear())
-            found = fit_kernel(kind, scale * x, scale * y, Linear())
-            np.testing.assert_allclose(eigenvalues(found)[:2], eigenvalues(wanted)[:2], rtol=1e-8)
-            mean = scale**2 * np.mean(np.sum(x**2, 1))
-            np.testing.assert_allclose(found.alpha, 8 * 2.0**-52 * mean, rtol=1e-10)
-            np.testing.assert_allclose(eigenvalues(fit(KINDS[kind](), x, y))[:2], eigenvalues(found)[:2], rtol=1e-8)
-            centres = fit_kernel(kind, scale * x, scale * y, Linear(), scale * x[:9])
-            np.testing.assert_allclose(centres.alpha, 8 * 2.0**-52 * mean, rtol=1e-8)
-            np.testing.assert_allclose(eigenvalues(centres)[:2], eigenvalues(wanted)[:2], rtol=1e-6)
-        np.testing.assert_allclose(fit(Ridge(), x, y, kernel=RBF(1.0)).alpha, 1e-6, rtol=1e-10)
-        with pytest.warns(UserWarning, match=r"exceeds eigenvalue 2 of k\(X, X\) / n"):
-            fit(PrincipalComponents(2, 100.0), x, y, kernel=Linear())
-        with pytest.warns(UserWarning, match=r"`alpha` \(1.1\) exceeds the mean of k\(x, x\) \(1\)"):
-            fit(Ridge(1.1), x, y, kernel=RBF(1.0))
+    path = states(80)
+    x, y = path[:-1], path[1:]
+    for kind in KINDS:
+        wanted = fit_kernel(kind, x, y, Linear())
+        found = fit_kernel(kind, scale * x, scale * y, Linear())
+        np.testing.assert_allclose(eigenvalues(found)[:2], eigenvalues(wanted)[:2], rtol=1e-8)
+        mean = scale**2 * np.mean(np.sum(x**2, 1))
+        np.testing.assert_allclose(found.alpha, 8 * 2.0**-52 * mean, rtol=1e-10)
+        np.testing.assert_allclose(eigenvalues(fit(KINDS[kind](), x, y))[:2], eigenvalues(found)[:2], rtol=1e-8)
+        centres = fit_kernel(kind, scale * x, scale * y, Linear(), scale * x[:9])
+        np.testing.assert_allclose(centres.alpha, 8 * 2.0**-52 * mean, rtol=1e-8)
+        np.testing.assert_allclose(eigenvalues(centres)[:2], eigenvalues(wanted)[:2], rtol=1e-6)
+    np.testing.assert_allclose(fit(Ridge(), x, y, kernel=RBF(1.0)).alpha, 1e-6, rtol=1e-10)
+    with pytest.warns(UserWarning, match=r"exceeds eigenvalue 2 of k\(X, X\) / n"):
+        fit(PrincipalComponents(2, 100.0), x, y, kernel=Linear())
+    with pytest.warns(UserWarning, match=r"`alpha` \(1.1\) exceeds the mean of k\(x, x\) \(1\)"):
+        fit(Ridge(1.1), x, y, kernel=RBF(1.0))
 
 
 def test_a_singular_kernel_matrix_is_named():
     x, y = lagged_pairs(states(30))
-    for call, needed in (
-        (lambda: fit(Ridge(0.0), x, y, kernel=Linear()), "Ridge needs rank 30"),
-        (lambda: fit(PrincipalComponents(4, 0.0), x, y, kernel=Linear()), "PrincipalComponents needs rank 4"),
-        (lambda: fit(ReducedRank(2, 0.0), x, y, kernel=Linear()), "ReducedRank needs rank 30"),
-    ):
-        with pytest.raises(ValueError, match=f"{needed}, K has rank 3 of 30. Pass alpha > 0"):
-            call()
+    for estimator, rank in ((Ridge(0.0), 30), (PrincipalComponents(4, 0.0), 4), (ReducedRank(2, 0.0), 30)):
+        name = type(estimator).__name__
+        with pytest.raises(ValueError, match=f"{name} needs rank {rank}, K has rank 3 of 30. Pass alpha > 0"):
+            fit(estimator, x, y, kernel=Linear())
     # Three principal directions there are; under jit the rank found is reported.
     assert np.isfinite(fit(PrincipalComponents(3, 0.0), x, y, kernel=Linear()).core).all()
     inside = jax.jit(lambda x, y: fit(Ridge(0.0), x, y, kernel=Linear()))(x, y)
@@ -330,25 +321,19 @@ def test_kernels_of_no_overlap_are_named():
 
 
 @pytest.mark.parametrize("number", [None, 20])
-def test_a_linear_kernel_warns_as_its_features_do(number):
+def test_a_linear_kernel_warns_as_its_features_do(number, x64):
     path = follow(np.diag([0.9, 0.5, -0.3]), 399, 0.3, np.random.default_rng(0))
     tones = np.cos(np.outer(np.arange(450), [0.0445, 0.1247])).sum(1)
     rows = np.stack([tones[3 - i : 450 - i] for i in range(4)], 1)
 
     def said(path, alpha=None, **options):
-        with warnings.catch_warnings(record=True, action="always") as seen:
-            fit(Ridge(alpha), path[:-1], path[1:], **options)
-        return [str(one.message)[:40] for one in seen]
+        return [words[:40] for words in warned(lambda: fit(Ridge(alpha), path[:-1], path[1:], **options))]
 
-    with jax.enable_x64(True):
-        for states, alpha, words in (
-            (path, None, None),
-            (path + 5.0, None, "A column of one"),
-            (rows, 1e-6, "suppresses 1 dir"),
-        ):
-            found = said(states, alpha, kernel=Linear(), centres=None if number is None else states[:number])
-            assert found == said(states, alpha)
-            assert [words in one for one in found] == [True] * bool(words)
-        assert said(path + 5.0, kernel=RBF(5.0)) == []
-        few = np.random.default_rng(0).normal(size=(30, 40))  # fewer pairs than features: nothing to test
-        assert said(few, kernel=Linear()) == []
+    cases = ((path, None, None), (path + 5.0, None, "A column of one"), (rows, 1e-6, "suppresses 1 dir"))
+    for states, alpha, words in cases:
+        found = said(states, alpha, kernel=Linear(), centres=None if number is None else states[:number])
+        assert found == said(states, alpha)
+        assert [words in one for one in found] == [True] * bool(words)
+    assert said(path + 5.0, kernel=RBF(5.0)) == []
+    few = np.random.default_rng(0).normal(size=(30, 40))  # fewer pairs than features: nothing to test
+    assert said(few, kernel=Linear()) == []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compiled import compilations
 from trajectories import follow
+from words import warned
 
 from koopman import (
     Linear,
@@ -61,30 +62,29 @@ LOW_RANK = pytest.mark.filterwarnings("ignore:`rank` .* exceeds")
 
 @LARGE_ALPHA
 @pytest.mark.parametrize("alpha", [0.0, 1e-2])
-def test_estimators_are_their_definitions(alpha):
-    with jax.enable_x64(True):
-        x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory()[1]))
-        c_x, c_xy = x.T @ x / len(x), x.T @ y / len(x)
-        regular = c_x + alpha * np.eye(5)
-        exact = np.linalg.solve(regular, c_xy)
-        np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y), True), exact, atol=1e-10)
-        iterated = np.zeros_like(exact)
-        for _ in range(4):  # each step regresses what the ones before left over
-            iterated = iterated + np.linalg.solve(regular, c_xy - c_x @ iterated)
-        np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y)), iterated, atol=1e-10)
-        _, vectors = np.linalg.eigh(c_x)
-        project = vectors[:, -3:] @ vectors[:, -3:].T
-        np.testing.assert_allclose(
-            operator_matrix(fit(PrincipalComponents(3, alpha), x, y), True), project @ exact, atol=1e-10
-        )
-        values, turn = np.linalg.eigh(regular)
-        root = (turn / np.sqrt(values)) @ turn.T
-        left = np.linalg.svd(root @ c_xy)[0][:, :3]
-        reduced = root @ left @ left.T @ root @ c_xy
-        operator = fit(ReducedRank(3, alpha), x, y)
-        np.testing.assert_allclose(operator_matrix(operator, True), reduced, atol=1e-10)
-        basis = operator.encode.matrix
-        np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
+def test_estimators_are_their_definitions(alpha, x64):
+    x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory()[1]))
+    c_x, c_xy = x.T @ x / len(x), x.T @ y / len(x)
+    regular = c_x + alpha * np.eye(5)
+    exact = np.linalg.solve(regular, c_xy)
+    np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y), True), exact, atol=1e-10)
+    iterated = np.zeros_like(exact)
+    for _ in range(4):  # each step regresses what the ones before left over
+        iterated = iterated + np.linalg.solve(regular, c_xy - c_x @ iterated)
+    np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y)), iterated, atol=1e-10)
+    _, vectors = np.linalg.eigh(c_x)
+    project = vectors[:, -3:] @ vectors[:, -3:].T
+    np.testing.assert_allclose(
+        operator_matrix(fit(PrincipalComponents(3, alpha), x, y), True), project @ exact, atol=1e-10
+    )
+    values, turn = np.linalg.eigh(regular)
+    root = (turn / np.sqrt(values)) @ turn.T
+    left = np.linalg.svd(root @ c_xy)[0][:, :3]
+    reduced = root @ left @ left.T @ root @ c_xy
+    operator = fit(ReducedRank(3, alpha), x, y)
+    np.testing.assert_allclose(operator_matrix(operator, True), reduced, atol=1e-10)
+    basis = operator.encode.matrix
+    np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -130,89 +130,81 @@ def test_the_default_regularisation_follows_the_data(kind):
     ("strength", "rank", "alpha", "directions"),
     [(0.1, 3, 1e-5, 0), (0.1, 3, 0.3, 1), (1.0, 3, 0.3, 0), (1.0, 3, 30.0, 3), (10.0, 3, 30.0, 0), (0.1, 2, 30.0, 2)],
 )
-def test_an_alpha_that_suppresses_what_predicts_is_named(strength, rank, alpha, directions):
+def test_an_alpha_that_suppresses_what_predicts_is_named(strength, rank, alpha, directions, x64):
     """Directions with b^4 > .01 whose F statistic is above 10: where there are any it is 158, .6, 527, 4.9, 80 490."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, 3)) * [3.0, 1.0, 0.1]
     y = x + strength * rng.normal(size=x.shape)
-    with jax.enable_x64(True):
-        with warnings.catch_warnings(record=True, action="always") as seen:
-            fit(PrincipalComponents(rank, alpha), x, y)
-        jax.jit(lambda alpha: fit(Ridge(alpha), x, x).core)(30.0)  # which says nothing
-    assert [f"suppresses {directions} direc" in str(one.message) for one in seen] == [True] * (directions > 0)
+    said = warned(lambda: fit(PrincipalComponents(rank, alpha), x, y))
+    assert [f"suppresses {directions} direc" in words for words in said] == [True] * (directions > 0)
+    assert not warned(lambda: jax.jit(lambda alpha: fit(Ridge(alpha), x, x).core)(30.0))
 
 
 @pytest.mark.parametrize(
     ("kind", "streamed"), [("ridge", False), ("ridge", True), ("pcr", False), ("reduced_rank", True)]
 )
-def test_a_missing_intercept_is_named(kind, streamed):
+def test_a_missing_intercept_is_named(kind, streamed, x64):
     rng = np.random.default_rng(1)
     path = linear_trajectory(300)[1]
-    with jax.enable_x64(True):
 
-        def said(path, **options):
-            x, y = path[:-1], path[1:]
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                data = (moments(x, y, **options),) if streamed else (x, y)
-                fit_kind(kind, *data, **({} if streamed else options))
-            return any("A column of ones lowers" in str(one.message) for one in seen)
+    def said(path, **options):
+        x, y = path[:-1], path[1:]
+        if streamed:
+            found = warned(lambda: fit_kind(kind, moments(x, y, **options)))
+        else:
+            found = warned(lambda: fit_kind(kind, x, y, **options))
+        return any("A column of ones lowers" in words for words in found)
 
-        assert not said(path)
-        assert said(path + 3.0)
-        assert not said(path + 3.0, center=True)
-        assert not said(np.column_stack([path + 3.0, np.ones(len(path))]))
-        assert not said(np.column_stack([path + 3.0, 1 - path[:, :1], path[:, :1]]))  # ones are in the span
-        for _ in range(3):
-            noise = rng.normal(size=(301, 5))
-            assert not said(noise - noise.mean(0))
-        step, exact = rng.normal(size=(301, 2)), np.array([0.9, 0.5]) ** np.arange(60)[:, None]
-        for offset in (1e3, 1e6, 1e7) if kind == "ridge" else ():  # moments in float64 hold up to about 1e7
-            assert said(step + offset) or (streamed and offset > 1e6)
-            assert said(exact + offset) or offset > 1e6
-            assert offset > 1e6 or not said(np.column_stack([step + offset, np.full(301, 0.1)]))
+    assert not said(path)
+    assert said(path + 3.0)
+    assert not said(path + 3.0, center=True)
+    assert not said(np.column_stack([path + 3.0, np.ones(len(path))]))
+    assert not said(np.column_stack([path + 3.0, 1 - path[:, :1], path[:, :1]]))  # ones are in the span
+    for _ in range(3):
+        noise = rng.normal(size=(301, 5))
+        assert not said(noise - noise.mean(0))
+    step, exact = rng.normal(size=(301, 2)), np.array([0.9, 0.5]) ** np.arange(60)[:, None]
+    for offset in (1e3, 1e6, 1e7) if kind == "ridge" else ():  # moments in float64 hold up to about 1e7
+        assert said(step + offset) or (streamed and offset > 1e6)
+        assert said(exact + offset) or offset > 1e6
+        assert offset > 1e6 or not said(np.column_stack([step + offset, np.full(301, 0.1)]))
 
 
-def test_overlapping_residuals_are_no_missing_intercept():
+def test_overlapping_residuals_are_no_missing_intercept(x64):
     """At lag 100 residuals of a slow process without an offset overlap: 9 of 20 such series had the warning."""
-    with jax.enable_x64(True), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for seed in range(20):
-            path = follow(np.full((1, 1), 0.99), 3999, 0.141, np.random.default_rng(seed))
-            fit(Ridge(), path[:-100], path[100:])
-    assert len(seen) == 0
+    for seed in range(20):
+        path = follow(np.full((1, 1), 0.99), 3999, 0.141, np.random.default_rng(seed))
+        assert not warned(lambda path=path: fit(Ridge(), path[:-100], path[100:]))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_rank_that_cuts_through_equal_singular_values_is_named(dtype):
+def test_a_rank_that_cuts_through_equal_singular_values_is_named(dtype, precision):
     # A cycle of four states among noise: its operator has four singular values 1.
-    with jax.enable_x64(dtype is np.float64):
-        x = np.eye(4, dtype=dtype)[np.arange(41) % 4]
-        x, y = x[:-1], x[1:]
-        for rank in (1, 2, 3):
-            words = rf"Singular values {rank} and {rank + 1} agree.*rank {rank} .*Use rank"
-            for kind in (ReducedRank, PrincipalComponents):
-                with pytest.warns(UserWarning, match=words):
-                    fit(kind(rank), x, y)
-        fit(ReducedRank(4), x, y)
-        scale = np.asarray([1, 0.7, 0.7, 0.4], dtype)
-        target = y @ np.diag(scale)
-        with pytest.warns(UserWarning, match=r"Use rank 3 or 1\."):
-            fit(ReducedRank(2), x, target)
-        for rank in (1, 3, 4):
-            fit(ReducedRank(rank), x, target)
-        apart = y @ np.diag(np.asarray([1, 0.7, 0.6995, 0.4], dtype))
-        fit(ReducedRank(2), x, apart)
+    x = np.eye(4, dtype=dtype)[np.arange(41) % 4]
+    x, y = x[:-1], x[1:]
+    for rank in (1, 2, 3):
+        words = rf"Singular values {rank} and {rank + 1} agree.*rank {rank} .*Use rank"
+        for kind in (ReducedRank, PrincipalComponents):
+            with pytest.warns(UserWarning, match=words):
+                fit(kind(rank), x, y)
+    fit(ReducedRank(4), x, y)
+    scale = np.asarray([1, 0.7, 0.7, 0.4], dtype)
+    target = y @ np.diag(scale)
+    with pytest.warns(UserWarning, match=r"Use rank 3 or 1\."):
+        fit(ReducedRank(2), x, target)
+    for rank in (1, 3, 4):
+        fit(ReducedRank(rank), x, target)
+    apart = y @ np.diag(np.asarray([1, 0.7, 0.6995, 0.4], dtype))
+    fit(ReducedRank(2), x, apart)
 
 
 @pytest.mark.parametrize(("solver", "d"), [("krylov", 3), ("krylov", 8), ("krylov", 40), ("randomized", 40)])
-def test_solvers_agree(solver, d):
-    with jax.enable_x64(True):
-        x, y = lagged_pairs(linear_trajectory(d=d)[1])
-        tol = 1e-6 if solver == "krylov" else 1e-2
-        for kind, route in ((ReducedRank, "auto"), (PrincipalComponents, "qr"), (PrincipalComponents, "covariance")):
-            one, other = (fit(kind(3, solver=by), x, y, route=route) for by in ("dense", solver))
-            np.testing.assert_allclose(operator_matrix(other), operator_matrix(one), atol=tol)
+def test_solvers_agree(solver, d, x64):
+    x, y = lagged_pairs(linear_trajectory(d=d)[1])
+    tol = 1e-6 if solver == "krylov" else 1e-2
+    for kind, route in ((ReducedRank, "auto"), (PrincipalComponents, "qr"), (PrincipalComponents, "covariance")):
+        one, other = (fit(kind(3, solver=by), x, y, route=route) for by in ("dense", solver))
+        np.testing.assert_allclose(operator_matrix(other), operator_matrix(one), atol=tol)
 
 
 @LARGE_ALPHA
@@ -233,17 +225,16 @@ def test_streamed_moments_fit_as_the_data_do(kind, center):
 
 
 @pytest.mark.parametrize("constant", [0.1, 7e5, 1e-9])
-def test_a_constant_feature_about_its_mean_is_zero(constant):
+def test_a_constant_feature_about_its_mean_is_zero(constant, x64):
     """The rounding of its mean was an eigenvalue 1 of moments."""
-    with jax.enable_x64(True):
-        for dtype, n in ((float, 100), (np.float32, 1000)):
-            x = np.random.default_rng(0).normal(size=(n, 2))
-            x, y = (np.column_stack([a, np.full(n, constant)]).astype(dtype) for a in (x, 0.7 * x))
-            halves = (moments(x[at], y[at], center=True) for at in (slice(30), slice(30, None)))
-            for data in ((x, y), (moments(x, y, center=True),), (merge_moments(*halves),)):
-                operator = fit(Ridge(), *data, center=len(data) == 2)
-                np.testing.assert_allclose(eigenvalues(operator), [0.7, 0.7, 0.0], atol=1e-5)
-                assert "1 of 3 directions dropped" in repr(operator)
+    for dtype, n in ((float, 100), (np.float32, 1000)):
+        x = np.random.default_rng(0).normal(size=(n, 2))
+        x, y = (np.column_stack([a, np.full(n, constant)]).astype(dtype) for a in (x, 0.7 * x))
+        halves = (moments(x[at], y[at], center=True) for at in (slice(30), slice(30, None)))
+        for data in ((x, y), (moments(x, y, center=True),), (merge_moments(*halves),)):
+            operator = fit(Ridge(), *data, center=len(data) == 2)
+            np.testing.assert_allclose(eigenvalues(operator), [0.7, 0.7, 0.0], atol=1e-5)
+            assert "1 of 3 directions dropped" in repr(operator)
 
 
 TIME = np.arange(4000)
@@ -282,30 +273,28 @@ def test_the_default_forecasts_far_ahead(name):
 
 # Principal directions are those of the units.
 @pytest.mark.parametrize(("kind", "dtype"), [("ridge", np.float32), ("reduced_rank", np.float32), ("ridge", float)])
-def test_units_of_columns_drop_no_direction(kind, dtype):
+def test_units_of_columns_drop_no_direction(kind, dtype, precision):
     x, y = (a.astype(dtype) for a in lagged_pairs(linear_trajectory(d=3)[1]))
     units = np.asarray([1, 2.0**-40, 2.0**30], dtype)
-    with jax.enable_x64(dtype is float):
-        for alpha in (None, 0.0):
-            one, other = (fit_kind(kind, x * u, y * u, alpha=alpha) for u in (np.ones((1, 3), dtype), units[None]))
-            assert int(other.effective_rank) == 3
-            tol = 1e-9 if dtype is float else 1e-3
-            np.testing.assert_allclose(eigenvalues(other), eigenvalues(one), atol=tol)
-            found = np.asarray(predict(other, x * units[None], 3)) / units
-            np.testing.assert_allclose(found, predict(one, x, 3), atol=tol * np.abs(x).max())
+    for alpha in (None, 0.0):
+        one, other = (fit_kind(kind, x * u, y * u, alpha=alpha) for u in (np.ones((1, 3), dtype), units[None]))
+        assert int(other.effective_rank) == 3
+        tol = 1e-9 if dtype is float else 1e-3
+        np.testing.assert_allclose(eigenvalues(other), eigenvalues(one), atol=tol)
+        found = np.asarray(predict(other, x * units[None], 3)) / units
+        np.testing.assert_allclose(found, predict(one, x, 3), atol=tol * np.abs(x).max())
 
 
-def test_columns_that_principal_components_do_not_see_are_named():
-    with jax.enable_x64(True):
-        x, y = lagged_pairs(linear_trajectory(d=3)[1])
-        units = np.array([[1, 1e9, 1e9]])
-        with pytest.warns(UserWarning, match="Column 0 of `x` is too small beside the largest for the default `alpha`"):
-            fit(PrincipalComponents(2), x * units, y * units)
-        # All directions have no order: they are ridge regression's.
-        found, wanted = (eigenvalues(fit(kind, x * units, y * units)) for kind in (PrincipalComponents(3), Ridge()))
-        np.testing.assert_allclose(found, wanted, atol=1e-9)
-        with pytest.raises(ValueError, match="`x` must have a mean square from"), np.errstate(over="ignore"):
-            fit(Ridge(), x * 1e160, y * 1e160)
+def test_columns_that_principal_components_do_not_see_are_named(x64):
+    x, y = lagged_pairs(linear_trajectory(d=3)[1])
+    units = np.array([[1, 1e9, 1e9]])
+    with pytest.warns(UserWarning, match="Column 0 of `x` is too small beside the largest for the default `alpha`"):
+        fit(PrincipalComponents(2), x * units, y * units)
+    # All directions have no order: they are ridge regression's.
+    found, wanted = (eigenvalues(fit(kind, x * units, y * units)) for kind in (PrincipalComponents(3), Ridge()))
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+    with pytest.raises(ValueError, match="`x` must have a mean square from"), np.errstate(over="ignore"):
+        fit(Ridge(), x * 1e160, y * 1e160)
 
 
 @pytest.mark.parametrize(
@@ -318,26 +307,24 @@ def test_columns_that_principal_components_do_not_see_are_named():
     ],
     ids=str,
 )
-def test_a_rank_that_the_data_do_not_hold_is_named(alpha, options, dtype):
+def test_a_rank_that_the_data_do_not_hold_is_named(alpha, options, dtype, precision):
     words = r"`rank` \(4\) exceeds the 2 directions that the data hold .* Lower it to 2"
-    with jax.enable_x64(dtype is float):
-        tone = delays(COSINE[::30], 6).astype(dtype)
-        for kind in (PrincipalComponents, ReducedRank):
-            with pytest.warns(UserWarning, match=words):
-                operator = fit(kind(4, alpha), tone[:-1], tone[1:], **options)
-            said = "given" if alpha else "default"
-            assert f"({said}), 2 of 4 directions dropped" in repr(operator)
-            assert "dropped" not in repr(fit(kind(2, alpha), tone[:-1], tone[1:], **options))
+    tone = delays(COSINE[::30], 6).astype(dtype)
+    for kind in (PrincipalComponents, ReducedRank):
+        with pytest.warns(UserWarning, match=words):
+            operator = fit(kind(4, alpha), tone[:-1], tone[1:], **options)
+        said = "given" if alpha else "default"
+        assert f"({said}), 2 of 4 directions dropped" in repr(operator)
+        assert "dropped" not in repr(fit(kind(2, alpha), tone[:-1], tone[1:], **options))
 
 
-def test_a_linear_kernel_is_explicit_features_by_default():
+def test_a_linear_kernel_is_explicit_features_by_default(x64):
     """A tone 300 times weaker than another had modulus .99886 with one, and 1 with the other."""
-    with jax.enable_x64(True):
-        x = np.stack([np.cos(0.3 * TIME[:200]), np.sin(0.3 * TIME[:200])], 1)
-        x = np.concatenate([x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1)
-        for options in ({}, {"kernel": Linear()}, {"kernel": Linear(), "centres": x[:30]}):
-            found = eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], **options))
-            np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
+    x = np.stack([np.cos(0.3 * TIME[:200]), np.sin(0.3 * TIME[:200])], 1)
+    x = np.concatenate([x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1)
+    for options in ({}, {"kernel": Linear()}, {"kernel": Linear(), "centres": x[:30]}):
+        found = eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], **options))
+        np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
 
 
 # A trend and a season, of which four delays are a linear system with an intercept.
@@ -354,31 +341,29 @@ AFFINE = {
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("name", AFFINE)
-def test_affine_maps_are_exact(name, streamed):
+def test_affine_maps_are_exact(name, streamed, x64):
     states, start, wanted, moduli = AFFINE[name]
-    with jax.enable_x64(True):
-        x, y = states[:-1], states[1:]
-        data = (moments(x, y, center=True),) if streamed else (x, y)
-        operator = fit(Ridge(None if name == "season" else 0.0), *data, **({} if streamed else {"center": True}))
-        for steps, value in wanted.items():
-            np.testing.assert_allclose(predict(operator, start, steps)[0], value, rtol=2e-6 if steps == 20 else 1e-9)
-        found, held = decompose(operator), modes(operator)
-        np.testing.assert_allclose(np.abs(found.eigenvalues), moduli, atol=1e-9)
-        np.testing.assert_allclose(found.residuals, 0, atol=1e-6)  # a drift is none
-        np.testing.assert_allclose(risk(operator, x, y), 0, atol=1e-18 * np.max(x**2))
-        np.testing.assert_allclose(jnp.var(right_eigenfunctions(operator, x, found)[:, 0]), 1, rtol=1e-9)
-        if name in ("decay", "growth"):  # psi is proportional to x - 2, and the constant's mode is the fixed point
-            values = np.asarray(right_eigenfunctions(operator, np.asarray([[2.0], [3.0], [5.0]])).real[:, 0])
-            np.testing.assert_allclose(values / values[1], [0, 1, 3], atol=1e-9)
-            np.testing.assert_allclose(held.constant, 2, rtol=1e-9)
-            ahead = (
-                right_eigenfunctions(operator, start) * found.eigenvalues[None] ** 4 @ held.amplitudes
-                + held.constant[None]
-            )
-            np.testing.assert_allclose(ahead, predict(operator, start, 5), rtol=1e-9)
-        if name == "decay":  # without the intercept the step is no linear one: the negative control
-            with pytest.warns(UserWarning, match="A column of ones"):
-                assert np.abs(predict(fit(Ridge(0.0), x, y), start, 200) - 2) > 0.1
+    x, y = states[:-1], states[1:]
+    data = (moments(x, y, center=True),) if streamed else (x, y)
+    operator = fit(Ridge(None if name == "season" else 0.0), *data, **({} if streamed else {"center": True}))
+    for steps, value in wanted.items():
+        np.testing.assert_allclose(predict(operator, start, steps)[0], value, rtol=2e-6 if steps == 20 else 1e-9)
+    found, held = decompose(operator), modes(operator)
+    np.testing.assert_allclose(np.abs(found.eigenvalues), moduli, atol=1e-9)
+    np.testing.assert_allclose(found.residuals, 0, atol=1e-6)  # a drift is none
+    np.testing.assert_allclose(risk(operator, x, y), 0, atol=1e-18 * np.max(x**2))
+    np.testing.assert_allclose(jnp.var(right_eigenfunctions(operator, x, found)[:, 0]), 1, rtol=1e-9)
+    if name in ("decay", "growth"):  # psi is proportional to x - 2, and the constant's mode is the fixed point
+        values = np.asarray(right_eigenfunctions(operator, np.asarray([[2.0], [3.0], [5.0]])).real[:, 0])
+        np.testing.assert_allclose(values / values[1], [0, 1, 3], atol=1e-9)
+        np.testing.assert_allclose(held.constant, 2, rtol=1e-9)
+        ahead = (
+            right_eigenfunctions(operator, start) * found.eigenvalues[None] ** 4 @ held.amplitudes + held.constant[None]
+        )
+        np.testing.assert_allclose(ahead, predict(operator, start, 5), rtol=1e-9)
+    if name == "decay":  # without the intercept the step is no linear one: the negative control
+        with pytest.warns(UserWarning, match="A column of ones"):
+            assert np.abs(predict(fit(Ridge(0.0), x, y), start, 200) - 2) > 0.1
 
 
 def test_images_as_observables():
@@ -393,16 +378,15 @@ def test_images_as_observables():
 @LOW_RANK
 @pytest.mark.parametrize(("samples", "width", "rank"), [(400, 70, 20), (140, 66, 65), (8, 20, 8)])
 @pytest.mark.parametrize(("kind", "route"), [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "covariance")])
-def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route):
+def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route, x64):
     """The zeros of a covariance of deficient rank come out at up to a few rounding units of the largest eigenvalue."""
     rng = np.random.default_rng(samples)
-    with jax.enable_x64(True):
-        x = rng.normal(size=(samples, rank)) @ rng.normal(size=(rank, width))
-        y = x @ rng.normal(size=(width, width)) / width
-        whole = {"ridge": Ridge(), "pcr": PrincipalComponents(width), "reduced_rank": ReducedRank(width)}
-        found = fit(whole[kind], x, y, route=route)
-        assert int(found.effective_rank) == rank
-        np.testing.assert_allclose(predict(found, x), y, atol=1e-3)
+    x = rng.normal(size=(samples, rank)) @ rng.normal(size=(rank, width))
+    y = x @ rng.normal(size=(width, width)) / width
+    whole = {"ridge": Ridge(), "pcr": PrincipalComponents(width), "reduced_rank": ReducedRank(width)}
+    found = fit(whole[kind], x, y, route=route)
+    assert int(found.effective_rank) == rank
+    np.testing.assert_allclose(predict(found, x), y, atol=1e-3)
 
 
 def test_a_singular_covariance_is_named():
@@ -443,19 +427,18 @@ AUTO = {
 
 
 @pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
-def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d):
-    with jax.enable_x64(True):
-        x, y = wide_pairs(d, 3 * d)
-        exact = fit(estimator(), x, y, route="qr")
-        H = operator_matrix(exact)
-        for route in ("auto", "covariance"):
-            quick = fit(estimator(), x, y, route=route)
-            G = operator_matrix(quick)
-            # What they predict, for which directions that hardly vary mean nothing.
-            assert not np.array_equal(G, H)
-            assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
-            np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
-            np.testing.assert_allclose(quick.gram_x + quick.penalty, np.eye(len(quick.gram_x)), atol=1e-6)
+def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d, x64):
+    x, y = wide_pairs(d, 3 * d)
+    exact = fit(estimator(), x, y, route="qr")
+    H = operator_matrix(exact)
+    for route in ("auto", "covariance"):
+        quick = fit(estimator(), x, y, route=route)
+        G = operator_matrix(quick)
+        # What they predict, for which directions that hardly vary mean nothing.
+        assert not np.array_equal(G, H)
+        assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
+        np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(quick.gram_x + quick.penalty, np.eye(len(quick.gram_x)), atol=1e-6)
 
 
 @LARGE_ALPHA
@@ -476,26 +459,25 @@ def test_below_that_the_features_are_factored(estimator, d):
 
 @LARGE_ALPHA
 @pytest.mark.parametrize("axes", [(None, None, 0), (0, 0, None), (0, 0, 0)])
-def test_members_of_a_sweep_decide_together(axes):
+def test_members_of_a_sweep_decide_together(axes, x64):
     """With data of one member that need it all go by QR; else a sweep equals its members in turn."""
 
     def matrix(x, y, alpha, route="auto"):
         return (o := fit(ReducedRank(4, alpha), x, y, route=route)).encode.matrix @ o.dual.matrix.T
 
-    with jax.enable_x64(True):
-        x, y = wide_pairs(260, 600, seeds=2)
-        thin = [np.stack([part[0] * np.logspace(0, -6, 260), part[1]]) for part in (x, y)]
-        alphas = np.array([1e-5, 1e-3]) * np.sum(x**2) / x.shape[1] / 2
-        given, thin = (
-            [part if axis == 0 else jnp.asarray(part[0]) for part, axis in zip((*data, alphas), axes, strict=True)]
-            for data in ((x, y), thin)
-        )
-        sweep = jax.vmap(matrix, axes)
-        members = [[part if axis is None else part[i] for part, axis in zip(given, axes, strict=True)] for i in (0, 1)]
-        alone = [matrix(*member) for member in members]
-        assert np.linalg.norm(jax.jit(sweep)(*given) - np.stack(alone)) < 1e-7 * np.linalg.norm(alone)
-        exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*thin)
-        np.testing.assert_array_equal(jax.jit(sweep)(*thin), exact)
+    x, y = wide_pairs(260, 600, seeds=2)
+    thin = [np.stack([part[0] * np.logspace(0, -6, 260), part[1]]) for part in (x, y)]
+    alphas = np.array([1e-5, 1e-3]) * np.sum(x**2) / x.shape[1] / 2
+    given, thin = (
+        [part if axis == 0 else jnp.asarray(part[0]) for part, axis in zip((*data, alphas), axes, strict=True)]
+        for data in ((x, y), thin)
+    )
+    sweep = jax.vmap(matrix, axes)
+    members = [[part if axis is None else part[i] for part, axis in zip(given, axes, strict=True)] for i in (0, 1)]
+    alone = [matrix(*member) for member in members]
+    assert np.linalg.norm(jax.jit(sweep)(*given) - np.stack(alone)) < 1e-7 * np.linalg.norm(alone)
+    exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*thin)
+    np.testing.assert_array_equal(jax.jit(sweep)(*thin), exact)
 
 
 @pytest.mark.parametrize("center", [False, True])

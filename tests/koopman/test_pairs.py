@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from words import refused, warned
 
 from koopman import (
     Ridge,
@@ -45,9 +46,8 @@ STACK, RUN = np.zeros((4, 7, 3, 2), np.float32), np.ones((5, 2), np.float32)
 ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
+def test_pairs_and_delays_that_cannot_be_are_refused():
+    refused(
         (lambda: lagged_pairs(STACK), r"`trajectories` must name the axis.*Pass trajectory_axis=0"),
         (lambda: lagged_pairs(STACK[:1, :, 0]), r"`trajectories` must name the axis.*Pass trajectory_axis=0"),
         (lambda: jax.jit(lagged_pairs)(STACK), "Pass trajectory_axis=0"),
@@ -72,11 +72,8 @@ ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
         (lambda: delay_embed(RUN, 6), r"`trajectory` must be longer than \(num_delays - 1\) \* stride \(5\), got 5"),
         (lambda: delay_embed(RUN, 0), "must be at least 1"),
         (lambda: delay_embed(RUN, 2, stride=0), "must be at least 1"),
-    ],
-)
-def test_pairs_and_delays_that_cannot_be_are_refused(call, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        call()
+        error=(TypeError, ValueError),
+    )
 
 
 def test_lags_can_be_swept():
@@ -108,24 +105,23 @@ def pairs_apart(runs, lag):
 
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, np.float64), (1, np.int16), (2, np.int64), (2, np.float32)])
-def test_pairs_and_delays_of_any_form_and_dtype(seed, dtype):
+def test_pairs_and_delays_of_any_form_and_dtype(seed, dtype, x64):
     rng = np.random.default_rng(seed)
     lag, shape = int(rng.integers(1, 4)), [(), (2,), (2, 3)][seed]
     scale = 2**40 if dtype == np.int64 else 2**10
     runs = [(scale * rng.normal(size=(n, *shape))).astype(dtype) for n in rng.permutation(np.arange(7, 11))]
-    with jax.enable_x64(True):
-        wanted = pairs_apart(runs, lag)
+    wanted = pairs_apart(runs, lag)
 
-        def both(runs):
-            return *lagged_pairs(runs, lag), *delay_embed(runs, 3, stride=lag)
+    def both(runs):
+        return *lagged_pairs(runs, lag), *delay_embed(runs, 3, stride=lag)
 
-        on_device = [jnp.asarray(run) for run in runs]
-        # Under a transformation other code runs than on arrays that are known.
-        forms = (runs, tuple(runs), [*runs[:2], *on_device[2:]], on_device)
-        for found in (*map(both, forms), jax.jit(both)(runs)):
-            for one, other in zip(found, wanted, strict=True):
-                assert one.dtype == dtype
-                np.testing.assert_array_equal(one, other)
+    on_device = [jnp.asarray(run) for run in runs]
+    # Under a transformation other code runs than on arrays that are known.
+    forms = (runs, tuple(runs), [*runs[:2], *on_device[2:]], on_device)
+    for found in (*map(both, forms), jax.jit(both)(runs)):
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == dtype
+            np.testing.assert_array_equal(one, other)
 
 
 STATES = np.random.default_rng(3).normal(size=(12, 2)).astype(np.float32)
@@ -152,11 +148,10 @@ def named(dimensions, **coordinates):
         named(("state", "Time"), Time=DAYS),
     ],
 )
-def test_frames_whose_times_are_even_are_one_trajectory(table):
-    with jax.enable_x64(True):
-        for found, wanted in zip(lagged_pairs(table, 2), lagged_pairs(STATES, 2), strict=True):
-            np.testing.assert_array_equal(found, wanted)
-        np.testing.assert_array_equal(delay_embed([table, STATES], 3)[0], delay_embed(STATES, 3))
+def test_frames_whose_times_are_even_are_one_trajectory(table, x64):
+    for found, wanted in zip(lagged_pairs(table, 2), lagged_pairs(STATES, 2), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(delay_embed([table, STATES], 3)[0], delay_embed(STATES, 3))
 
 
 @pytest.mark.parametrize("order", ["rows by run", "rows by time"])
@@ -268,14 +263,13 @@ def test_lists_of_several_dtypes_lose_no_digit_in_silence(kinds, start, error, x
                     call()
 
 
-def test_float64_rounds_large_integers_with_a_word():
+def test_float64_rounds_large_integers_with_a_word(x64):
     large = [np.arange(2**60, 2**60 + 5), np.arange(5, dtype=np.float32)]
     words = r"^`trajectories\[0\]` .*: float64 keeps 0 digits of it\. Subtract [^,]*$"
-    with jax.enable_x64(True):
-        with pytest.warns(RuntimeWarning, match=words):
-            lagged_pairs(large)
-        with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
-            moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
+    with pytest.warns(RuntimeWarning, match=words):
+        lagged_pairs(large)
+    with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
+        moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
 
 
 @pytest.mark.cpu  # a GPU looks for NaN where the data are
@@ -322,8 +316,7 @@ def test_float64_that_becomes_float32_is_said_once():
         diagnostics._warn_narrowed.cache_clear()
         with pytest.warns(UserWarning, match="float64 are computed in float32.*jax_enable_x64"):
             call()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         calls[0]()
         diagnostics._warn_narrowed.cache_clear()
         lagged_pairs(states.astype(np.float32))
@@ -398,9 +391,8 @@ def test_an_offset_that_swamps_the_variance_is_named_once():
         lambda x: spectral_contrastive_loss(x, x),
         lambda x: fit_generator(x, np.ones((*x.shape, 1)), rank=1),
     ):
-        with warnings.catch_warnings(record=True, action="always") as seen:
-            call(wide)  # where float32 drops digits advice on the squared mean would be one too many
-        (said,) = [str(each.message) for each in seen if "Column 1 of `x` varies by" in str(each.message)]
+        # Where float32 drops digits advice on the squared mean would be one too many.
+        (said,) = [words for words in warned(lambda call=call: call(wide)) if "Column 1 of `x` varies by" in words]
         assert "float32 keeps" in said
 
 
@@ -408,12 +400,11 @@ def test_moments_refuse_what_does_not_fit():
     x, y = np.random.default_rng(0).normal(2.0, 1.0, size=(2, 60, 3)).astype(np.float32)
     # Under jit values are not known; what comes out is refused by the fit.
     seen = jax.jit(moments)(x, y * np.nan)
-    with pytest.raises(ValueError, match="`x` must be moments of finite data"):
-        fit(Ridge(), seen)
-    with pytest.raises(ValueError, match="centred as `first` is"):
-        merge_moments(moments(x, y, center=True), moments(x, y))
-    with pytest.raises(ValueError, match="widths of `first`"):
-        merge_moments(moments(x, y), moments(x[:, :2], y[:, :2]))
+    refused(
+        (lambda: fit(Ridge(), seen), "`x` must be moments of finite data"),
+        (lambda: merge_moments(moments(x, y, center=True), moments(x, y)), "centred as `first` is"),
+        (lambda: merge_moments(moments(x, y), moments(x[:, :2], y[:, :2])), "widths of `first`"),
+    )
 
 
 def test_lists_of_numbers_are_one_trajectory():

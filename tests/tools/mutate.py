@@ -7,7 +7,6 @@ for `or`, a minimum for a maximum. In a copy of the tree, the test files that im
 failure. A mutant that survives needs a test, or changes no result.
 """
 
-import argparse
 import ast
 import io
 import itertools
@@ -22,6 +21,8 @@ import tempfile
 import time
 import tokenize
 from pathlib import Path
+
+import tyro
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = ("__main__.py", "__init__.py", "_cli.py", "_axes.py", "_progress.py")
@@ -176,16 +177,10 @@ def run(mutant, root, timeout):
     return row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def main():
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--number", type=int, default=60)
-    parser.add_argument("--timeout", type=float, default=600)
-    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
-    options = parser.parse_args()
-    mutants = draw(random.Random(options.seed), options.number, ROOT)
-    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+def main(seed: int = 0, number: int = 60, timeout: float = 600, out: Path = Path("mutants.json")):
+    """Make mutants and write what became of each."""
+    mutants = draw(random.Random(seed), number, ROOT)
+    rows = json.loads(out.read_text()) if out.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "results", "*.png", ".venv*"))
@@ -194,13 +189,13 @@ def main():
             whole, cwd=copy, env=environment_of(copy), check=True, stdout=subprocess.DEVNULL
         )  # else every mutant would be "caught"
         for mutant in mutants[len(rows) :]:
-            rows.append(run(mutant, copy, options.timeout))
+            rows.append(run(mutant, copy, timeout))
             sys.stdout.write(f"{len(rows):3d} {rows[-1]['outcome']:10s} {rows[-1]['module']}:{rows[-1]['line']}\n")
             sys.stdout.flush()
-            options.out.write_text(json.dumps(rows, indent=1))
+            out.write_text(json.dumps(rows, indent=1))
     caught = sum(row["outcome"].startswith("caught") for row in rows)
     sys.stdout.write(f"caught {caught} of {len(rows)}\n")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

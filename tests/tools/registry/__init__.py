@@ -4,11 +4,19 @@ A new public function needs a row here (`test_inputs.py` names the missing ones)
 test runs every row dozens of times.
 """
 
+import pytest
+
 from dissociation import bilinear, measures, training
 from registry.dissociation_calls import CALLS as DISSOCIATION
 from registry.koopman_calls import CALLS as KOOPMAN
 
 CALLS = DISSOCIATION | KOOPMAN
+NAMES = {function: f"{function.__module__}.{function.__qualname__}" for function in CALLS}
+ROWS = [
+    pytest.param(function, call, id=NAMES[function] + index * f"-{index}")
+    for function, calls in CALLS.items()
+    for index, call in enumerate(calls if isinstance(calls, tuple) else (calls,))
+]
 
 MAY_PASS = {
     measures.first_cross: {
