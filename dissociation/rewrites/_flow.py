@@ -280,7 +280,7 @@ def equations_of(flow: Flow) -> dict[int, list[Row]]:
 
 
 def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: float, rows: dict[int, list[Row]]) -> None:
-    """Add the equations of reordered axes: occurrences at the same places share one."""
+    """Add to `rows` the equations of axes whose neurons are reordered, one per set of places of a neuron."""
     found: dict[int, list[tuple[Any, np.ndarray, int]]] = {}
     for term, (axis, _) in enumerate(terms):
         for leaf, places in flow.atoms.placed(flow.atoms.resolve(axis)):

@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from run_notebook import source_hash
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 every_notebook = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
@@ -39,6 +40,14 @@ def test_it_begins_with_its_time_and_a_switch(path):
     assert re.match(r"# .+\n\n\*\*Time\.\*\* .*\d.* on two cores", title.source, re.DOTALL)
     assert switch.metadata.tags == ["parameters"]
     assert "quick = " in switch.source
+
+
+@every_notebook
+def test_its_outputs_are_of_its_sources(path):
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    hashes = [cell.metadata.get("source_hash") for cell in cells]
+    # Notebooks that were last run before hashes were stored have none.
+    assert hashes in ([None] * len(cells), list(map(source_hash, cells)))
 
 
 @every_notebook
