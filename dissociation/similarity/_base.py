@@ -56,6 +56,7 @@ class Form(NamedTuple):
     gram: Callable[[Array], Prepared] | None = None
     half: Callable[[Array], Prepared] | None = None  # `gram` from about half of its entries
     minimum: int = 1  # samples
+    narrow: bool = False  # True if it inverts covariances, which takes more samples than features
 
 
 def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
@@ -127,6 +128,9 @@ def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray, *, minimu
     check_samples("x", x.shape[0], minimum)
     refuse_vanishing("x", x)
     refuse_vanishing("y", y)
+    if form.narrow:
+        refuse_wide(x, y)
+        warn_dropped(x=x, y=y)
     value = compared(of_sizes(form, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):

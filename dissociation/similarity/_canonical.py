@@ -97,7 +97,8 @@ def svcca_form(*, variance: Scalar = 0.99) -> Form:
 def gulp_form(*, lam: Scalar = 1e-2) -> Form:
     check_single("lam", lam)
     check_non_negative("lam", lam)
-    return Form(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance)
+    plain = not is_traced(lam) and float(lam) == 0
+    return Form(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, narrow=plain)
 
 
 def _between_subspaces(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
@@ -219,7 +220,4 @@ def gulp_distance(x: Features, y: OtherFeatures, *, lam: Scalar = 1e-2) -> Score
         Boix-Adsera, Lawrence, Stepaniants and Rigollet (2022), GULP: a prediction-based metric between
         representations.
     """
-    if not is_traced(lam) and float(lam) == 0:
-        base.refuse_wide(x, y)
-        base.warn_dropped(x=x, y=y)
     return base.evaluate(gulp_form(lam=lam), x, y)

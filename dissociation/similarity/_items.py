@@ -142,6 +142,6 @@ def check_fit(sets: Sequence[Items], measure: Measure, form: Form, number: int) 
         left = "" if number == every else f", {number} of them without one block"
         if number < least:
             fail(one.name, f"have at least {least} samples for {measure.name}", f"{every}{left}")
-        if measure.narrow and widest >= number - 1:
+        if (measure.narrow or form.narrow) and widest >= number - 1:
             wanted = f"have fewer features than samples less one for {measure.name}"
             fail(one.name, wanted, f"{widest} features of {every} samples{left}")

@@ -18,7 +18,7 @@ from dissociation._core.validation import validated
 from dissociation.models._representations import layer_named
 from dissociation.similarity import _inference as inference
 from dissociation.similarity import _moments as moments
-from dissociation.similarity._base import Measure, warn_dropped
+from dissociation.similarity._base import Form, Measure, warn_dropped
 from dissociation.similarity._items import Items, Representations, as_items, check_fit, check_sets
 from dissociation.similarity._measures import MEASURES, as_measure, form_of
 from dissociation.similarity._tables import Job, Step
@@ -213,7 +213,7 @@ def pairwise(
         num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
     kept = [] if num_blocks is None else inference.kept_rows(number, num_blocks, blocks, known.repeats, each)
     check_fit(sets, known, form, min((rows.shape[1] for rows in kept), default=number))
-    _count_dropped(sets, known)
+    _count_dropped(sets, known, form)
     job = Job(known, form, first, second, memory_budget)
     # Moments and expected values hold for exchangeable samples.
     alike = blocks == "shuffled" and each == 1
@@ -339,10 +339,11 @@ def _invariants(gram: Any, one: Items) -> moments.Invariants:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *found)
 
 
-def _count_dropped(sets: Sequence[Items], known: Measure) -> None:
+def _count_dropped(sets: Sequence[Items], known: Measure, form: Form) -> None:
     """Warn of directions that a measure between subspaces drops."""
     # Measures between subspaces cut ranks.
-    for one in sets if "L" in known.invariances + (known.invariances_of_y or "") else ():
+    cuts = form.narrow or "L" in known.invariances + (known.invariances_of_y or "")
+    for one in sets if cuts else ():
         for stack, places in zip(one.arrays, one.places, strict=True):
             for place, features in zip(places, stack, strict=True):
                 warn_dropped(**{one.shown(place): features})

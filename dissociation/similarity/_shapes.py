@@ -65,7 +65,7 @@ def partial_whitening_form(*, a: Scalar = 0.5) -> Form:
     check_single("a", a)
     if not is_traced(a) and not 0 <= float(a) <= 1:
         fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
-    return Form(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle)
+    return Form(eqx.Partial(_whitened, a=jnp.asarray(a, float)), _angle, narrow=not is_traced(a) and float(a) == 0)
 
 
 @validated(finite=("x", "y"))
@@ -153,8 +153,6 @@ def partial_whitening_distance(x: Features, y: OtherFeatures, *, a: Scalar = 0.5
     References:
         Williams et al. (2021), section 2.3.
     """
-    if not is_traced(a) and float(a) == 0:
-        base.refuse_wide(x, y)
-    if not is_traced(a) and float(a) < 1:
-        base.warn_dropped(level=float(a) == 0, x=x, y=y)
+    if not is_traced(a) and 0 < float(a) < 1:
+        base.warn_dropped(level=False, x=x, y=y)
     return base.evaluate(partial_whitening_form(a=a), x, y)

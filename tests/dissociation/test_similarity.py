@@ -337,6 +337,11 @@ def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
             function(dependent, y)
     with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
         similarity.pairwise({"deep": dependent, "other": y}, "cca", baseline=False)
+    for name, options in (("gulp_distance", {"lam": 0.0}), ("partial_whitening_distance", {"a": 0.0})):
+        with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
+            similarity.pairwise({"deep": dependent, "other": y}, name, baseline=False, **options)
+        with pytest.raises(ValueError, match=f"fewer features than samples less one for {name}"):
+            similarity.pairwise([X[:5], Y[:5]], name, baseline=False, **options)
 
 
 def test_stimuli_repeated_in_order_are_predicted():
