@@ -40,15 +40,16 @@ class Estimate(Result):
     `reliable` is False in these cases:
 
     - More than 1 % of the samples coincide with neighbours, or coordinates are linear functions of others.
-    - There are fewer than 2^d samples in d dimensions (of both sides), 8^d for Kraskov's estimator, or 8 k for halves.
+    - There are fewer than 2^d samples, with the d dimensions of both sides together (8^d for Kraskov's estimator), or
+      fewer than 8 k, too few to compare halves.
     - The halves differ from the whole by more than three errors, or, if an information is above log(n) / 2, fall short
       of it by more than two.
     - An information is more than three errors below zero.
     - The nonlinear part of an information is above 2/3 log n, or Kraskov's estimate above 2/3 (log n - psi(k)).
-    - An information about labels exceeds the largest value of its estimator by more than three errors.
+    - An information about labels is more than three errors above its value for perfectly separated classes.
     - A tenth of the samples belong to classes of fewer than 2 (k + 1).
     - Kraskov's I(X; Z) is more than three errors from the estimate by entropies, or that is not reliable.
-    - For Kraskov's estimator and labels, a class has, on average over the samples, fewer than 2^d.
+    - Kraskov's estimator is used with labels, and classes have, on average over samples, fewer than 2^d samples.
 
     Attributes:
         value: The estimate; NaN if it is not `reliable`.

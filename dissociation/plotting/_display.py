@@ -47,7 +47,7 @@ class Shown:
 
 
 def show(value: Any) -> Shown:
-    """Return a view of a model or an array for a notebook: text or image, and treescope's interactive view.
+    """Return a view for a notebook: a model as text, an array as an image, and both in treescope's interactive view.
 
     Args:
         value: A PyTree. An array of two axes is an image, one of three axes a row of images, in grey from 0 to the

@@ -247,7 +247,7 @@ def apart_from_rounding(array: Array, whole: Array) -> Array:
 
 
 def narrowed(x: Array) -> Array:
-    """Return features in the axes of their samples, [n, min(n, p)], for rotation-invariant measures."""
+    """Return features in an orthonormal basis of the samples' span, [n, min(n, p)], with equal inner products."""
     if x.shape[1] <= x.shape[0]:
         return x
     # The axes count as constants: to first order, a change of x outside of them changes no inner product of samples.

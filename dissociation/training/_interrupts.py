@@ -147,9 +147,9 @@ def interrupts_later() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def terminations_interrupt() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at the first SIGTERM in the block; call the previous handler afterwards.
+    """Raise `KeyboardInterrupt` at the first SIGTERM in the block; after the block, call the previous handler with it.
 
-    Without a previous handler the process then ends. Only the main thread can handle signals.
+    Without a previous handler the process ends after the block. Only the main thread can handle signals.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):

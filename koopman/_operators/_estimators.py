@@ -156,9 +156,9 @@ class Ridge(_Principal, Estimator):
     """Ridge regression, G = (C_x + alpha I)^{-1} C_xy: rank d on features, n with a kernel.
 
     Attributes:
-        alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)). A `jax.vmap` over it
-            decomposes the data once. None is the rounding of tr(C_x) for columns of one size, or with a kernel 1e-6
-            times the mean of k(x, x).
+        alpha: Tikhonov regularisation, non-negative, an absolute number in the units of C_x (with a kernel, of
+            k(x, x)). A `jax.vmap` over it decomposes the data once. None: the columns are scaled to one size, and alpha
+            is the rounding of the trace of their C_x; with a kernel it is 1e-6 times the mean of k(x, x).
 
     References:
         Kostic et al. (2022), eq. 7, see `koopman.fit`.

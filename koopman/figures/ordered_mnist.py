@@ -106,7 +106,7 @@ def source(config: Config, data: Digits | None = None) -> Digits:
             f"got {needed}."
         )
     if (digits := int(labels.max()) + 1) != config.num_digits:
-        figures.fail("num_digits", f"be the number of digits in the sequence ({digits})", config.num_digits)
+        figures.fail("num_digits", f"be the number of different digits in the sequence ({digits})", config.num_digits)
     return images, labels, name  # a plain tuple, because its hash is in the identity of a run
 
 

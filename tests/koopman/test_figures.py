@@ -109,7 +109,7 @@ def test_distances_to_the_roots_of_unity():
 
 def test_a_sequence_of_other_digits_is_refused():
     config = dataclasses.replace(ordered_mnist.Config().quick(), num_digits=4)
-    with pytest.raises(ValueError, match="`num_digits` must be the number of digits in the sequence"):
+    with pytest.raises(ValueError, match="`num_digits` must be the number of different digits"):
         ordered_mnist.compute(config, key=jax.random.key(0), data=glyphs())
 
 
