@@ -18,7 +18,12 @@ from pathlib import Path
 
 PACKAGES = ("dissociation", "koopman")
 MARKS = {"skipped": r"mark\.skip|importorskip|pytest\.skip\(", "expected to fail": r"xfail", "slow": r"mark\.slow"}
-LOW = {"jax._src": r"jax\._src", "pickle": r"\bpickle\b", "ctypes": r"\bctypes\b", "jax.extend": r"jax\.extend\b"}
+LOW = {
+    "jax._src": r"jax\._src",
+    "pickle": r"\b(?:import|from) pickle\b|allow_pickle=True",
+    "ctypes": r"\bctypes\b",
+    "jax.extend": r"jax\.extend\b",
+}
 
 
 def is_docstring(node):
