@@ -52,8 +52,9 @@ class GridResult(NamedTuple):
         history: Records of all members, in the order of the grid.
         diverged_at: First step whose loss was not finite, or -1: [members].
         plan: Groups, and the memory estimate.
-        seconds: Wall time in seconds of every group, earlier parts included.
-        models_of: Function from indices in the grid to trained models, stacked; all of one shape.
+        seconds: Wall time in seconds of every group, with earlier calls for the same folder.
+        models_of: Function from indices in the grid, such as `numpy.arange(len(grid))`, to trained models, stacked; all
+            of one shape. `bmap(measure)(result.models_of(indices))` measures them.
         aux_of: The same for the trained `aux`; None without one.
     """
 
