@@ -22,7 +22,8 @@ LEVELS = {
         "models": 2,
         "bilinear": 3, "measures": 3, "similarity": 3,
         "recipes": 4, "rewrites": 4,
-        "fig4": 5, "figures": 5,
+        "fig4": 5, "linear": 5,
+        "figures": 6,
     },
     "koopman": {"datasets": 0, "_operators": 0, "_encoders": 1, "figures": 2},
 }  # fmt: skip

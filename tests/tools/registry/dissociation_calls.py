@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import dissociation
-from dissociation import bilinear, data, measures, models, recipes, rewrites, similarity, training
+from dissociation import bilinear, data, linear, measures, models, recipes, rewrites, similarity, training
 from dissociation.fig4 import expand
 
 RANDOM = np.random.default_rng(0)
@@ -101,6 +101,18 @@ def training_call():
 def training_step():
     """Return a step of stochastic gradient descent."""
     return training.make_step(squared_error, optax.sgd(0.1))
+
+
+def linear_call():
+    """Return a task of 12 samples, 3 inputs and 2 outputs, and a solution of 4 hidden units."""
+    task = linear.make_task(TALL, OTHER)
+    return {"task": task, "network": linear.LSS.sample(task, 4, key=KEY)}
+
+
+def white_call():
+    """Return a task of white inputs, and a balanced network."""
+    task = linear.make_task(np.linalg.qr(TALL)[0], OTHER)
+    return {"task": task, "network": linear.balanced_network(task, 4, 0.1, key=KEY)}
 
 
 PAIRS = TALL, TALL[:, :2]
@@ -267,6 +279,32 @@ CALLS = {
     ),
     recipes.observation_steps: lambda: dict(num_steps=10),
     bilinear.margins: lambda: dict(source=spectrum()),
+    linear.make_task: lambda: dict(x=TALL, y=OTHER, rtol=1e-6),
+    linear.random_task: lambda: dict(
+        num_samples=12, num_inputs=4, num_outputs=3, rank=2, input_rank=3, condition=2.0, noise=0.1, key=KEY
+    ),
+    linear.teacher_task: lambda: dict(x=TALL, weights=[TALL[:4], TALL[:2, :1] * np.ones(4)], noise=0.1, key=KEY),
+    linear.hierarchy_task: lambda: dict(parents=np.array([-1, 0, 0, 1, 1]), x=TALL[:3]),
+    linear.complete_tree: lambda: dict(depth=2, branching=3),
+    linear.placement: linear_call,
+    linear.expected_loss: lambda: linear_call() | dict(noise=linear.Noise(0.1, 0.1, 0.1)),
+    linear.simulated_loss: lambda: linear_call() | dict(noise=linear.Noise(0.1, 0.1, 0.1), num_draws=4, key=KEY),
+    linear.noise_minimiser: lambda: dict(
+        task=linear_call()["task"], hidden=4, noise=linear.Noise(0, 0.1, 0.1), key=KEY
+    ),
+    linear.least_loss: lambda: dict(task=linear_call()["task"], hidden=4, noise=linear.Noise(0, 0.1, 0.1)),
+    linear.fresh_loss: lambda: dict(network=linear_call()["network"], teacher=TALL[:2], covariance=POSITIVE),
+    linear.second_readout_loss: lambda: dict(network=linear_call()["network"], x=TALL, y=OTHER),
+    linear.least_norm: lambda: dict(task=linear_call()["task"], depth=3),
+    linear.least_norm_network: lambda: dict(task=linear_call()["task"], widths=[3, 4], key=KEY),
+    linear.deep_residual: linear_call,
+    linear.balanced_network: lambda: dict(task=linear_call()["task"], hidden=4, scale=0.1, key=KEY),
+    linear.gradient_flow: lambda: white_call() | dict(times=np.array([0.1, 0.5])),
+    linear.plurality: lambda: dict(
+        task=linear_call()["task"], family=linear.GLS, hidden=4, measures=["linear_cka"], num_pairs=2, key=KEY
+    ),
+    linear.plant: lambda: dict(task=linear_call()["task"], pattern=np.tile(OTHER, 2), least=0.1),
+    linear.plant_rsm: lambda: dict(task=linear_call()["task"], rsm=TALL @ TALL.T, hidden=4, least=0.1),
     bilinear.certified_radius: lambda: dict(source=bilinear.margins(spectrum()), x=TALL[0], label=1),
     bilinear.certified_accuracy: lambda: dict(radii=TALL[:, 0], levels=np.array([0.0, 0.1])),
     bilinear.truncated_outputs: lambda: dict(spectrum=spectrum(), x=TALL),

@@ -1,0 +1,166 @@
+"""Gradient flow of two-layer linear networks in closed form."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_positive, fail, fail_kind, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.linear._families import check_network, polar
+from dissociation.linear._networks import LinearNetwork
+from dissociation.linear._tasks import Task
+
+_LONGEST = 4.0
+"""Largest product of an interval and a growth rate. Longer ones are divided, because exp(2 l t) swamps the rest."""
+
+
+class Flow(NamedTuple):
+    """Gradient flow at some times, as products of weights; see `gradient_flow`.
+
+    Attributes:
+        map: W2 W1, [times, outputs, inputs].
+        first: W1^T W1, [times, inputs, inputs].
+        second: W2 W2^T, [times, outputs, outputs].
+    """
+
+    map: Float[Array, "times outputs inputs"]
+    first: Float[Array, "times inputs inputs"]
+    second: Float[Array, "times outputs outputs"]
+
+    __repr__ = printed
+
+
+@validated
+def balanced_network(task: Task, hidden: int, scale: Scalar, *, key: PRNGKey) -> LinearNetwork:
+    """Return a random network with W1 W1^T = W2^T W2, a start for `gradient_flow`.
+
+    Args:
+        task: Task.
+        hidden: Hidden units.
+        scale: Largest singular value of both layers. Others are uniform below it.
+        key: Random key.
+
+    Raises:
+        ValueError: If `scale` is not positive.
+    """
+    check_count("hidden", hidden, minimum=1)
+    check_positive("scale", scale)
+    sizes = hidden, task.x.shape[1], task.y.shape[1]
+    rank, keys = min(sizes), jax.random.split(key, 4)
+    frame, inputs, outputs = (
+        polar(jax.random.normal(k, (size, rank), task.x.dtype)) for k, size in zip(keys[:3], sizes, strict=True)
+    )
+    values = scale * jax.random.uniform(keys[3], (rank,), task.x.dtype).at[0].set(1.0)
+    return LinearNetwork((product(frame * values[None], inputs.T), product(outputs * values[None], frame.T)))
+
+
+@validated(finite=("times",))
+def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.ndarray, " times"]) -> Flow:
+    """Return the exact gradient flow on the loss of a task with white inputs, from a balanced network.
+
+    dW/dt = -dL/dW with L = sum |G x - y|^2 / (2 samples), X X^T / samples = k I, and W1 W1^T = W2^T W2 at the start.
+    With the stacked weights Q = [W1^T; W2], F = [[0, Syx^T], [Syx, 0]], and P = Q Q^T, the flow is
+    P(t) = e^(F t) P(0) (I + k J(t) P(0))^-1 e^(F t), J(t) = int_0^t e^(2 F s) ds. Weights follow up to a rotation
+    of hidden units, the same for both layers.
+
+    Args:
+        task: Task whose inputs are white: X X^T proportional to the identity.
+        network: Balanced network, for instance `balanced_network`.
+        times: Increasing times from 0 on; a step of gradient descent with rate h lasts h.
+
+    Raises:
+        ValueError: If inputs are not white, the network is not balanced, or times do not increase.
+        TypeError: If the times are traced, because they set the number of intervals.
+
+    References:
+        Saxe, McClelland and Ganguli (2014), eq. 9, for starts aligned with the task. Fukumizu (1998), Effect of batch
+        learning in multilayer neural networks, theorem 1, and Braun et al. (2022), Exact learning dynamics of deep
+        linear networks with prior knowledge, theorem 3.1, for all balanced starts.
+    """
+    check_network(task, network)
+    if is_traced(times):
+        fail_kind("times", "be known numbers (they set the number of intervals)", "traced ones")
+    known = np.asarray(times, float)
+    steps = np.diff(known, prepend=0.0)
+    if (steps < 0).any():
+        fail("times", "increase from 0 on", known.tolist())
+    _check_white(task)
+    _check_balanced(network)
+    # Intervals are divided equally, so that there is one program for all.
+    rate = 1.0 if is_traced(task.target_values) else float(jnp.max(_growth(task)))
+    divisions = max(1, int(np.ceil(rate * steps.max(initial=0.0) / _LONGEST)))
+    return _flow(task, network, jnp.asarray(steps / divisions, task.x.dtype), divisions)
+
+
+def _growth(task: Task) -> Array:
+    """Return the singular values of Syx = Y X^T / samples, for white inputs."""
+    return task.map_values * task.input_values[0] ** 2 / task.x.shape[0]
+
+
+def _check_white(task: Task) -> None:
+    values = task.input_values
+    if is_traced(values):
+        return
+    if values.shape[-1] < task.x.shape[1] or float(values.max() / values.min()) > 1 + 1e-3:
+        fail("task", "have white inputs, X X^T proportional to the identity", f"singular values {np.asarray(values)}")
+
+
+def _check_balanced(network: LinearNetwork) -> None:
+    first, second = network.weights
+    if is_traced(first) or is_traced(second):
+        return
+    one, other = np.asarray(first, float), np.asarray(second, float)
+    size = max(np.sum(one**2), np.sum(other**2))
+    difference = np.linalg.norm(one @ one.T - other.T @ other)
+    if difference > 1e-5 * size:
+        fail("network", "be balanced, W1 W1^T = W2^T W2", f"a difference of norm {difference:.3g}")
+
+
+@eqx.filter_jit
+def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int) -> Flow:
+    first, second = network.weights
+    inputs = first.shape[1]
+    white = task.input_values[0] ** 2 / task.x.shape[0]
+    rates = _growth(task)
+    # Eigenvectors of F: (V, U) / sqrt(2) with s, (V, -U) / sqrt(2) with -s, and all else with 0.
+    half = 0.5**0.5
+    growing = half * jnp.concatenate([task.map_right, task.map_left])
+    decaying = half * jnp.concatenate([task.map_right, -task.map_left])
+    stacked = jnp.concatenate([first.T, second])
+
+    def spread(step: Array, matrix: Array, function: Callable[[Array], Array], at_zero: Array) -> Array:
+        """Return f(F step) @ matrix, given f on eigenvalues and f(0)."""
+        up, down = (product(basis.T, matrix) for basis in (growing, decaying))
+        plus, minus = (function(sign * rates * step) - at_zero for sign in (1.0, -1.0))
+        return at_zero * matrix + product(growing * plus[None], up) + product(decaying * minus[None], down)
+
+    def advance(weights: Array, step: Array) -> tuple[Array, Array]:
+        """Return R with R R^T = P after a step, from Q with Q Q^T = P before."""
+        grown = spread(step, weights, jnp.exp, jnp.ones((), weights.dtype))
+        # J(t) = t phi(2 F t) with phi(z) = (e^z - 1) / z.
+        summed = spread(step, weights, lambda z: _phi(2 * z), jnp.ones((), weights.dtype))
+        inner = jnp.eye(weights.shape[1], dtype=weights.dtype) + white * step * product(weights.T, summed)
+        factor = jnp.linalg.cholesky(0.5 * (inner + inner.T))
+        moved = jax.scipy.linalg.solve_triangular(factor, grown.T, lower=True).T
+        return moved, moved
+
+    def to_time(weights: Array, step: Array) -> tuple[Array, Array]:
+        weights, _ = lax.scan(advance, weights, jnp.full(divisions, step))
+        return weights, product(weights, weights.T)
+
+    _, grams = lax.scan(to_time, stacked, steps)
+    return Flow(grams[:, inputs:, :inputs], grams[:, :inputs, :inputs], grams[:, inputs:, inputs:])
+
+
+def _phi(z: Array) -> Array:
+    zero = z == 0
+    return jnp.where(zero, 1.0, jnp.expm1(z) / jnp.where(zero, 1.0, z))

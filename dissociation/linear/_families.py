@@ -1,0 +1,346 @@
+"""Four families of two-layer linear networks that solve a task: membership, samples, walks, nearest networks."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, fail, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.linear._networks import LinearNetwork
+from dissociation.linear._tasks import Task
+
+
+class Residual(NamedTuple):
+    """Distance of a network from a family's conditions; both are zero for its members.
+
+    Attributes:
+        map: |W2 W1 P - W*| / |W*|. P projects on the inputs' span in GLS and MRNS, and is the identity in LSS and MWNS.
+        norm: Excess of the norm over its minimum, divided by it. Zero in GLS and LSS. It may be negative for networks
+            that do not solve the task.
+    """
+
+    map: Float[Array, ""]
+    norm: Float[Array, ""]
+
+    __repr__ = printed
+
+
+class Family(eqx.Module):
+    """Family of two-layer linear networks that solve a task, one of `FAMILIES`.
+
+    - GLS, general linear solutions: W2 W1 X = Yh.
+    - LSS, least-squares solutions: W2 W1 = W*.
+    - MRNS, minimum-representation-norm solutions: the GLS with the least |W1 X|^2 + |W2|^2 = 2 nuc(Yh).
+    - MWNS, minimum-weight-norm solutions: the GLS with the least |W1|^2 + |W2|^2 = 2 nuc(W*).
+
+    MWNS are LSS, and all are GLS.
+
+    References:
+        Braun, Grant and Saxe (2025), Not all solutions are created equal, section 3.
+    """
+
+    name: str = eqx.field(static=True)
+
+    @validated
+    def sample(self, task: Task, hidden: int, *, spread: Scalar = 1.0, key: PRNGKey) -> LinearNetwork:
+        """Return a random network.
+
+        The frame R of MRNS and MWNS is uniform, and the weights of MRNS on unseen inputs are Gaussian. GLS and LSS
+        have Gaussian parameters, which reach every solution up to a set of measure zero.
+
+        Args:
+            task: Task.
+            hidden: Hidden units, at least `task.rank`.
+            spread: Size of all other free parts relative to the task's own, for units of any scale.
+            key: Random key.
+
+        Raises:
+            ValueError: If there are fewer hidden units than the task's rank.
+        """
+        check_hidden(task, hidden)
+        return _sample(self.name, task, hidden, spread, key)
+
+    @validated
+    def walk(
+        self, task: Task, hidden: int, num_steps: int, *, rate: Scalar = 0.05, spread: Scalar = 1.0, key: PRNGKey
+    ) -> LinearNetwork:
+        """Return a stationary random walk within the family, weights [steps, ...].
+
+        Every free parameter g moves to (1 - rate) g + sqrt(1 - (1 - rate)^2) xi, from a draw of `sample`. In MRNS
+        and MWNS only the frame R moves.
+
+        Args:
+            task: Task.
+            hidden: Hidden units.
+            num_steps: Networks, the first included.
+            rate: Fraction by which a parameter decays in a step, from 0 to 1. At 1 networks are independent.
+            spread: As in `sample`.
+            key: Random key.
+
+        Raises:
+            ValueError: If there are fewer hidden units than the task's rank, or `rate` is not from 0 to 1.
+        """
+        check_hidden(task, hidden)
+        check_count("num_steps", num_steps, minimum=1)
+        if not is_traced(rate) and not 0 <= float(rate) <= 1:
+            fail("rate", "be from 0 to 1", rate)
+        return _walk(self.name, task, hidden, num_steps, rate, spread, key)
+
+    @validated
+    def residual(self, task: Task, network: LinearNetwork) -> Residual:
+        """Return the distance of a network from the family's conditions.
+
+        Raises:
+            ValueError: If the network does not have two layers of the task's sizes.
+        """
+        check_network(task, network)
+        return _residual(self.name, task, network)
+
+    @validated
+    def project(self, task: Task, network: LinearNetwork) -> LinearNetwork:
+        """Return the nearest network of MRNS or MWNS; of GLS or LSS, the nearest one with the same first layer.
+
+        Distances are Euclidean over all weights. In GLS and LSS weights are NaN if the first layer does not carry the
+        inputs that the task needs.
+
+        Raises:
+            ValueError: If the network does not have two layers of the task's sizes, or too few hidden units.
+        """
+        check_hidden(task, check_network(task, network))
+        return _project(self.name, task, network)
+
+    @validated
+    def rsm(self, task: Task) -> Float[Array, "samples samples"]:
+        """Return the matrix H^T H of all networks of MRNS or MWNS, products of hidden activities.
+
+        Raises:
+            ValueError: If the family is GLS or LSS, in which the matrix is not unique.
+        """
+        if self.name not in MINIMAL:
+            fail("the family", f"be one of {', '.join(MINIMAL)}", self.name, "Other families have no unique matrix")
+        if self.name == "MRNS":
+            half = task.target_right * jnp.sqrt(task.target_values)[None]
+        else:
+            half = product(task.x, task.map_right) * jnp.sqrt(task.map_values)[None]
+        return product(half, half.T)
+
+
+MINIMAL = "MRNS", "MWNS"
+GLS, LSS, MRNS, MWNS = (Family(name) for name in ("GLS", "LSS", *MINIMAL))
+FAMILIES: dict[str, Family] = {family.name: family for family in (GLS, LSS, MRNS, MWNS)}
+"""Families of solutions by name."""
+
+
+def check_hidden(task: Task, hidden: int) -> None:
+    """Raise if hidden units are fewer than the task's rank."""
+    check_count("hidden", hidden, minimum=1)
+    if hidden < task.rank:
+        fail("hidden", f"be at least the rank of the best map ({task.rank})", hidden)
+
+
+def check_network(task: Task, network: LinearNetwork) -> int:
+    """Return the number of hidden units, or raise if a network does not have two layers of the task's sizes."""
+    shapes = [weight.shape[-2:] for weight in network.weights]
+    inputs, outputs = task.x.shape[-1], task.y.shape[-1]
+    if len(shapes) != 2 or shapes[0][1] != inputs or shapes[1][0] != outputs or shapes[0][0] != shapes[1][1]:
+        fail("network", f"have weights [hidden, {inputs}] and [{outputs}, hidden]", shapes)
+    return shapes[0][0]
+
+
+def _free(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> dict[str, Array]:
+    """Return standard Gaussian parameters, scaled so that each part of the weights has about the norm of the task's."""
+    keys = jax.random.split(key, 6)
+    dtype, rank = task.x.dtype, task.rank
+
+    def draw(index: int, shape: tuple[int, int], square: Array | float) -> Array:
+        deviation = jnp.asarray(spread * jnp.sqrt(square / max(shape[0] * shape[1], 1)), dtype)
+        return deviation * jax.random.normal(keys[index], shape, dtype)
+
+    frame = jax.random.normal(keys[0], (hidden, rank), dtype)
+    total = jnp.sum(task.map_values)
+    unseen = (hidden, task.unseen.shape[1])
+    if name == "MWNS":
+        return {"frame": frame}
+    if name == "MRNS":
+        # In units of the first layer, like the rest of it.
+        return {
+            "frame": frame,
+            "unseen": draw(3, unseen, jnp.sum(task.target_values[:, None] * task.read_in**2)),
+        }
+    idle = task.irrelevant.shape[1] + (unseen[1] if name == "LSS" else 0)
+    return {
+        "frame": frame,
+        "skew": jnp.asarray(0.5 * spread, dtype) * jax.random.normal(keys[1], (rank, rank), dtype),
+        "beside": draw(2, (hidden, idle), total),
+        "mixing": draw(4, (rank, hidden), float(rank)),
+        "readout": draw(5, (task.y.shape[-1], hidden), total),
+    } | ({"unseen": draw(3, unseen, total)} if name == "GLS" else {})
+
+
+def polar(matrix: Array) -> Array:
+    """Return the nearest matrix with orthonormal columns."""
+    left, _, right = jnp.linalg.svd(matrix, full_matrices=False)
+    return product(left, right)
+
+
+def frame_network(task: Task, frame: Array, name: str, unseen: Array | None = None) -> LinearNetwork:
+    """Return the MRNS or MWNS with an orthonormal frame R, [hidden, rank]."""
+    if name == "MWNS":
+        root = jnp.sqrt(task.map_values)[None]
+        return LinearNetwork((product(frame * root, task.map_right.T), product(task.map_left * root, frame.T)))
+    root = jnp.sqrt(task.target_values)[None]
+    first = product(frame * root, task.read_in)
+    first = first if unseen is None else first + product(unseen, task.unseen.T)
+    return LinearNetwork((first, product(task.target_left * root, frame.T)))
+
+
+def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
+    """Return the network of free parameters.
+
+    With R = polar(frame), a triangular L, Q = R L, and B orthogonal to R and to V, W1 = Q sqrt(S) V^T + (I + Q M) B and
+    W2 = U sqrt(S) (L^-1 R^T - M (I - R R^T)) + G (I - E E^T), where E spans R and B.
+    """
+    frame = polar(free["frame"])
+    if name in MINIMAL:
+        return frame_network(task, frame, name, free.get("unseen"))
+    root = jnp.sqrt(task.map_values)[None]
+    skew = jnp.tril(free["skew"], -1) + jnp.diag(jnp.exp(jnp.diagonal(free["skew"])))
+    basis = task.irrelevant if name == "GLS" else jnp.concatenate([task.irrelevant, task.unseen], 1)
+    beside = free["beside"] - product(frame, product(frame.T, free["beside"]))
+    beside = beside - product(frame, product(frame.T, beside))  # twice is enough
+    turned = product(frame, skew)
+    mixing = free["mixing"] - product(product(free["mixing"], frame), frame.T)
+    beyond = beside + product(turned, product(mixing, beside))
+    first = product(turned * root, task.map_right.T) + product(beyond, basis.T)
+    if name == "GLS":
+        first = first + product(free["unseen"], task.unseen.T)
+    second = product(task.map_left * root, solve_triangular(skew, frame.T, lower=True) - mixing)
+    if sum(part.shape[1] for part in (frame, beside)) < len(frame):
+        # Columns of `beside` are scaled, so that small ones count.
+        size = jnp.linalg.norm(beside, axis=0)
+        used, _ = jnp.linalg.qr(jnp.concatenate([frame, beside / jnp.where(size > 0, size, 1.0)[None]], 1))
+        readout = free["readout"] - product(product(free["readout"], used), used.T)
+        second = second + readout - product(product(readout, used), used.T)
+    return LinearNetwork((first, second))
+
+
+@eqx.filter_jit
+def _sample(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> LinearNetwork:
+    return _solution(name, task, _free(name, task, hidden, spread, key))
+
+
+@eqx.filter_jit
+def _walk(
+    name: str, task: Task, hidden: int, num_steps: int, rate: Scalar, spread: Scalar, key: PRNGKey
+) -> LinearNetwork:
+    keys = jax.random.split(key, num_steps)
+    kept = 1 - jnp.asarray(rate, task.x.dtype)
+    moved = jnp.sqrt(1 - kept**2)
+
+    def step(free: dict[str, Array], key: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        drawn = _free(name, task, hidden, spread, key)
+        moving = {"frame"} if name in MINIMAL else free.keys()
+        mixed = free | {part: kept * free[part] + moved * drawn[part] for part in moving}
+        return mixed, mixed
+
+    start = _free(name, task, hidden, spread, keys[0])
+    _, later = lax.scan(step, start, keys[1:])
+    steps = jax.tree.map(lambda one, rest: jnp.concatenate([one[None], rest]), start, later)
+    return jax.vmap(lambda free: _solution(name, task, free))(steps)
+
+
+def _restricted(name: str, task: Task, weights: Array) -> Array:
+    """Return the projection of the rows of a matrix on the inputs that a family binds."""
+    if name in ("LSS", "MWNS"):
+        return weights
+    return product(product(weights, task.input_basis), task.input_basis.T)
+
+
+def norm_and_minimum(name: str, task: Task, network: LinearNetwork) -> tuple[Array, Array]:
+    """Return the squared norm that a minimal family minimises, and its minimum."""
+    first, second = network.weights
+    measured = product(task.x, first.T) if name == "MRNS" else first
+    values = task.target_values if name == "MRNS" else task.map_values
+    return jnp.sum(measured**2) + jnp.sum(second**2), 2 * jnp.sum(values)
+
+
+@eqx.filter_jit
+def _residual(name: str, task: Task, network: LinearNetwork) -> Residual:
+    wrong = _restricted(name, task, network.map) - task.best_map
+    excess = jnp.zeros((), wrong.dtype)
+    if name in MINIMAL:
+        norm, minimum = norm_and_minimum(name, task, network)
+        excess = norm / minimum - 1
+    return Residual(jnp.linalg.norm(wrong) / jnp.linalg.norm(task.map_values), excess)
+
+
+@eqx.filter_jit
+def _project(name: str, task: Task, network: LinearNetwork) -> LinearNetwork:
+    first, second = network.weights
+    if name == "MWNS":
+        root = jnp.sqrt(task.map_values)[None]
+        return frame_network(
+            task, polar(product(first, task.map_right * root) + product(second.T, task.map_left * root)), name
+        )
+    if name == "MRNS":
+        root = jnp.sqrt(task.target_values)[None]
+        read = product(first, task.read_in.T * root) + product(second.T, task.target_left * root)
+        return frame_network(task, polar(read), name, product(first, task.unseen))
+    # Bases in place of projectors: unseen directions are cut exactly.
+    basis = task.input_basis if name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
+    left, values, right = jnp.linalg.svd(product(first, basis), full_matrices=False)
+    cut = max(first.shape) * jnp.finfo(first.dtype).eps * jnp.linalg.norm(first)
+    kept = values > cut
+    needed = product(basis.T, task.map_right)
+    carried = product(jnp.where(kept[:, None], right, 0.0), needed)
+    missing = jnp.linalg.norm(needed - product(right.T, carried)) > jnp.finfo(first.dtype).eps ** 0.5
+    wrong = product(task.best_map - network.map, basis)
+    inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)
+    change = product(product(wrong, right.T) * inverse[None], left.T)
+    return LinearNetwork((first, second + jnp.where(missing, jnp.nan, change)))
+
+
+class Placement(NamedTuple):
+    """Distances of a network from four families; see `placement`.
+
+    Attributes:
+        distance: Distance over all weights from `Family.project`, divided by the network's norm, [families]. Those of
+            GLS and LSS are of networks with the same first layer.
+        residual: Residuals, [families].
+    """
+
+    distance: Float[Array, " families"]
+    residual: Residual
+
+    __repr__ = printed
+
+    def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
+        """Return the families' names, for `to_xarray`."""
+        return {"families": ("families", np.array(list(FAMILIES)))}
+
+
+@validated
+def placement(task: Task, network: LinearNetwork) -> Placement:
+    """Return how far a network is from the families of solutions, in the order of `FAMILIES`.
+
+    Raises:
+        ValueError: As `Family.project`.
+    """
+    check_hidden(task, check_network(task, network))
+    total = jnp.sqrt(sum(jnp.sum(weight**2) for weight in network.weights))
+    distances, residuals = [], []
+    for name in FAMILIES:
+        nearest = _project(name, task, network)
+        moved = [jnp.sum((a - b) ** 2) for a, b in zip(nearest.weights, network.weights, strict=True)]
+        distances.append(jnp.sqrt(sum(moved)) / total)
+        residuals.append(_residual(name, task, network))
+    return Placement(jnp.stack(distances), jax.tree.map(lambda *parts: jnp.stack(parts), *residuals))

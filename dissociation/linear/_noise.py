@@ -1,0 +1,255 @@
+"""Expected losses of linear networks under noise on inputs and weights, and the networks that minimise them."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_non_negative, fail, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.linear._families import LSS, check_hidden, check_network, polar
+from dissociation.linear._networks import LinearNetwork
+from dissociation.linear._tasks import Task
+
+
+class Noise(NamedTuple):
+    """Standard deviations of independent Gaussian noise, drawn anew for every evaluation of the loss.
+
+    Attributes:
+        inputs: Of every entry of X.
+        first: Of every entry of W1.
+        second: Of every entry of W2.
+    """
+
+    inputs: Scalar = 0.0
+    first: Scalar = 0.0
+    second: Scalar = 0.0
+
+
+class SimulatedLoss(NamedTuple):
+    """Mean loss over draws of noise.
+
+    Attributes:
+        mean: Mean.
+        error: Standard error of the mean.
+    """
+
+    mean: Float[Array, ""]
+    error: Float[Array, ""]
+
+    __repr__ = printed
+
+
+NONE = Noise()
+
+
+def _checked(noise: Noise) -> Noise:
+    for name, value in noise._asdict().items():
+        check_non_negative(f"noise.{name}", value)
+    return noise
+
+
+@validated
+def expected_loss(task: Task, network: LinearNetwork, noise: Noise = NONE) -> Float[Array, ""]:
+    """Return the expected loss under noise, with the same weight noise for all samples.
+
+    L0 + (s_x^2 |G|^2 + s_1^2 |W2|^2 tr S + s_2^2 d_out tr(W1 S W1^T) + s_1^2 s_2^2 d_h d_out tr S) / 2 with the loss L0
+    without noise, G = W2 W1 and S = X X^T / samples + s_x^2 I.
+
+    Args:
+        task: Task.
+        network: Network of two layers.
+        noise: Standard deviations; zeros give the loss.
+
+    Raises:
+        ValueError: If a deviation is negative, or the network does not fit.
+
+    References:
+        Braun, Grant and Saxe (2025), section 4, for inputs and weights apart.
+    """
+    check_network(task, network)
+    return _expected(task, network, _checked(noise))
+
+
+@eqx.filter_jit
+def _expected(task: Task, network: LinearNetwork, noise: Noise) -> Array:
+    first, second = network.weights
+    samples = task.x.shape[0]
+    sizes = jnp.square(jnp.asarray(noise, task.x.dtype))
+    whole = network.map
+    moments = jnp.sum(task.x**2) / samples + sizes[0] * task.x.shape[1]
+    read = jnp.sum(network.hidden(task.x) ** 2) / samples + sizes[0] * jnp.sum(first**2)
+    outputs, hidden = second.shape
+    weights = sizes[1] * jnp.sum(second**2) * moments + sizes[2] * outputs * read
+    both = sizes[1] * sizes[2] * hidden * outputs * moments
+    return loss(task, whole) + 0.5 * (sizes[0] * jnp.sum(whole**2) + weights + both)
+
+
+def loss(task: Task, whole: Array) -> Array:
+    """Return sum |G x - y|^2 / (2 samples)."""
+    return 0.5 * jnp.sum((product(task.x, whole.T) - task.y) ** 2) / task.x.shape[0]
+
+
+@validated
+def simulated_loss(
+    task: Task, network: LinearNetwork, noise: Noise, *, num_draws: int = 1000, key: PRNGKey
+) -> SimulatedLoss:
+    """Return the mean loss over draws of noise, for comparison with `expected_loss`.
+
+    Args:
+        task: Task.
+        network: Network of two layers.
+        noise: Standard deviations.
+        num_draws: Draws, at least 2.
+        key: Random key.
+
+    Raises:
+        ValueError: If a deviation is negative, there are too few draws, or the network does not fit.
+    """
+    check_network(task, network)
+    check_count("num_draws", num_draws, minimum=2)
+    return _simulated(task, network, _checked(noise), num_draws, key)
+
+
+@eqx.filter_jit
+def _simulated(task: Task, network: LinearNetwork, noise: Noise, num_draws: int, key: PRNGKey) -> SimulatedLoss:
+    def one(key: Array) -> Array:
+        keys = jax.random.split(key, 3)
+        arrays = (task.x, *network.weights)
+        x, first, second = (
+            array + size * jax.random.normal(k, array.shape, array.dtype)
+            for array, size, k in zip(arrays, noise, keys, strict=True)
+        )
+        outputs = product(product(x, first.T), second.T)
+        return 0.5 * jnp.sum((outputs - task.y) ** 2) / x.shape[0]
+
+    losses = lax.map(one, jax.random.split(key, num_draws), batch_size=min(num_draws, 64))
+    return SimulatedLoss(jnp.mean(losses), jnp.std(losses, ddof=1) / num_draws**0.5)
+
+
+@validated
+def noise_minimiser(task: Task, hidden: int, noise: Noise, *, key: PRNGKey) -> LinearNetwork:
+    """Return a GLS of least expected loss under noise.
+
+    Without weight noise, it is a random LSS. With weight noise, W2 = t M sqrt(N) R^T and
+    W1 = R sqrt(N) O^T S^(-1/2) / t with S of `expected_loss`, M N O^T = W* S^(1/2), t^4 = s_2^2 d_out / (s_1^2 tr S),
+    and a random frame R. It moves from a MRNS, up to the factor t, to a MWNS as noise on inputs grows. Without noise
+    on inputs, rows of W1 lie in the inputs' span. At t = 1 it is then a MRNS.
+
+    Args:
+        task: Task.
+        hidden: Hidden units, at least `task.rank`.
+        noise: Standard deviations. Both weights must have noise, or neither.
+        key: Random key.
+
+    Raises:
+        ValueError: If one layer alone has noise: the loss then has an infimum that no network reaches.
+    """
+    check_hidden(task, hidden)
+    sizes = _checked(noise)
+    known = [value for value in sizes[1:] if not is_traced(value)]
+    zero = [float(value) == 0 for value in known]
+    if any(zero) and not (all(zero) and len(zero) == 2):
+        advice = "The loss falls without end as one layer shrinks and the other grows"
+        fail("noise", "have noise on both layers, or on neither", tuple(sizes), advice)
+    if zero and all(zero):
+        return LSS.sample(task, hidden, key=key)
+    return _minimiser(task, hidden, sizes, key)
+
+
+def _balance(task: Task, noise: Noise) -> tuple[Array, Any, Array]:
+    """Return the singular vectors and values of W* S^(1/2) in the inputs' span, square roots of S there, and tr S."""
+    dtype, samples = task.x.dtype, task.x.shape[0]
+    variance = jnp.square(jnp.asarray(noise.inputs, dtype))
+    roots = jnp.sqrt(task.input_values**2 / samples + variance)
+    trace = jnp.sum(task.x**2) / samples + variance * task.x.shape[1]
+    codes = product(task.map_right.T, task.input_basis)
+    return roots, jnp.linalg.svd(task.map_values[:, None] * codes * roots[None], full_matrices=False), trace
+
+
+@eqx.filter_jit
+def _minimiser(task: Task, hidden: int, noise: Noise, key: PRNGKey) -> LinearNetwork:
+    roots, (left, values, right), trace = _balance(task, noise)
+    frame = polar(jax.random.normal(key, (hidden, task.rank), task.x.dtype))
+    ratio = (jnp.asarray(noise.second) ** 2 * task.y.shape[1] / (jnp.asarray(noise.first) ** 2 * trace)) ** 0.25
+    scale = jnp.sqrt(values)[None]
+    first = product(product(frame * scale, right / roots[None]), task.input_basis.T) / ratio
+    return LinearNetwork((first, product(product(task.map_left, left) * scale, frame.T) * ratio))
+
+
+@validated
+def least_loss(task: Task, hidden: int, noise: Noise) -> Float[Array, ""]:
+    """Return the least expected loss of a GLS under noise: that of `noise_minimiser`, or the infimum.
+
+    (c + s_x^2 |W*|^2 + 2 s_1 s_2 sqrt(d_out tr S) nuc(W* S^(1/2)) + s_1^2 s_2^2 d_h d_out tr S) / 2.
+
+    Raises:
+        ValueError: If a deviation is negative, or `hidden` is below `task.rank`.
+    """
+    check_hidden(task, hidden)
+    return _least(task, hidden, _checked(noise))
+
+
+@eqx.filter_jit
+def _least(task: Task, hidden: int, noise: Noise) -> Array:
+    _, (_, values, _), trace = _balance(task, noise)
+    sizes, outputs = jnp.asarray(noise, task.x.dtype), task.y.shape[1]
+    inputs = sizes[0] ** 2 * jnp.sum(task.map_values**2)
+    mixed = sizes[1] * sizes[2] * jnp.sqrt(outputs * trace)
+    return 0.5 * (task.unexplained + inputs + 2 * mixed * jnp.sum(values) + mixed**2 * hidden)
+
+
+@validated(finite=("teacher", "covariance"))
+def fresh_loss(
+    network: LinearNetwork,
+    teacher: Float[Array | np.ndarray, "outputs inputs"],
+    covariance: Float[Array | np.ndarray, "inputs inputs"] | None = None,
+) -> Float[Array, ""]:
+    """Return the expected loss on fresh inputs from N(0, covariance), with a linear teacher's targets.
+
+    tr((G - T) covariance (G - T)^T) / 2.
+
+    Args:
+        network: Network.
+        teacher: T, for instance `task.best_map`.
+        covariance: Covariance of inputs, default the identity.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    difference = jnp.asarray(teacher) - network.map
+    read = difference if covariance is None else product(difference, jnp.asarray(covariance))
+    return 0.5 * jnp.sum(read * difference)
+
+
+@validated(finite=("x", "y"))
+def second_readout_loss(
+    network: LinearNetwork,
+    x: Float[Array | np.ndarray, "samples inputs"],
+    y: Float[Array | np.ndarray, "samples others"],
+) -> Float[Array, ""]:
+    """Return the loss of the best linear readout of the hidden layer on other targets.
+
+    sum |y - P_H y|^2 / (2 samples) with the projection P_H on the span of the hidden activities.
+
+    Args:
+        network: Network.
+        x: Inputs.
+        y: Targets of the second task.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    hidden = network.hidden(jnp.asarray(x))
+    left, values, _ = jnp.linalg.svd(hidden, full_matrices=False)
+    kept = values > min(max(hidden.shape), 300) * jnp.finfo(hidden.dtype).eps * values[0]
+    basis = jnp.where(kept[None], left, 0.0)
+    targets = jnp.asarray(y)
+    return 0.5 * jnp.sum((targets - product(basis, product(basis.T, targets))) ** 2) / len(targets)

@@ -1,0 +1,84 @@
+"""Similarity of two solutions of one family."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count, fail
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.linear._families import Family
+from dissociation.linear._tasks import Task
+from dissociation.similarity._measures import MEASURES
+from dissociation.training._bmap import bmap
+
+
+class Plurality(NamedTuple):
+    """Measures between hidden activities of independent pairs of solutions; see `plurality`.
+
+    Attributes:
+        values: Values by measure, [pairs].
+        refused: Reasons by measure why it does not take the activities.
+    """
+
+    values: dict[str, Float[Array, " pairs"]]
+    refused: dict[str, str]
+
+    __repr__ = printed
+
+
+@validated
+def plurality(
+    task: Task,
+    family: Family,
+    hidden: int,
+    *,
+    other: Task | None = None,
+    measures: Sequence[str] = tuple(MEASURES),
+    num_pairs: int = 100,
+    spread: Scalar = 1.0,
+    key: PRNGKey,
+) -> Plurality:
+    """Return the distribution of similarity measures between two random solutions of a task, or of two tasks.
+
+    `rewrites.linear_cka_freedom(task.x, activity)` is the attainable range of linear CKA with one activity, over all
+    GLS and LSS with at least as many hidden units as the inputs' rank.
+
+    Args:
+        task: Task.
+        family: One of `FAMILIES`.
+        hidden: Hidden units.
+        other: Task of the second solution, with as many samples.
+        measures: Names in `similarity.MEASURES`.
+        num_pairs: Pairs.
+        spread: As in `Family.sample`.
+        key: Random key.
+
+    Raises:
+        ValueError: If there are too few hidden units, or numbers of samples differ.
+    """
+    second = task if other is None else other
+    if len(second.x) != len(task.x):
+        fail("other", f"have as many samples as `task` ({len(task.x)})", len(second.x))
+    for name in measures:
+        check_choice("measures", name, MEASURES)
+    keys = jax.random.split(key, 2 * check_count("num_pairs", num_pairs, minimum=1))
+    drawn = [
+        jax.vmap(lambda k, t=t: family.sample(t, hidden, spread=spread, key=k).hidden(t.x))(half)
+        for t, half in ((task, keys[::2]), (second, keys[1::2]))
+    ]
+    values, refused = {}, {}
+    for name in measures:
+        known = MEASURES[name]
+        if known.repeats > 1:
+            refused[name] = f"compares {known.repeats} repeats of every sample"
+            continue
+        try:
+            values[name] = eqx.filter_jit(bmap(known.function))(*drawn)
+        except ValueError as error:
+            refused[name] = str(error)
+    return Plurality(values, refused)

@@ -1,0 +1,264 @@
+"""Linear regression tasks with their decompositions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dissociation._core.checks import check_count, check_non_negative, fail, fail_kind, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+
+
+class Task(eqx.Module):
+    """Task of predicting y from x by a linear map G, with loss sum |G x - y|^2 / (2 samples); see `make_task`.
+
+    The best map of least norm is W* = Y X^+ = U S V^T, and the best predictions are Yh = M N O^T, with one row per
+    sample. Tasks with equal shapes of all fields may be stacked, for `vmap`.
+
+    Attributes:
+        x: Inputs X, [samples, inputs].
+        y: Targets Y, [samples, outputs].
+        input_basis: Orthonormal basis A of the span of the inputs, [inputs, input rank].
+        input_values: Singular values B of X, descending, [input rank].
+        sample_basis: Left singular vectors C of X, [samples, input rank].
+        map_left: U, [outputs, rank].
+        map_values: S, descending, [rank].
+        map_right: V, [inputs, rank].
+        target_left: M, [outputs, rank].
+        target_values: N, descending, [rank].
+        target_right: O, [samples, rank].
+        read_in: O^T X^+, [rank, inputs].
+        irrelevant: Orthonormal basis of the inputs' span without V, [inputs, input rank - rank].
+        unseen: Orthonormal basis of the directions that no input has, [inputs, inputs - input rank].
+        unexplained: c = |Y - Yh|^2 / samples. The least loss is c / 2.
+        rtol: Relative size up to which singular values were taken as zero.
+    """
+
+    x: Float[Array, "samples inputs"]
+    y: Float[Array, "samples outputs"]
+    input_basis: Float[Array, "inputs k"]
+    input_values: Float[Array, " k"]
+    sample_basis: Float[Array, "samples k"]
+    map_left: Float[Array, "outputs r"]
+    map_values: Float[Array, " r"]
+    map_right: Float[Array, "inputs r"]
+    target_left: Float[Array, "outputs r"]
+    target_values: Float[Array, " r"]
+    target_right: Float[Array, "samples r"]
+    read_in: Float[Array, "r inputs"]
+    irrelevant: Float[Array, "inputs i"]
+    unseen: Float[Array, "inputs u"]
+    unexplained: Float[Array, ""]
+    rtol: float = eqx.field(static=True)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the best map, the least number of hidden units that solve the task."""
+        return self.map_values.shape[-1]
+
+    @property
+    def best_map(self) -> Float[Array, "outputs inputs"]:
+        """W*, the best map of least norm."""
+        return product(self.map_left * self.map_values[None], self.map_right.T)
+
+    @property
+    def predictions(self) -> Float[Array, "samples outputs"]:
+        """Yh, the best predictions."""
+        return product(self.target_right * self.target_values[None], self.target_left.T)
+
+    def __repr__(self) -> str:
+        samples, inputs = self.x.shape[-2:]
+        shape = f"samples={samples}, inputs={inputs}, outputs={self.y.shape[-1]}"
+        return f"Task({shape}, rank={self.rank}, input_rank={self.input_values.shape[-1]}, rtol={self.rtol:.2g})"
+
+
+@validated(finite=("x", "y"))
+def make_task(
+    x: Float[Array | np.ndarray, "samples inputs"],
+    y: Float[Array | np.ndarray, "samples outputs"],
+    *,
+    rtol: float | None = None,
+) -> Task:
+    """Return the task of predicting y from x, decomposed on the host in float64.
+
+    Args:
+        x: Inputs, one row per sample. They are not centred.
+        y: Targets.
+        rtol: Fraction of the largest singular value of x, and of y for the best predictions, up to which singular
+            values count as zero. Default: rounding of the data's dtype times the larger size of x, at most 300.
+
+    Returns:
+        The task, in the dtype of JAX for x and y.
+
+    Raises:
+        ValueError: If entries are not finite, or the inputs do not predict the targets at all.
+        TypeError: If an array is traced, because its rank sets shapes.
+
+    References:
+        Braun, Grant and Saxe (2025), section 3.
+    """
+    for name, array in (("x", x), ("y", y)):
+        if is_traced(array):
+            fail_kind(name, "be a known array (its rank sets shapes)", "a traced one", "Make tasks outside of jit")
+    dtype = jnp.result_type(jnp.asarray(x[:1, :1]), jnp.asarray(y[:1, :1]))
+    if rtol is None:
+        rtol = min(max(x.shape), 300) * float(np.finfo(np.result_type(x.dtype, y.dtype)).eps)
+    check_non_negative("rtol", rtol)
+    return _decomposed(np.asarray(x, float), np.asarray(y, float), rtol, dtype)
+
+
+def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any) -> Task:
+    samples, values, inputs = np.linalg.svd(given, full_matrices=False)
+    number = int(np.sum(values > rtol * values[0])) if values.size else 0
+    samples, values, inputs = samples[:, :number], values[:number], inputs[:number].T
+    left, sizes, right = np.linalg.svd(targets.T @ samples, full_matrices=False)
+    rank = int(np.sum(sizes > rtol * np.linalg.norm(targets, 2)))
+    if not rank:
+        fail("y", "depend on x linearly", f"best predictions of zero, by `rtol` {rtol:.2g}")
+    left, sizes, right = left[:, :rank], sizes[:rank], right[:rank].T
+    # The best map has the rank of the predictions: it is decomposed within their span.
+    turn, strengths, directions = np.linalg.svd((sizes[:, None] * right.T) / values, full_matrices=True)
+    codes = samples @ right
+    arrays = {
+        "x": given, "y": targets,
+        "input_basis": inputs, "input_values": values, "sample_basis": samples,
+        "map_left": left @ turn, "map_values": strengths, "map_right": inputs @ directions[:rank].T,
+        "target_left": left, "target_values": sizes, "target_right": codes,
+        "read_in": (right.T / values) @ inputs.T,
+        "irrelevant": inputs @ directions[rank:].T, "unseen": _complement(inputs),
+        "unexplained": np.sum((targets - (codes * sizes) @ left.T) ** 2) / len(given),
+    }  # fmt: skip
+    return Task(**{name: jnp.asarray(array, dtype) for name, array in arrays.items()}, rtol=rtol)
+
+
+def _complement(basis: np.ndarray) -> np.ndarray:
+    """Return orthonormal columns orthogonal to orthonormal columns."""
+    return np.linalg.qr(basis, mode="complete")[0][:, basis.shape[1] :]
+
+
+@validated
+def random_task(
+    num_samples: int,
+    num_inputs: int,
+    num_outputs: int,
+    *,
+    rank: int | None = None,
+    input_rank: int | None = None,
+    condition: float | None = None,
+    noise: float = 0.0,
+    key: PRNGKey,
+) -> Task:
+    """Return a task with Gaussian inputs, and targets of a Gaussian map.
+
+    Args:
+        num_samples: Samples.
+        num_inputs: Inputs.
+        num_outputs: Outputs.
+        rank: Rank of the map, by default as large as possible.
+        input_rank: Rank of the inputs, by default as large as possible.
+        condition: Ratio of the largest to the smallest singular value of the inputs, geometrically spaced; by default
+            that of Gaussian inputs.
+        noise: Standard deviation of noise on targets, which raises the rank of the best map.
+        key: Random key.
+
+    Raises:
+        ValueError: If a rank is larger than possible, `condition` is below 1 or `noise` is negative.
+    """
+    sizes = {"num_samples": num_samples, "num_inputs": num_inputs, "num_outputs": num_outputs}
+    for name, size in sizes.items():
+        check_count(name, size, minimum=1)
+    most = min(num_samples, num_inputs)
+    inner = most if input_rank is None else check_count("input_rank", input_rank, minimum=1, maximum=most)
+    most = min(inner, num_outputs)
+    rank = most if rank is None else check_count("rank", rank, minimum=1, maximum=most)
+    check_non_negative("noise", noise)
+    if condition is not None and not 1 <= condition < np.inf:
+        fail("condition", "be at least 1", condition)
+    keys = jax.random.split(key, 5)
+    shapes = (num_samples, inner), (inner, num_inputs), (num_inputs, rank), (rank, num_outputs)
+    first, second, *maps = (np.asarray(jax.random.normal(k, s), float) for k, s in zip(keys[:4], shapes, strict=True))
+    left, values, right = np.linalg.svd(first @ second / np.sqrt(inner), full_matrices=False)
+    if condition is not None:
+        values[:inner] = np.sqrt(num_samples) * np.geomspace(condition**0.5, condition**-0.5, inner)
+    x = (left[:, :inner] * values[:inner]) @ right[:inner]
+    y = x @ maps[0] @ maps[1] / np.sqrt(num_inputs * rank)
+    y = y + noise * np.asarray(jax.random.normal(keys[4], y.shape), float)
+    return _decomposed(x, y, 300 * float(np.finfo(float).eps), jnp.zeros(0).dtype)
+
+
+@validated(finite=("x",))
+def teacher_task(
+    x: Float[Array | np.ndarray, "samples inputs"],
+    weights: Sequence[Float[Array | np.ndarray, "..."]],
+    *,
+    noise: float = 0.0,
+    key: PRNGKey,
+) -> Task:
+    """Return the task of a linear teacher W_l ... W_1, whose targets may be noisy.
+
+    Args:
+        x: Inputs.
+        weights: Weights of the teacher, [outputs, inputs] each, the first layer first.
+        noise: Standard deviation of noise on targets.
+        key: Random key of the noise.
+
+    Raises:
+        ValueError: If weights do not fit, or `make_task` refuses the data.
+    """
+    check_non_negative("noise", noise)
+    y: Any = np.asarray(x)
+    for place, weight in enumerate(map(np.asarray, weights)):
+        if weight.ndim != 2 or weight.shape[1] != y.shape[1]:
+            fail(f"weights[{place}]", f"have shape [outputs, {y.shape[1]}]", weight.shape)
+        y = y @ weight.T
+    return make_task(x, y + noise * np.asarray(jax.random.normal(key, y.shape), y.dtype))
+
+
+@validated
+def hierarchy_task(
+    parents: Int[Array | np.ndarray, " nodes"], x: Float[Array | np.ndarray, "leaves inputs"] | None = None
+) -> Task:
+    """Return the semantic hierarchy of a tree: leaves are items, and a target is 1 for the leaf and its ancestors.
+
+    Args:
+        parents: Index of each node's parent, -1 for the root. Leaves are nodes without children.
+        x: Inputs of the leaves in the order of nodes; default: one-hot.
+
+    Returns:
+        The task, with one output per node.
+
+    Raises:
+        ValueError: If `parents` is no tree.
+
+    References:
+        Saxe, McClelland and Ganguli (2019), A mathematical theory of semantic development in deep neural networks.
+    """
+    above = np.asarray(parents)
+    nodes = np.arange(len(above))
+    if np.sum(above == -1) != 1 or above.min() < -1 or above.max() >= len(above):
+        fail("parents", "hold one -1, and indices of nodes", above.tolist())
+    leaves = np.setdiff1d(nodes, above)
+    y = np.zeros((len(leaves), len(nodes) + 1))  # the last column is the parent of the root
+    reached = leaves
+    for _ in nodes:
+        y[np.arange(len(leaves)), reached] = 1
+        reached = np.append(above, -1)[reached]
+    if (reached != -1).any() or not len(leaves):
+        fail("parents", "lead to the root from every node", above.tolist(), "They have a cycle")
+    y = y[:, :-1].astype(np.float32)
+    return make_task(np.eye(len(leaves), dtype=np.float32) if x is None else x, y)
+
+
+@validated
+def complete_tree(depth: int, branching: int = 2) -> Int[np.ndarray, " nodes"]:
+    """Return the parents of a complete tree's nodes, level by level, for `hierarchy_task`."""
+    check_count("depth", depth, minimum=1)
+    check_count("branching", branching, minimum=2)
+    number = sum(branching**level for level in range(depth + 1))
+    return (np.arange(number) - 1) // branching

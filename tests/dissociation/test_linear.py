@@ -1,0 +1,417 @@
+"""Exact solutions of linear networks, against closed forms, perturbations, optimisers and an ODE solver."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.integrate import solve_ivp
+from scipy.optimize import minimize
+
+from dissociation import representations
+from dissociation.linear import (
+    FAMILIES,
+    GLS,
+    LSS,
+    MRNS,
+    MWNS,
+    LinearNetwork,
+    Noise,
+    balanced_network,
+    complete_tree,
+    deep_residual,
+    expected_loss,
+    fresh_loss,
+    gradient_flow,
+    hierarchy_task,
+    least_loss,
+    least_norm,
+    least_norm_network,
+    make_task,
+    noise_minimiser,
+    placement,
+    plant,
+    plant_rsm,
+    plurality,
+    random_task,
+    second_readout_loss,
+    simulated_loss,
+    teacher_task,
+)
+from dissociation.rewrites import linear_cka_freedom
+
+KEY = jax.random.key(0)
+SHAPES = {
+    "tall": {"num_samples": 30, "num_inputs": 8, "num_outputs": 5, "rank": 3},
+    "few samples": {"num_samples": 6, "num_inputs": 10, "num_outputs": 4, "noise": 0.1},
+    "deficient": {"num_samples": 30, "num_inputs": 10, "num_outputs": 4, "rank": 3, "input_rank": 7},
+    "rank of inputs": {"num_samples": 20, "num_inputs": 5, "num_outputs": 7, "noise": 0.1},
+    "ill-conditioned": {"num_samples": 40, "num_inputs": 9, "num_outputs": 6, "rank": 4, "condition": 300.0},
+}
+
+
+def task_of(name, **options):
+    return random_task(**SHAPES[name], **{"key": KEY} | options)
+
+
+@pytest.fixture
+def task():
+    return task_of("deficient")
+
+
+def arrays(task):
+    """Return X, Y of the specification, columns are samples, in float64."""
+    return np.asarray(task.x, float).T, np.asarray(task.y, float).T
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("precision")
+def test_samples_are_members(shape, dtype):
+    task = task_of(shape)
+    x, y = arrays(task)
+    best = y @ np.linalg.pinv(x, rcond=1e-6)
+    condition = float(task.input_values[0] / task.input_values[-1])
+    bound = max(1e-5, 4e-7 * condition) if dtype == "float32" else max(1e-12, 1e-14 * condition)
+    minima = {"MRNS": 2 * np.linalg.norm(best @ x, "nuc"), "MWNS": 2 * np.linalg.norm(best, "nuc")}
+
+    @eqx.filter_jit
+    def draw(hidden, keys):
+        def one(family):
+            networks = jax.vmap(lambda key: family.sample(task, hidden, key=key))(keys)
+            return networks, jax.vmap(lambda network: family.residual(task, network))(networks)
+
+        return {name: one(family) for name, family in FAMILIES.items()}
+
+    for hidden in (task.rank, 12):
+        for name, (networks, found) in draw(hidden, jax.random.split(KEY, 10)).items():
+            assert networks.weights[0].dtype == dtype
+            first, second = (np.asarray(weight, float) for weight in networks.weights)
+            span = np.eye(len(x)) if name in ("LSS", "MWNS") else x @ np.linalg.pinv(x, rcond=1e-6)
+            missed = np.linalg.norm((second @ first - best) @ span, axis=(1, 2)) / np.linalg.norm(best)
+            assert missed.max() < bound, (name, hidden, missed.max())
+            assert np.abs(found.map).max() < bound
+            assert np.abs(found.norm).max() < 10 * bound
+            if name in minima:
+                read = first @ x if name == "MRNS" else first
+                norm = np.sum(read**2, (1, 2)) + np.sum(second**2, (1, 2))
+                np.testing.assert_allclose(norm, minima[name], rtol=10 * bound)
+
+
+def test_the_families_are_nested_and_differ(task):
+    residuals = {
+        name: {other: FAMILIES[other].residual(task, family.sample(task, 12, key=KEY)) for other in FAMILIES}
+        for name, family in FAMILIES.items()
+    }
+    member = {(a, b) for a in FAMILIES for b in FAMILIES if max(map(abs, residuals[a][b])) < 1e-5}
+    nested = {("LSS", "GLS"), ("MWNS", "LSS"), ("MWNS", "GLS"), ("MRNS", "GLS")}
+    assert member == {(name, name) for name in FAMILIES} | nested
+
+
+@pytest.mark.usefixtures("x64")
+def test_no_solution_has_a_smaller_norm(task):
+    x, _ = arrays(task)
+    for family in (MRNS, MWNS):
+        network = family.sample(task, 9, key=KEY)
+
+        def norm(first, second, family=family):
+            return jnp.sum((first @ x if family is MRNS else first) ** 2) + jnp.sum(second**2)
+
+        least = norm(*network.weights)
+        for scale in (1e-3, 0.03, 1.0):
+            for draw in range(10):
+                # Along the manifold: another basis of hidden units, which are then not balanced.
+                mix = jnp.eye(9) + scale * jax.random.normal(jax.random.fold_in(KEY, draw), (9, 9))
+                assert norm(mix @ network.weights[0], network.weights[1] @ jnp.linalg.inv(mix)) > least - 1e-9
+
+        def penalised(flat, norm=norm):
+            first, second = flat[:90].reshape(9, 10), flat[90:].reshape(4, 9)
+            return norm(first, second) + 1e4 * jnp.sum((second @ first @ x - task.predictions.T) ** 2)
+
+        start = np.random.default_rng(0).normal(size=90 + 36)
+        options = {"jac": jax.jit(jax.grad(penalised)), "method": "L-BFGS-B", "options": {"maxiter": 3000}}
+        found = minimize(jax.jit(penalised), start, **options)
+        assert float(least) * (1 - 1e-3) < found.fun < float(least) * (1 + 1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_walks_are_stationary_and_stay(task, family):
+    steps = jax.vmap(lambda key: family.walk(task, 9, 3, rate=0.1, key=key))(jax.random.split(KEY, 500))
+    residual = jax.vmap(jax.vmap(lambda network: family.residual(task, network).map))(steps)
+    assert residual.max() < 3e-5
+    first = np.asarray(steps.weights[0], float)
+    # Moments of the first and of the last step agree, and the two are correlated.
+    means = np.mean(first**2, (2, 3))
+    difference = means[:, 0] - means[:, 2]
+    assert abs(difference.mean()) < 4 * difference.std() / len(means) ** 0.5 + 1e-6
+    overlap = np.mean(first[:, 0] * first[:, 1]) / np.mean(first**2)
+    assert 0.7 < overlap < 0.99
+    apart = family.walk(task, 9, 2, rate=1.0, key=KEY).weights[0]
+    assert not np.allclose(apart[0], apart[1], atol=0.1)
+    assert family.walk(task, 9, 1, key=KEY).weights[0].shape[0] == 1
+
+
+def test_frames_are_uniform(task):
+    first = jax.vmap(lambda key: MWNS.sample(task, 6, key=key).weights[0])(jax.random.split(KEY, 10_000))
+    codes = np.asarray(first @ task.map_right) / np.sqrt(np.asarray(task.map_values))  # R
+    np.testing.assert_allclose(codes.mean(0), 0, atol=4 / (6 * 10_000) ** 0.5)
+    np.testing.assert_allclose(np.einsum("sia,sja->ij", codes, codes) / 10_000, np.eye(6) * task.rank / 6, atol=0.02)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_nearest_network(task):
+    first, second = (0.5 * jax.random.normal(jax.random.fold_in(KEY, i), s) for i, s in enumerate([(12, 10), (4, 12)]))
+    network = LinearNetwork((first, second))
+
+    def distance(other):
+        return sum(float(jnp.sum((a - b) ** 2)) for a, b in zip(other.weights, network.weights, strict=True)) ** 0.5
+
+    for family in FAMILIES.values():
+        nearest = family.project(task, network)
+        assert max(map(abs, family.residual(task, nearest))) < 1e-10
+        again = family.project(task, nearest)
+        np.testing.assert_allclose(again.weights[0], nearest.weights[0], atol=1e-10)
+        np.testing.assert_allclose(again.weights[1], nearest.weights[1], atol=1e-10)
+        if family in (GLS, LSS):  # at a fixed first layer: normal equations
+            np.testing.assert_array_equal(nearest.weights[0], first)
+            read = np.asarray(first) @ (arrays(task)[0] if family is GLS else np.eye(10))
+            change = np.asarray(nearest.weights[1] - second)
+            np.testing.assert_allclose(change @ (np.eye(12) - read @ np.linalg.pinv(read)), 0, atol=1e-9)
+            continue
+        # Other members, near the projection and far from it, are further away.
+        for draw in range(30):
+            key = jax.random.fold_in(KEY, draw)
+            mix = jax.scipy.linalg.expm(10.0 ** -(draw % 4) * (lambda a: a - a.T)(jax.random.normal(key, (12, 12))))
+            turned = LinearNetwork((mix @ nearest.weights[0], nearest.weights[1] @ mix.T))
+            if family is MRNS:  # unseen weights stay
+                unseen = task.unseen @ task.unseen.T
+                kept = turned.weights[0] @ (jnp.eye(10) - unseen) + first @ unseen
+                turned = LinearNetwork((kept, turned.weights[1]))
+            assert distance(turned) > distance(nearest)
+    placed = placement(task, network)
+    np.testing.assert_allclose(placed.distance[3] * np.linalg.norm(np.r_[first.ravel(), second.ravel()]),
+                               distance(MWNS.project(task, network)))  # fmt: skip
+    short = LinearNetwork((first.at[2:].set(0), second))  # carries two of three directions
+    assert jnp.isnan(GLS.project(task, short).weights[1]).all()
+
+
+def test_the_hierarchy_has_its_closed_form():
+    task = hierarchy_task(complete_tree(4))
+    np.testing.assert_allclose(task.target_values**2, [31, 15, *[7] * 2, *[3] * 4, *[1] * 8], rtol=1e-5)
+    np.testing.assert_allclose(jnp.sum(task.target_values), 29.6604535614, rtol=1e-6)
+    rsm = MRNS.rsm(task)
+    network = MRNS.sample(task, 40, key=KEY)
+    np.testing.assert_allclose(network.hidden(task.x) @ network.hidden(task.x).T, rsm, atol=1e-5)
+    # Entries depend on the depth that leaves share alone.
+    steps = np.array([(31**0.5 - 15**0.5) / 16, (15**0.5 - 7**0.5) / 8, (7**0.5 - 3**0.5) / 4, (3**0.5 - 1) / 2, 1])
+    first = np.cumsum(steps)[[4, 3, 2, 2, *[1] * 4, *[0] * 8]]
+    np.testing.assert_allclose(rsm[0], first, atol=1e-6)
+    # An uneven tree, and inputs that mix: the root of Y Y^T.
+    parents = np.array([-1, 0, 0, 1, 1, 1, 2])
+    x = np.linalg.qr(np.random.default_rng(0).normal(size=(4, 4)))[0] + 2 * np.eye(4)
+    task = hierarchy_task(parents, x)
+    expected = np.array([[1, 1, 0, 1, 0, 0, 0], [1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0, 1]])
+    np.testing.assert_array_equal(task.y, expected)
+    values, vectors = np.linalg.eigh(expected @ expected.T)
+    np.testing.assert_allclose(MRNS.rsm(task), (vectors * values**0.5) @ vectors.T, atol=1e-5)
+    mixed = MWNS.sample(task, 6, key=KEY).hidden(task.x)
+    np.testing.assert_allclose(MWNS.rsm(task), mixed @ mixed.T, atol=1e-5)
+
+
+NOISES = {"inputs": Noise(0.3), "weights": Noise(0, 0.2, 0.4), "all": Noise(0.3, 0.2, 0.4)}
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=list(NOISES))
+def test_expected_losses(task, noise):
+    for place, family in enumerate(FAMILIES.values()):
+        network = family.sample(task, 7, key=KEY)
+        exact = expected_loss(task, network, noise)
+        found = simulated_loss(task, network, noise, num_draws=4000, key=jax.random.fold_in(KEY, place))
+        assert found.error < 0.1 * exact
+        assert abs(found.mean - exact) < 4 * found.error
+        np.testing.assert_allclose(expected_loss(task, network), task.unexplained / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=list(NOISES))
+@pytest.mark.usefixtures("x64")
+def test_minimisers_under_noise(task, noise):
+    network = noise_minimiser(task, 7, noise, key=KEY)
+    assert max(map(abs, GLS.residual(task, network))) < 1e-12
+    least = least_loss(task, 7, noise)
+    np.testing.assert_allclose(expected_loss(task, network, noise), least, rtol=1e-12)
+    for family in FAMILIES.values():
+        for key in jax.random.split(KEY, 20):
+            assert expected_loss(task, family.sample(task, 7, spread=0.3, key=key), noise) > least - 1e-12
+    # First-order: the gradient along the manifold is zero.
+    direction = jax.random.normal(KEY, (7, 7))
+
+    def moved(size):
+        mix = jax.scipy.linalg.expm(size * direction)
+        first, second = network.weights
+        return expected_loss(task, LinearNetwork((mix @ first, second @ jnp.linalg.inv(mix))), noise)
+
+    assert abs(jax.grad(moved)(0.0)) < 1e-9
+    assert noise is NOISES["inputs"] or jax.grad(jax.grad(moved))(0.0) > 1e-3
+
+
+@pytest.mark.usefixtures("x64")
+def test_minimisers_move_between_the_minimal_families(task):
+    ends = [noise_minimiser(task, 7, Noise(size, 0.2, 0.2), key=KEY) for size in (1e-9, 1e6)]
+    rsms = [family.rsm(task) for family in (MRNS, MWNS)]
+    for network, rsm in zip(ends, rsms, strict=True):
+        own = network.hidden(task.x) @ network.hidden(task.x).T
+        np.testing.assert_allclose(own / jnp.linalg.norm(own), rsm / jnp.linalg.norm(rsm), atol=1e-6)
+    # With |X| s_1 = sqrt(outputs) s_2 the first one is an MRNS, not only up to a factor.
+    equal = Noise(0, 0.1 / float(jnp.linalg.norm(task.x)), 0.1 / 4**0.5)
+    assert max(map(abs, MRNS.residual(task, noise_minimiser(task, 7, equal, key=KEY)))) < 1e-10
+
+
+def test_fresh_inputs_and_second_readouts(task):
+    network = MRNS.sample(task, 7, key=KEY)
+    root = jax.random.normal(jax.random.key(1), (10, 10))
+    x = jax.random.normal(jax.random.key(2), (100_000, 10)) @ root.T
+    losses = 0.5 * jnp.sum((x @ network.map.T - x @ task.best_map.T) ** 2, 1)
+    exact = fresh_loss(network, task.best_map, root @ root.T)
+    assert abs(losses.mean() - exact) < 4 * losses.std() / 100_000**0.5
+    np.testing.assert_allclose(fresh_loss(network, task.best_map), 0.5 * jnp.sum((network.map - task.best_map) ** 2))
+    y = jax.random.normal(KEY, (30, 3))
+    hidden = np.asarray(network.hidden(task.x), float)
+    fitted = hidden @ np.linalg.lstsq(hidden, np.asarray(y, float), rcond=1e-5)[0]
+    np.testing.assert_allclose(second_readout_loss(network, task.x, y), np.sum((y - fitted) ** 2) / 60, rtol=1e-4)
+    assert second_readout_loss(network, task.x, task.predictions) < 1e-9
+
+
+@pytest.mark.parametrize("widths", [(3,), (5, 4), (6, 3, 9)])
+@pytest.mark.usefixtures("x64")
+def test_deep_networks_of_least_norm(task, widths):
+    network = least_norm_network(task, widths, key=KEY)
+    assert [weight.shape[0] for weight in network.weights] == [*widths, 4]
+    assert max(map(abs, deep_residual(task, network))) < 1e-12
+    for before, after in zip(network.weights[:-1], network.weights[1:], strict=True):
+        np.testing.assert_allclose(before @ before.T, after.T @ after, atol=1e-12)
+    x, y = arrays(task)
+    values = np.linalg.svd(y @ np.linalg.pinv(x, rcond=1e-6), compute_uv=False)[:3]
+    depth = len(widths) + 1
+    np.testing.assert_allclose(least_norm(task, depth), depth * np.sum(values ** (2 / depth)))
+    scaled = eqx.tree_at(lambda n: n.weights[0], network, 2 * network.weights[0])
+    assert deep_residual(task, scaled).map > 0.9
+    np.testing.assert_allclose(jax.vmap(network)(task.x), task.x @ network.map.T, atol=1e-12)
+
+
+def white_task(samples=12, inputs=4, outputs=6, rank=3):
+    x = np.linalg.qr(np.random.default_rng(0).normal(size=(samples, inputs)))[0]
+    maps = [np.random.default_rng(i).normal(size=s) for i, s in enumerate([(inputs, rank), (rank, outputs)], 1)]
+    return make_task(
+        1.7 * x, 1.7 * x @ maps[0] @ maps[1] + 0.1 * np.random.default_rng(4).normal(size=(samples, outputs))
+    )
+
+
+@pytest.mark.parametrize(("hidden", "scale"), [(2, 0.5), (5, 1e-3), (9, 2.0)])
+@pytest.mark.usefixtures("x64")
+def test_gradient_flow_against_an_ode_solver(hidden, scale):
+    task = white_task()
+    network = balanced_network(task, hidden, scale, key=KEY)
+    times = np.array([0.0, 0.3, 0.4, 2.0, 15.0, 60.0])
+    flow = gradient_flow(task, network, times)
+    x, y = arrays(task)
+
+    def slope(_, flat):
+        first, second = flat[: hidden * 4].reshape(hidden, 4), flat[hidden * 4 :].reshape(6, hidden)
+        error = (second @ first @ x - y) @ x.T / 12
+        return -np.r_[(second.T @ error).ravel(), (error @ first.T).ravel()]
+
+    start = np.concatenate([np.asarray(weight).ravel() for weight in network.weights])
+    solved = solve_ivp(slope, (0, 60), start, "RK45", times, rtol=1e-10, atol=1e-12).y.T
+    for place, flat in enumerate(solved):
+        first, second = flat[: hidden * 4].reshape(hidden, 4), flat[hidden * 4 :].reshape(6, hidden)
+        np.testing.assert_allclose(flow.map[place], second @ first, atol=1e-7)
+        np.testing.assert_allclose(flow.first[place], first.T @ first, atol=1e-7)
+        np.testing.assert_allclose(flow.second[place], second @ second.T, atol=1e-7)
+
+
+def test_gradient_flow_refuses_other_starts(task):
+    white = white_task()
+    start = balanced_network(white, 3, 0.1, key=KEY)
+    with pytest.raises(ValueError, match="`task` must have white inputs"):
+        gradient_flow(task, MWNS.sample(task, 5, key=KEY), np.ones(1))
+    with pytest.raises(ValueError, match="`network` must be balanced"):
+        gradient_flow(white, eqx.tree_at(lambda n: n.weights[0], start, 2 * start.weights[0]), np.ones(1))
+    with pytest.raises(ValueError, match="`times` must increase"):
+        gradient_flow(white, start, np.array([1.0, 0.5]))
+
+
+def test_plurality(task):
+    whole = plurality(task, GLS, 8, num_pairs=5, key=KEY)
+    assert set(whole.refused) == {"crossnobis_rsa"}
+    assert all(np.isfinite(values).all() and values.shape == (5,) for values in whole.values.values())
+    few = "linear_cka", "debiased_cka"
+    same = {name: plurality(task, family, 8, measures=few, key=KEY) for name, family in FAMILIES.items()}
+    for name in few:
+        np.testing.assert_allclose(same["MRNS"].values[name], 1, atol=1e-4)
+        np.testing.assert_allclose(same["MWNS"].values[name], 1, atol=1e-4)
+        assert same["GLS"].values[name].max() < 0.99
+    reference = GLS.sample(task, 8, key=KEY).hidden(task.x)
+    free = linear_cka_freedom(np.asarray(task.x), np.asarray(reference))
+    assert free.low < same["LSS"].values["linear_cka"].min()
+    assert free.high > 0.99
+    apart = plurality(task, MRNS, 8, other=task_of("deficient", key=jax.random.key(5)), num_pairs=3, key=KEY)
+    assert apart.values["linear_cka"].max() < 0.9
+
+
+def test_planted_activity(task):
+    draws = np.random.default_rng(0)
+    pattern = np.asarray(task.sample_basis) @ draws.normal(size=(7, 9)).astype(np.float32)
+    codes = np.asarray(task.target_right)
+    missing = pattern - codes @ (codes.T @ pattern)  # what the task needs is not in the pattern
+    outside = pattern + draws.normal(size=pattern.shape).astype(np.float32)
+    cases = (pattern, 1e-3, True), (pattern[:, :6], 1e-3, False), (missing, 0.1, False), (outside, 0.01, False)
+    for given, least, exact in cases:
+        found = plant(task, given, least=least)
+        assert GLS.residual(task, found.network).map < 1e-4
+        np.testing.assert_allclose(np.linalg.norm(found.network.hidden(task.x) - given), found.distance, atol=1e-4)
+        assert found.bound <= found.distance * (1 + 1e-5) + 1e-5
+        assert (found.distance < 1e-4 * np.linalg.norm(given)) == exact
+    raised = 0.1 * np.linalg.norm(missing, 2) * 3**0.5
+    np.testing.assert_allclose(plant(task, missing, least=0.1).bound, raised, rtol=1e-4)
+    rsm = np.asarray(task.x) @ np.asarray(task.x).T
+    planted = plant_rsm(task, rsm, 10, least=1e-4)
+    hidden = planted.network.hidden(task.x)
+    np.testing.assert_allclose(hidden @ hidden.T, rsm, atol=1e-3)
+    assert GLS.residual(task, planted.network).map < 1e-3
+
+
+def test_stacked_tasks_and_other_tools(task):
+    tasks = [task_of("deficient", key=jax.random.key(seed)) for seed in range(3)]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *tasks)
+    keys = jax.random.split(KEY, 3)
+    networks = jax.jit(jax.vmap(lambda t, k: GLS.sample(t, 8, key=k)))(stacked, keys)
+    for place, one in enumerate(tasks):
+        alone = GLS.sample(one, 8, key=keys[place])
+        np.testing.assert_allclose(networks.weights[0][place], alone.weights[0], atol=1e-4)
+    network = MWNS.sample(task, 8, key=KEY)
+    layers = representations(network, task.x)
+    assert list(layers) == ["weights[1]", "logits"] or len(layers) == 2
+    np.testing.assert_allclose(layers["features"], network.hidden(task.x), atol=1e-5)
+    taught = teacher_task(task.x, network.weights, key=KEY)
+    np.testing.assert_allclose(taught.best_map, task.best_map, atol=1e-4)
+
+
+def test_refusals(task):
+    with pytest.raises(ValueError, match="`hidden` must be at least the rank of the best map"):
+        GLS.sample(task, 2, key=KEY)
+    with pytest.raises(ValueError, match="`y` must depend on x"):
+        make_task(np.eye(4, dtype=np.float32)[:, :2], np.eye(4, dtype=np.float32)[:, 2:])
+    with pytest.raises(ValueError, match="`x` must be finite"):
+        make_task(np.full((3, 2), np.nan, np.float32), np.ones((3, 1), np.float32))
+    with pytest.raises(ValueError, match="no unique matrix"):
+        GLS.rsm(task)
+    with pytest.raises(ValueError, match="noise on both layers"):
+        noise_minimiser(task, 5, Noise(0, 0.1, 0), key=KEY)
+    with pytest.raises(ValueError, match="`network` must have weights"):
+        GLS.residual(task, LinearNetwork((jnp.ones((3, 10)),)))
+    with pytest.raises(ValueError, match="lead to the root"):
+        hierarchy_task(np.array([-1, 2, 1, 0, 1]))
+    with pytest.raises(ValueError, match="positive semidefinite"):
+        plant_rsm(task, -np.eye(30, dtype=np.float32), 5)
+    with pytest.raises(TypeError, match="Make tasks outside of jit"):
+        jax.jit(lambda x: make_task(x, x).best_map)(np.eye(3))
