@@ -134,7 +134,8 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
         return
     width = array.shape[-1] if array.ndim > 1 else 1
     number = min(1000, 30 + 2_000_000 // width)
-    rows = np.asarray(array)[:: -(-len(array) // number) | 1]  # odd, as every 2^k-th of consecutive integers is exact
+    # The stride is odd, because every 2^k-th of consecutive large integers is exact in floats.
+    rows = np.asarray(array)[:: -(-len(array) // number) | 1]
     rows = rows.reshape(-1, width)
     rows = rows[:: -(-len(rows) // number) | 1]
     with np.errstate(all="ignore"):

@@ -90,7 +90,7 @@ def _on_host(name: str, value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         array = array.astype(str)
-    if array.dtype.kind == "V":  # half precisions that NumPy lacks
+    if array.dtype.kind == "V":  # types that NumPy lacks, such as bfloat16
         array = array.astype(np.float32)
     if array.dtype.kind not in "biufcU":
         fail_kind(name, "hold numbers, booleans or text", f"entries of dtype {array.dtype}")

@@ -149,7 +149,7 @@ def _check_steps(name: str, index: Any, found: list[Any]) -> None:
         at = int(np.argmin(steps > 0))
         advice = f"If time starts again with each of several trajectories, {_SPLIT}; for one trajectory, {_ROWS}"
         fail(name, "have an index that increases", f"{index[at + 1]} after {index[at]}", advice)
-    with warnings.catch_warnings():  # pandas warns of the type to come
+    with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
         warnings.simplefilter("ignore")
         calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
     # A clock's rounding is less than a tenth of a step.

@@ -199,7 +199,8 @@ class _Rule:
             return self._admit_array(name, value, self.arrays, bound, 2 if self.listed else None)
         if self.sequence:
             return self._admit_sequence(name, value)
-        if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
+        # A class of another library may have the same name, so the message has full names.
+        if type(value).__name__ in {kind.__name__ for kind in self.instances}:
             wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
             fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
         advice = ""
@@ -357,7 +358,7 @@ def _sorted_in(member: Any) -> tuple[str, Any]:
     kind = origin or member
     if isinstance(kind, type) and kind not in (Any, object, jax.Array, np.ndarray):
         return "instances", kind
-    return "free", member  # Any, bare arrays, type variables, names that stand for later
+    return "free", member  # Any, bare arrays, type variables, forward references
 
 
 _SEQUENCES = (collections.abc.Sequence, tuple, list)

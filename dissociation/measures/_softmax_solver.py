@@ -369,7 +369,8 @@ def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: A
     """Return held-out probabilities after gradient steps; a `step_size` of zero means the stable step of each fold."""
     data = jnp.where((ids < num_splits)[:, None], jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
     mask = _fold_masks(ids, num_splits, x.dtype)
-    # For the sum of losses one bound holds for every fold, because training parts are subsets. Means divide it by m_f.
+    # Gradients are those of sums of losses. One bound on the curvature holds for every fold, because its training
+    # samples are a subset. `step_size` is for the mean loss, so it is divided by the number of training samples.
     bound = 0.5 * largest_eigenvalue(data)
     rate = jnp.where(step_size > 0, step_size / jnp.sum(mask, 1), 1.0 / bound)[:, None, None]
     one = jnp.ones((1, 1, 1), x.dtype)

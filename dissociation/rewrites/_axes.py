@@ -278,7 +278,7 @@ class Atoms:
     def _taken_product(self, axis: Product, indices: np.ndarray) -> Axis:
         inner = size_of(axis) // size_of(axis.parts[0])
         outer, within = np.divmod(indices, inner)
-        # Indices into nested parts are understood if they are themselves a grid: outer indices times inner ones.
+        # Indices can be split into indices of each part only if they form a grid, of outer and inner indices.
         for length in (n for n in range(1, len(indices) + 1) if len(indices) % n == 0):
             grids = outer.reshape(-1, length), within.reshape(-1, length)
             if (grids[0] == grids[0][:, :1]).all() and (grids[1] == grids[1][:1]).all():

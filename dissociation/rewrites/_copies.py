@@ -40,7 +40,7 @@ def _apply(copies: Copies, step: Step) -> None:
         apart = step.name not in CROSSING and len({axis for axis in axes if axis >= 0}) > 1
         found = None if rule is None or apart else rule(copies, step, labels, axes, atom)
         if found is None:
-            # Without a rule, no copies are known to be independent: all move together, which is safe.
+            # If no rule applies, no copies are known to be independent. It is safe to move all of them together.
             copies.tied.add(atom)
             continue
         for own, label in zip(marks, found, strict=True):
@@ -174,7 +174,7 @@ def _product(
     for label, own, other in zip(labels, letters, letters[::-1], strict=True):
         if label is None:
             continue
-        # Each entry of one factor meets all entries of the other along axes that the other alone has.
+        # Along axes that the other factor lacks, each of its entries is multiplied with all entries of this factor.
         if all(x is not None for x in along):
             label = copies.along(label, [k for k, x in enumerate(own) if x not in other])
         order = [own.index(x) for x in everything if x in own]
@@ -213,7 +213,7 @@ def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], at
             continue
         if axis not in spec[:2]:
             return None
-        blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # channels, in groups
+        blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # `blocked`: axis that feature groups divide
         sizes = groups, value.shape[blocked] // groups
         plain = copies.along(label.transpose(spec), space).squeeze(space)
         flat[side] = plain.reshape(*sizes, -1) if side else plain.reshape(-1, *sizes)

@@ -66,7 +66,7 @@ class Flow:
 
     atoms: Atoms = field(default_factory=Atoms)
     equations: list[Equation] = field(default_factory=list)
-    uneven: list[Axis] = field(default_factory=list)  # axes whose linear maps do not commute with an operation
+    uneven: list[Axis] = field(default_factory=list)  # axes along which rotations do not commute with an operation
     counted: list[Axis] = field(default_factory=list)  # axes that a statistic is computed over
     contracted: list[Axis] = field(default_factory=list)  # axes that a product sums over
     lengths: list[int] = field(default_factory=list)  # of constant axes that are reduced over

@@ -267,7 +267,7 @@ def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
     root = vectors[:, kept] * np.sqrt(values[kept])
     best = nnls(root.T, (vectors[:, kept].T @ gains) / np.sqrt(values[kept]))[0]
     used = best > 0
-    for _ in range(3):  # refine the normal equations of the support
+    for _ in range(3):  # refinement by G itself, because the root of G loses about one digit
         step = np.linalg.lstsq(gram[np.ix_(used, used)], (gains - gram @ best)[used], rcond=None)[0]
         moved = best.copy()
         moved[used] += step

@@ -109,7 +109,8 @@ class Measure:
     narrow: bool = False
     same_width: bool = False
     repeats: int = 1
-    # False for a fixed number of neighbours, and for sums over samples.
+    # False for measures of k neighbours, because neighbourhoods shrink as n grows, and for sums over samples, because
+    # these grow with n.
     population: bool = True
     host: bool = False
 

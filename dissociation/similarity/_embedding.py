@@ -112,7 +112,7 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array
         if known.min() < 0 or np.abs(known - known.T).max() > slack or np.abs(np.diagonal(known)).max() > slack:
             fail("distances", "be symmetric, non-negative and zero on the diagonal", "others")
     table = jnp.asarray(distances)
-    # Squares of distances may leave the dtype.
+    # Without this unit, squares of distances may overflow or vanish.
     table, unit = scaled(0.5 * (table + table.T))
     return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), unit, count
 

@@ -103,7 +103,7 @@ def jackknife_interval(
     values, leave_outs = in_common_dtype(values, leave_outs)
     least, most = bounds
     near = ROUNDINGS * float(jnp.finfo(values.dtype).eps)
-    for bound in bounds if np.isfinite(bounds).all() else ():  # beside a bound, scales without bounds magnify rounding
+    for bound in bounds if np.isfinite(bounds).all() else ():  # near a bound, arctanh and log magnify rounding
         values, leave_outs = (jnp.where(jnp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
     inside = 1 - 4 * float(jnp.finfo(values.dtype).eps)
     # An interval on an unbounded scale stays within the bounds when it is mapped back.

@@ -29,7 +29,7 @@ class Items(NamedTuple):
     places: list[list[int]]  # indices of items among the labels
     each: int = 1  # rows of one sample
     name: str = ""
-    single: bool = False  # one array of one network
+    single: bool = False  # True if the caller gave one array without an axis of members
 
     def shown(self, place: int) -> str:
         """Return the text by which messages name a representation: its layer or argument, and its member."""

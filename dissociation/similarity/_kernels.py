@@ -138,7 +138,8 @@ def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
     return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
 
 
-# Features are cheaper if they are few, samples if pairs or features are many. Moments need the matrix over samples.
+# Products over features are cheaper for few features, and products over samples for many features or pairs. The
+# moments of the null distribution need the matrix over samples.
 LINEAR_CKA = Form(
     _plain_features,
     lambda a, b: jnp.sum(product(a.entries.T, b.entries) ** 2),

@@ -357,7 +357,9 @@ def predictivity_from_moments(
 @eqx.filter_jit
 def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, target: int) -> Array:
     own = train.block(source, source)
-    sizes = scale_of(jnp.sqrt(jnp.diagonal(own)))  # which affect a penalty and the least norm
+    # Features of one size stay above the rank cut of `psd_power`. With a penalty, or with as many features as samples,
+    # scaling them would change the solution.
+    sizes = scale_of(jnp.sqrt(jnp.diagonal(own)))
     sizes = jnp.where((alpha > 0) | (own.shape[0] >= train.count), 1.0, sizes)
     own = own / sizes[:, None] / sizes[None] + alpha * jnp.eye(own.shape[0], dtype=own.dtype)
     weights = product(psd_power(own, -1), train.block(source, target) / sizes[:, None]) / sizes[:, None]

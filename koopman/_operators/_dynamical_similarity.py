@@ -259,7 +259,7 @@ class _Prepared(NamedTuple):
     """Factors of a matrix that all of its pairs share."""
 
     unit: Array  # of norm 1: [r, r]
-    bases: Array  # eigenvectors of symmetric functions of it: [k, r, r]
+    bases: Array  # eigenvectors of k symmetric functions of the matrix: [k, r, r]
     eigenvalues: Array  # of the symmetric part, rising: [r]
     singular: Array  # singular values of the skew part, and of the whole: [2, r]
 

@@ -93,7 +93,7 @@ def fit_generator(
     width = x.shape[1]
     diffusion = jnp.asarray(diffusion, jnp.asarray(x).dtype)
     x, root, slope, units, pace, held, energy = _forms(jnp.asarray(x), jnp.asarray(jac), diffusion, alpha is None)
-    if shift is None:  # without energy, or without features, any shift serves
+    if shift is None:  # the mean rate, or 1 if a trace is zero, because the rates then have no scale
         known = (held > 0) & (energy > 0)
         shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
     else:

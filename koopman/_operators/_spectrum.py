@@ -96,7 +96,7 @@ def decompose(operator: Operator) -> Spectrum:
 
 def _constants(operator: Operator, spectrum: Spectrum) -> Array:
     """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], or zero if lambda_i is 1 up to rounding."""
-    # At lambda_i = 1 the drift has no fixed point.
+    # The added constant c_i solves (lambda_i - 1) c_i = m w_i, which in general has no solution at lambda_i = 1.
     gap = spectrum.eigenvalues - 1
     eps = jnp.finfo(operator.core.dtype).eps
     known = jnp.abs(gap) > 64 * eps * jnp.linalg.norm(operator.core) * spectrum.condition

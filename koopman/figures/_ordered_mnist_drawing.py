@@ -28,7 +28,7 @@ def _curves(dataset: "xarray.Dataset", name: str) -> np.ndarray:
 def _shown_seed(dataset: "xarray.Dataset", name: str) -> int:
     """Return the seed of median accuracy at the last drawn step, among those that did not diverge."""
     accuracy = _curves(dataset, name)[:, -1]
-    # Forecasts of single seeds may be stuck; the median avoids them.
+    # Nearly all forecasts of a fixed seed might be read as one digit, see `stuck` of the dataset.
     order = np.argsort(accuracy)[: np.isfinite(accuracy).sum()]
     return int(order[len(order) // 2]) if len(order) else 0
 

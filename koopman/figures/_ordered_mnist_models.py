@@ -144,7 +144,7 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
 @eqx.filter_jit
 def _fit(features: Any, images: Array, rank: int, alpha: Array, center: bool, decoder: Any) -> Forecaster:
     """Fit a forecaster by reduced rank regression on features, of images or, with a decoder, of features."""
-    # Centring is for pixels alone: it takes the constant function and its eigenvalue 1 from the operator.
+    # Only pixels are centred. Centring removes the constant function, of eigenvalue 1, from the operator.
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None
     operator = fit(ReducedRank(rank, alpha), x, y, observable=observable, center=center)
