@@ -87,6 +87,11 @@ WRONG = {
         "num_train": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
         "classes": [(1, 1), (0, 10)], "accuracy_threshold": [1.0, -0.1], "code": [0], "learning_rate": [0.0],
     },
+    ("manifold",): {
+        "num_tasks": [1], "num_samples": [0], "num_inputs": [0], "input_rank": [0, 21], "num_outputs": [0],
+        "rank": [0, 9], "hidden": [3], "num_steps": [1], "pair_steps": [1, 502], "rate": [0.0, 1.1, np.nan],
+        "depth": [0, 8], "num_scales": [1], "num_draws": [1], "condition": [0.5, np.nan],
+    },
     ("ordered-mnist",): {
         "num_seeds": [0], "num_test": [0], "num_steps": [0], "num_train": [1], "num_validation": [1],
         "num_epochs": [-1], "oracle_epochs": [-1], "models": [(), ("linear", "linear"), ("other",)],

@@ -21,7 +21,7 @@ import dissociation.figures
 import koopman.figures
 from dissociation.data import load
 from dissociation.figures import _collapse_measures as collapse_measures
-from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
+from dissociation.figures import collapse, eigenvectors, freedom, manifold, robustness, similarity, transfer
 from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
@@ -187,6 +187,7 @@ IN_SMALL = {
         {"num_epochs": 1, "num_train": 100, "num_test": 30, "batch_size": 50},
     ),
     "freedom": (freedom.Config(), SMALL | {"num_samples": 30, "num_zero": 4}),
+    "manifold": (manifold.Config().quick(), {"num_tasks": 2, "num_steps": 3, "pair_steps": 2, "num_scales": 2}),
     "robustness": (robustness.Config(), SMALL | {"num_scales": 2, "num_zero": 4, "published_null": True}),
     "similarity": (
         similarity.Config(),

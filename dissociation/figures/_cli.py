@@ -13,7 +13,7 @@ The same command resumes an interrupted run. --version prints the version."""
 def figures() -> dict[str, Figure]:
     """Return the figures of this package by command name."""
     # Imported here, because it takes seconds.
-    from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
+    from dissociation.figures import collapse, eigenvectors, freedom, manifold, robustness, similarity, transfer
 
     return {
         "robustness": robustness,
@@ -22,6 +22,7 @@ def figures() -> dict[str, Figure]:
         "collapse": collapse,
         "similarity": similarity,
         "freedom": freedom,
+        "manifold": manifold,
     }
 
 

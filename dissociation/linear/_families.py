@@ -1,5 +1,6 @@
 """Four families of two-layer linear networks that solve a task: membership, samples, walks, nearest networks."""
 
+from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
@@ -157,33 +158,26 @@ def check_network(task: Task, network: LinearNetwork) -> int:
 
 
 def _free(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> dict[str, Array]:
-    """Return standard Gaussian parameters, scaled so that each part of the weights has about the norm of the task's."""
-    keys = jax.random.split(key, 6)
-    dtype, rank = task.x.dtype, task.rank
-
-    def draw(index: int, shape: tuple[int, int], square: Array | float) -> Array:
-        deviation = jnp.asarray(spread * jnp.sqrt(square / max(shape[0] * shape[1], 1)), dtype)
-        return deviation * jax.random.normal(keys[index], shape, dtype)
-
-    frame = jax.random.normal(keys[0], (hidden, rank), dtype)
+    """Return Gaussian parameters, scaled so that each part of the weights has about the norm of the task's own part."""
+    rank, unseen = task.rank, task.unseen.shape[1]
     total = jnp.sum(task.map_values)
-    unseen = (hidden, task.unseen.shape[1])
-    if name == "MWNS":
-        return {"frame": frame}
+    parts: dict[str, tuple[int, int, Array | float | None]] = {"frame": (hidden, rank, None)}
     if name == "MRNS":
-        # In units of the first layer, like the rest of it.
-        return {
-            "frame": frame,
-            "unseen": draw(3, unseen, jnp.sum(task.target_values[:, None] * task.read_in**2)),
-        }
-    idle = task.irrelevant.shape[1] + (unseen[1] if name == "LSS" else 0)
-    return {
-        "frame": frame,
-        "skew": jnp.asarray(0.5 * spread, dtype) * jax.random.normal(keys[1], (rank, rank), dtype),
-        "beside": draw(2, (hidden, idle), total),
-        "mixing": draw(4, (rank, hidden), float(rank)),
-        "readout": draw(5, (task.y.shape[-1], hidden), total),
-    } | ({"unseen": draw(3, unseen, total)} if name == "GLS" else {})
+        parts["unseen"] = hidden, unseen, jnp.sum(task.target_values[:, None] * task.read_in**2)
+    elif name != "MWNS":
+        idle = task.irrelevant.shape[1] + (unseen if name == "LSS" else 0)
+        parts |= {"skew": (rank, rank, 0.25 * rank**2), "beside": (hidden, idle, total)}
+        parts |= {"mixing": (rank, hidden, float(rank)), "readout": (task.y.shape[-1], hidden, total)}
+        parts |= {"unseen": (hidden, unseen, total)} if name == "GLS" else {}
+    ends = np.cumsum([rows * columns for rows, columns, _ in parts.values()])
+    # One draw compiles several times faster than one per part.
+    drawn = jax.random.normal(key, (int(ends[-1]),), task.x.dtype)
+    free = {}
+    for (part, (rows, columns, square)), end in zip(parts.items(), ends, strict=True):
+        free[part] = drawn[end - rows * columns : end].reshape(rows, columns)
+        if square is not None:
+            free[part] *= jnp.asarray(spread * jnp.sqrt(square / max(rows * columns, 1)), drawn.dtype)
+    return free
 
 
 def polar(matrix: Array) -> Array:
@@ -243,18 +237,18 @@ def _walk(
     name: str, task: Task, hidden: int, num_steps: int, rate: Scalar, spread: Scalar, key: PRNGKey
 ) -> LinearNetwork:
     keys = jax.random.split(key, num_steps)
-    kept = 1 - jnp.asarray(rate, task.x.dtype)
-    moved = jnp.sqrt(1 - kept**2)
+    decay = jnp.full(num_steps, 1 - jnp.asarray(rate, task.x.dtype)).at[0].set(0.0)  # the first step is a draw
 
-    def step(free: dict[str, Array], key: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+    def step(free: dict[str, Array], now: tuple[Array, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+        key, kept = now
         drawn = _free(name, task, hidden, spread, key)
         moving = {"frame"} if name in MINIMAL else free.keys()
-        mixed = free | {part: kept * free[part] + moved * drawn[part] for part in moving}
+        still = {part: jnp.where(kept == 0, drawn[part], free[part]) for part in free}
+        mixed = still | {part: kept * free[part] + jnp.sqrt(1 - kept**2) * drawn[part] for part in moving}
         return mixed, mixed
 
-    start = _free(name, task, hidden, spread, keys[0])
-    _, later = lax.scan(step, start, keys[1:])
-    steps = jax.tree.map(lambda one, rest: jnp.concatenate([one[None], rest]), start, later)
+    start = jax.eval_shape(partial(_free, name, task, hidden, spread), key)
+    _, steps = lax.scan(step, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), start), (keys, decay))
     return jax.vmap(lambda free: _solution(name, task, free))(steps)
 
 

@@ -120,12 +120,13 @@ def simulated_loss(
 
 @eqx.filter_jit
 def _simulated(task: Task, network: LinearNetwork, noise: Noise, num_draws: int, key: PRNGKey) -> SimulatedLoss:
+    arrays, noises = (task.x, *network.weights), jnp.asarray(noise, task.x.dtype)
+    ends = np.cumsum([array.size for array in arrays])
+
     def one(key: Array) -> Array:
-        keys = jax.random.split(key, 3)
-        arrays = (task.x, *network.weights)
+        drawn = jnp.split(jax.random.normal(key, (int(ends[-1]),), task.x.dtype), ends[:-1])
         x, first, second = (
-            array + size * jax.random.normal(k, array.shape, array.dtype)
-            for array, size, k in zip(arrays, noise, keys, strict=True)
+            array + size * noise.reshape(array.shape) for array, size, noise in zip(arrays, noises, drawn, strict=True)
         )
         outputs = product(product(x, first.T), second.T)
         return 0.5 * jnp.sum((outputs - task.y) ** 2) / x.shape[0]

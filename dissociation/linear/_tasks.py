@@ -180,16 +180,22 @@ def random_task(
     check_non_negative("noise", noise)
     if condition is not None and not 1 <= condition < np.inf:
         fail("condition", "be at least 1", condition)
-    keys = jax.random.split(key, 5)
-    shapes = (num_samples, inner), (inner, num_inputs), (num_inputs, rank), (rank, num_outputs)
-    first, second, *maps = (np.asarray(jax.random.normal(k, s), float) for k, s in zip(keys[:4], shapes, strict=True))
+    shapes = (
+        (num_samples, inner),
+        (inner, num_inputs),
+        (num_inputs, rank),
+        (rank, num_outputs),
+        (num_samples, num_outputs),
+    )
+    ends = np.cumsum([rows * columns for rows, columns in shapes])
+    drawn = np.split(np.asarray(jax.random.normal(key, (int(ends[-1]),)), float), ends[:-1])
+    first, second, *maps, noises = (part.reshape(shape) for part, shape in zip(drawn, shapes, strict=True))
     left, values, right = np.linalg.svd(first @ second / np.sqrt(inner), full_matrices=False)
     if condition is not None:
         values[:inner] = np.sqrt(num_samples) * np.geomspace(condition**0.5, condition**-0.5, inner)
     x = (left[:, :inner] * values[:inner]) @ right[:inner]
     y = x @ maps[0] @ maps[1] / np.sqrt(num_inputs * rank)
-    y = y + noise * np.asarray(jax.random.normal(keys[4], y.shape), float)
-    return _decomposed(x, y, 300 * float(np.finfo(float).eps), jnp.zeros(0).dtype)
+    return _decomposed(x, y + noise * noises, 300 * float(np.finfo(float).eps), jnp.zeros(0).dtype)
 
 
 @validated(finite=("x",))
