@@ -166,7 +166,7 @@ def _free(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> d
         parts["unseen"] = hidden, unseen, jnp.sum(task.target_values[:, None] * task.read_in**2)
     elif name != "MWNS":
         idle = task.irrelevant.shape[1] + (unseen if name == "LSS" else 0)
-        parts |= {"skew": (rank, rank, 0.25 * rank**2), "beside": (hidden, idle, total)}
+        parts |= {"skew": (rank, rank, 0.16 * rank**2), "beside": (hidden, idle, total)}
         parts |= {"mixing": (rank, hidden, float(rank)), "readout": (task.y.shape[-1], hidden, total)}
         parts |= {"unseen": (hidden, unseen, total)} if name == "GLS" else {}
     ends = np.cumsum([rows * columns for rows, columns, _ in parts.values()])
@@ -207,7 +207,8 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
     if name in MINIMAL:
         return frame_network(task, frame, name, free.get("unseen"))
     root = jnp.sqrt(task.map_values)[None]
-    skew = jnp.tril(free["skew"], -1) + jnp.diag(jnp.exp(jnp.diagonal(free["skew"])))
+    # Scaled so that its condition does not grow with the rank.
+    skew = jnp.tril(free["skew"], -1) / task.rank**0.5 + jnp.diag(jnp.exp(jnp.diagonal(free["skew"])))
     basis = task.irrelevant if name == "GLS" else jnp.concatenate([task.irrelevant, task.unseen], 1)
     beside = free["beside"] - product(frame, product(frame.T, free["beside"]))
     beside = beside - product(frame, product(frame.T, beside))  # twice is enough

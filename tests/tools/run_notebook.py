@@ -7,7 +7,9 @@
 
 import hashlib
 import os
+import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -19,6 +21,25 @@ def source_hash(cell: nbformat.NotebookNode) -> str:
     return hashlib.sha256(cell.source.encode()).hexdigest()[:16]
 
 
+def without_progress(text: str) -> str:
+    """Return what a cell wrote to its standard error without meters, and warnings without paths."""
+    lines = [re.sub(r"^/\S+ipykernel\S+: (?=\w+Warning: )", "", line) for line in re.split(r"[\r\n]+", text)]
+    known = [line for line in lines if line.strip() and not re.search(r"\d+%\||it/s[,\]]|s/it[,\]]|\btqdm\b", line)]
+    kept = [line for before, line in pairwise(["", *known]) if not ("Warning: " in before and line.startswith("  "))]
+    return "\n".join(kept) + "\n" * bool(kept)
+
+
+def clean(notebook: nbformat.NotebookNode) -> None:
+    """Remove progress meters from the outputs, and join what a cell wrote to its standard error."""
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stderr":
+                output.text = without_progress(output.text)
+        cell.outputs = [one for one in cell.outputs if one.output_type != "stream" or one.text]
+
+
 def run(path: Path) -> None:
     """Execute a notebook and write it with its outputs."""
     notebook = nbformat.read(path, as_version=4)
@@ -27,6 +48,7 @@ def run(path: Path) -> None:
         if cell.cell_type == "code":
             tags = {key: value for key, value in cell.metadata.items() if key == "tags"}
             cell.metadata = tags | {"source_hash": source_hash(cell)}
+    clean(notebook)
     notebook.metadata.pop("widgets", None)
     nbformat.write(notebook, path)
 
