@@ -39,12 +39,7 @@ STEM = "solution-manifold"
 SHOWS = "All linear networks that solve a task: walks, hierarchies, similarity of families, and selection by noise."
 
 MEASURES = "rsa", "predictivity", "in-sample predictivity"
-MINIMISERS = {
-    "least under input noise": (1.0, 0.0),
-    "least under parameter noise": (0.0, 1.0),
-    "least under both": (1.0, 1.0),
-}
-"""Minimisers with the factors of their noise on inputs and on parameters."""
+MINIMISERS = "least under input noise", "least under parameter noise", "least under both"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,49 +241,38 @@ def _in_sample(x: Array, y: Array) -> Array:
 
 def _noise(config: Config, task: Task, key: Array) -> dict[str, Array]:
     """Return theory and simulation under noise, and RSA of the minimiser with the minimal families."""
-    draw_key, run_key, select_key, *end_keys = jax.random.split(key, 5)
-    draw_keys = jax.random.split(draw_key, len(FAMILIES) + len(MINIMISERS))
-    networks = [
-        family.sample(task, config.hidden, key=k) for family, k in zip(FAMILIES.values(), draw_keys, strict=False)
-    ]
-    scales = jnp.geomspace(0.03, 1.0, config.num_scales)
+    draw_key, run_key, least_key, select_key = jax.random.split(key, 4)
+    families = [*FAMILIES.values(), LSS]  # the last one is the least under input noise
+    keys = jax.random.split(draw_key, len(families))
+    networks = [family.sample(task, config.hidden, key=k) for family, k in zip(families, keys, strict=True)]
+    scales, zeros = jnp.geomspace(0.03, 1.0, config.num_scales), jnp.zeros(config.num_scales)
 
-    def at(scale: Array, key: Array) -> tuple[Array, Array, Array]:
-        minimisers = []
-        for factors, own in zip(MINIMISERS.values(), draw_keys[len(FAMILIES) :], strict=True):
-            if factors[1] == 0:
-                minimisers.append(LSS.sample(task, config.hidden, key=own))
-                continue
-            noise = Noise(factors[0] * scale, scale, scale)
-            minimisers.append(noise_minimiser(task, config.hidden, noise, key=own))
-        stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *networks, *minimisers)
-        rows = []
-        for place, noise in enumerate((Noise(scale), Noise(0.0, scale, scale))):
-            theory = jax.vmap(partial(expected_loss, task, noise=noise))(stacked)
-            keys = jax.random.split(jax.random.fold_in(key, place), len(theory))
-            found = jax.vmap(lambda n, k, s=noise: simulated_loss(task, n, s, num_draws=config.num_draws, key=k))(
-                stacked, keys
-            )
-            rows.append(jnp.stack([theory, *found]))
-        return tuple(jnp.moveaxis(jnp.stack(rows), 1, 0))
+    @eqx.filter_jit
+    def least(inputs: Array, key: Array) -> LinearNetwork:
+        noise = Noise(inputs, 0.1, 0.1)  # of equal sizes on both layers: their common size does not matter
+        return noise_minimiser(task, config.hidden, noise, key=key)
 
-    theory, simulated, error = eqx.filter_jit(lambda s, k: lax.map(lambda pair: at(*pair), (s, k)))(
-        scales, jax.random.split(run_key, config.num_scales)
-    )
+    known = [jax.tree.map(lambda part: jnp.stack([part] * len(scales)), one) for one in networks]
+    least_keys = jax.random.split(least_key, (2, len(scales)))
+    known += [lax.map(lambda pair: least(*pair), pair) for pair in zip((zeros, scales), least_keys, strict=True)]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *known)  # [scales, solutions, ...]
+
+    def measured(network: LinearNetwork, noise: Noise, key: Array) -> Array:
+        found = simulated_loss(task, network, noise, num_draws=config.num_draws, key=key)
+        return jnp.stack([expected_loss(task, network, noise), *found])
+
+    noises = Noise(jnp.stack([scales, zeros]), *[jnp.stack([zeros, scales])] * 2)  # [sources, scales]
+    over_scales = jax.vmap(jax.vmap(measured, (0, None, 0)))
+    run_keys = jax.random.split(run_key, (2, *stacked.weights[0].shape[:2]))
+    found = lax.map(lambda pair: over_scales(stacked, *pair), (noises, run_keys))  # [sources, scales, solutions, 3]
+    theory, simulated, error = jnp.moveaxis(found, (3, 2), (0, 2))
     wide = jnp.geomspace(1e-2, 1e2, 4 * config.num_scales)
-    ends = [
-        family.sample(task, config.hidden, key=own).hidden(task.x)
-        for family, own in zip((MRNS, MWNS), end_keys, strict=True)
-    ]
-
-    @jax.jit
-    def selected(scale: Array) -> Array:
-        hidden = noise_minimiser(task, config.hidden, Noise(scale, 0.1, 0.1), key=select_key).hidden(task.x)
-        return jnp.stack([rsa(hidden, end) for end in ends])
-
-    arrays = {"theory": theory, "simulated": simulated, "error": error}
-    moved = {name: jnp.moveaxis(array, 0, 2) for name, array in arrays.items()}
-    return {**moved, "scales": scales, "noise_scales": wide, "selected": lax.map(selected, wide).T}
+    ends = [networks[list(FAMILIES).index(name)].hidden(task.x) for name in ("MRNS", "MWNS")]
+    select_keys = jax.random.split(select_key, len(wide))
+    chosen = lax.map(lambda pair: least(*pair).hidden(task.x), (wide, select_keys))
+    selected = jnp.stack([jax.vmap(rsa, (0, None))(chosen, end) for end in ends])
+    arrays = {"theory": theory, "simulated": simulated, "error": error, "selected": selected}
+    return arrays | {"scales": scales, "noise_scales": wide}
 
 
 def _hierarchy(config: Config, key: Array) -> dict[str, Array]:

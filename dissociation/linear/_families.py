@@ -136,7 +136,14 @@ class Family(eqx.Module):
 
 
 MINIMAL = "MRNS", "MWNS"
-GLS, LSS, MRNS, MWNS = (Family(name) for name in ("GLS", "LSS", *MINIMAL))
+GLS = Family("GLS")
+"""General linear solutions."""
+LSS = Family("LSS")
+"""Least-squares solutions."""
+MRNS = Family("MRNS")
+"""Minimum-representation-norm solutions."""
+MWNS = Family("MWNS")
+"""Minimum-weight-norm solutions."""
 FAMILIES: dict[str, Family] = {family.name: family for family in (GLS, LSS, MRNS, MWNS)}
 """Families of solutions by name."""
 

@@ -80,21 +80,21 @@ def expected_loss(task: Task, network: LinearNetwork, noise: Noise = NONE) -> Fl
 
 @eqx.filter_jit
 def _expected(task: Task, network: LinearNetwork, noise: Noise) -> Array:
-    first, second = network.weights
     samples = task.x.shape[0]
-    sizes = jnp.square(jnp.asarray(noise, task.x.dtype))
-    whole = network.map
-    moments = jnp.sum(task.x**2) / samples + sizes[0] * task.x.shape[1]
-    read = jnp.sum(network.hidden(task.x) ** 2) / samples + sizes[0] * jnp.sum(first**2)
+    clean = 0.5 * jnp.sum((product(task.x, network.map.T) - task.y) ** 2) / samples
+    moments = jnp.sum(task.x**2) / samples, jnp.sum(network.hidden(task.x) ** 2) / samples
+    return clean + _penalty(network, noise, *moments)
+
+
+def _penalty(network: LinearNetwork, noise: Noise, trace: Array, read: Array) -> Array:
+    """Return the loss that noise adds, given tr C and tr(W1 C W1^T) of the inputs' second moment C."""
+    first, second = network.weights
     outputs, hidden = second.shape
-    weights = sizes[1] * jnp.sum(second**2) * moments + sizes[2] * outputs * read
-    both = sizes[1] * sizes[2] * hidden * outputs * moments
-    return loss(task, whole) + 0.5 * (sizes[0] * jnp.sum(whole**2) + weights + both)
-
-
-def loss(task: Task, whole: Array) -> Array:
-    """Return sum |G x - y|^2 / (2 samples)."""
-    return 0.5 * jnp.sum((product(task.x, whole.T) - task.y) ** 2) / task.x.shape[0]
+    sizes = jnp.square(jnp.asarray(noise, first.dtype))
+    trace, read = trace + sizes[0] * first.shape[1], read + sizes[0] * jnp.sum(first**2)
+    weights = sizes[1] * jnp.sum(second**2) * trace + sizes[2] * outputs * read
+    both = sizes[1] * sizes[2] * hidden * outputs * trace
+    return 0.5 * (sizes[0] * jnp.sum(network.map**2) + weights + both)
 
 
 @validated
@@ -212,22 +212,26 @@ def fresh_loss(
     network: LinearNetwork,
     teacher: Float[Array | np.ndarray, "outputs inputs"],
     covariance: Float[Array | np.ndarray, "inputs inputs"] | None = None,
+    noise: Noise = NONE,
 ) -> Float[Array, ""]:
-    """Return the expected loss on fresh inputs from N(0, covariance), with a linear teacher's targets.
+    """Return the expected loss on fresh inputs from N(0, C), with a linear teacher's targets T x.
 
-    tr((G - T) covariance (G - T)^T) / 2.
+    tr((G - T) C (G - T)^T) / 2, and the terms of noise in `expected_loss` with S = C + s_x^2 I.
 
     Args:
-        network: Network.
+        network: Network of two layers.
         teacher: T, for instance `task.best_map`.
-        covariance: Covariance of inputs, default the identity.
+        covariance: C, default the identity.
+        noise: Standard deviations.
 
     Raises:
-        ValueError: If shapes do not fit.
+        ValueError: If shapes do not fit, or a deviation is negative.
     """
+    given = jnp.eye(network.map.shape[1]) if covariance is None else jnp.asarray(covariance)
     difference = jnp.asarray(teacher) - network.map
-    read = difference if covariance is None else product(difference, jnp.asarray(covariance))
-    return 0.5 * jnp.sum(read * difference)
+    read = jnp.sum(product(network.weights[0], given) * network.weights[0])
+    clean = 0.5 * jnp.sum(product(difference, given) * difference)
+    return clean + _penalty(network, _checked(noise), jnp.trace(given), read)
 
 
 @validated(finite=("x", "y"))

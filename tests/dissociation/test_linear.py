@@ -274,11 +274,31 @@ def test_fresh_inputs_and_second_readouts(task):
     exact = fresh_loss(network, task.best_map, root @ root.T)
     assert abs(losses.mean() - exact) < 4 * losses.std() / 100_000**0.5
     np.testing.assert_allclose(fresh_loss(network, task.best_map), 0.5 * jnp.sum((network.map - task.best_map) ** 2))
+    # The data's own second moment in place of the covariance.
+    moment = task.x.T @ task.x / 30
+    for noise in NOISES.values():
+        noisy = fresh_loss(network, task.best_map, moment, noise)
+        np.testing.assert_allclose(noisy, expected_loss(task, network, noise) - task.unexplained / 2, rtol=1e-4)
     y = jax.random.normal(KEY, (30, 3))
     hidden = np.asarray(network.hidden(task.x), float)
     fitted = hidden @ np.linalg.lstsq(hidden, np.asarray(y, float), rcond=1e-5)[0]
     np.testing.assert_allclose(second_readout_loss(network, task.x, y), np.sum((y - fitted) ** 2) / 60, rtol=1e-4)
     assert second_readout_loss(network, task.x, task.predictions) < 1e-9
+
+
+def test_which_minimal_family_is_better_depends_on_scale():
+    """On fresh inputs N(0, 1), with noise of equal variance on all weights."""
+    draws, noise, better = np.random.default_rng(0), Noise(0, 1, 1), {}
+    for scale in (0.2, 1.0):
+        wins = []
+        for _ in range(15):
+            x = scale * draws.normal(size=(20, 10))
+            task = make_task(x.astype(np.float32), (x @ draws.normal(size=(10, 5))).astype(np.float32))
+            losses = [fresh_loss(f.sample(task, 10, key=KEY), task.best_map, noise=noise) for f in (MRNS, MWNS)]
+            wins.append(bool(losses[1] < losses[0]))
+        better[scale] = np.mean(wins)
+    assert 0 < better[0.2] < 1
+    assert better[1.0] == 1
 
 
 @pytest.mark.parametrize("widths", [(3,), (5, 4), (6, 3, 9)])
