@@ -31,6 +31,7 @@ RUNS = {
     "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
     "robustness": ([], ["--samples", "2000", "--repeats", "2"]),
     "similarity": ([], ["--members", "16", "--layers", "1", "--stream", "100000", "--repeats", "3"]),
+    "manifold": ([], ["--repeats", "3"]),
     "probes": ([], ["--peer-folds", "1", "--samples", "5000", "--features", "512"]),
 }
 """The arguments of every script, and those of a quick run; None where another entry holds it."""
