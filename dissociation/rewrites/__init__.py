@@ -6,10 +6,10 @@ from dissociation._core.lazy import attach
 
 __all__ = [
     "neuron_groups", "NeuronGroup", "group_report", "scale", "permute", "rotate", "null_space", "null_perturb",
-    "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance", "add_phantom", "certify", "Certificate",
-    "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension", "match_weights",
-    "match_activations", "Matching", "interpolate", "renormalised", "barrier", "barriers", "canonical", "fingerprint",
-    "fingerprint_distance", "cka_freedom", "Freedom", "approached", "linear_cka_freedom", "similarity_bounds",
+    "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance", "add_phantom", "plant_rsm", "certify",
+    "Certificate", "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension",
+    "match_weights", "match_activations", "Matching", "interpolate", "renormalised", "barrier", "barriers", "canonical",
+    "fingerprint", "fingerprint_distance", "cka_freedom", "Freedom", "approached", "linear_cka_freedom", "similarity_bounds",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dissociation.rewrites._matching import Matching, match_activations, match_weights
     from dissociation.rewrites._noise import add_parameter_noise, parameter_noise
     from dissociation.rewrites._null_spaces import null_dimension
+    from dissociation.rewrites._planting import plant_rsm
     from dissociation.rewrites._rewrites import (
         Rewrite,
         check_groups,

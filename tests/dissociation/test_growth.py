@@ -121,6 +121,33 @@ def test_phantom_neurons_show_a_pattern():
         rewrites.add_phantom(groups["layers[0].left"], bilinear, inputs, jnp.ones((12, 1)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.usefixtures("precision")
+def test_products_of_activities_are_planted(dtype):
+    """Blocks of permuted classes, and a checkerboard with its floor, on inputs of full rank."""
+    keys = jax.random.split(jax.random.key(3))
+    model = eqx.nn.MLP(40, 3, 50, 2, key=keys[0], dtype=dtype)
+    inputs = jax.random.normal(keys[1], (30, 40), dtype)
+    group, classes, rows = neuron_groups(model, inputs[0])["layers[0]"], np.arange(30) * 7 % 5, np.arange(30) // 5
+    off = ~np.eye(30, dtype=bool)
+    for target in (classes[:, None] == classes, 0.5 + ((rows[:, None] + rows) % 2 == 0)):
+        target = target.astype(dtype)
+        rewritten = rewrites.plant_rsm(group, model, inputs, target, num_neurons=20, key=jax.random.key(0))(model)
+        assert change(model, rewritten, inputs) < (1e-3 if dtype == "float32" else 1e-10)
+        products = {}
+        for name, network in (("trained", model), ("planted", rewritten)):
+            hidden = np.asarray(jax.vmap(lambda x, n=network: relu(n.layers[0](x)))(inputs))
+            products[name] = np.corrcoef((hidden @ hidden.T)[off], target[off])[0, 1]
+        assert products["trained"] < 0.5
+        assert products["planted"] > 0.99
+        lengths = [np.linalg.norm(network.layers[0].weight, axis=1) for network in (model, rewritten)]
+        assert lengths[1].max() <= 100.01 * lengths[0].mean()
+    with pytest.raises(ValueError, match=r"`rsm` must have shape \(30, 30\)"):
+        rewrites.plant_rsm(group, model, inputs, np.ones((3, 3), dtype), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`rsm` must be symmetric, non-negative"):
+        rewrites.plant_rsm(group, model, inputs, -np.ones((30, 30), dtype), key=jax.random.key(0))
+
+
 class Embedded(eqx.Module):
     """Sums over tokens of what is read of their embeddings, each looked up by a number."""
 

@@ -162,6 +162,9 @@ CALLS = {
     rewrites.duplicate: lambda: dict(group=hidden(), multiplier=1.5),
     rewrites.add_nuisance: lambda: dict(group=hidden(), num_groups=2) | NUISANCE,
     rewrites.rotate: lambda: dict(group=hidden(activation=lambda x: x), matrix=np.diag(np.arange(1.0, 6.0))),
+    rewrites.plant_rsm: lambda: dict(
+        group=hidden(), model=network(), inputs=TALL, rsm=DISTANCES, num_neurons=3, largest=10.0, key=KEY
+    ),
     rewrites.add_phantom: lambda: dict(group=hidden(), model=network()) | PATTERN,
     rewrites.null_space: lambda: dict(seen=vectors_seen(), rtol=1e-9),
     rewrites.null_perturb: lambda: dict(space=rewrites.null_space(vectors_seen()), std=0.1, key=KEY),
