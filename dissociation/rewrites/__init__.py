@@ -9,7 +9,8 @@ __all__ = [
     "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance", "add_phantom", "plant_rsm", "certify",
     "Certificate", "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension",
     "match_weights", "match_activations", "Matching", "interpolate", "renormalised", "barrier", "barriers", "canonical",
-    "fingerprint", "fingerprint_distance", "cka_freedom", "Freedom", "approached", "linear_cka_freedom", "similarity_bounds",
+    "fingerprint", "fingerprint_distance", "cka_freedom", "Freedom", "approached", "linear_cka_freedom",
+    "similarity_bounds",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
