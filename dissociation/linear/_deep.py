@@ -41,8 +41,8 @@ def least_norm_network(task: Task, widths: Sequence[int], *, key: PRNGKey) -> Li
     Raises:
         ValueError: If a layer is too narrow.
     """
-    for width in widths:
-        check_hidden(task, width)
+    for place, width in enumerate(widths):
+        check_hidden(task, width, f"widths[{place}]")
     return _deep(task, tuple(widths), key)
 
 

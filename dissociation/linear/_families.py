@@ -11,7 +11,7 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, fail, is_traced
+from dissociation._core.checks import check_choice, check_count, fail, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
@@ -51,6 +51,9 @@ class Family(eqx.Module):
 
     name: str = eqx.field(static=True)
 
+    def __check_init__(self):
+        check_choice("name", self.name, ("GLS", "LSS", *MINIMAL))
+
     @validated
     def sample(self, task: Task, hidden: int, *, spread: Scalar = 1.0, key: PRNGKey) -> LinearNetwork:
         """Return a random network.
@@ -61,13 +64,14 @@ class Family(eqx.Module):
         Args:
             task: Task.
             hidden: Hidden units, at least `task.rank`.
-            spread: Size of all other free parts relative to the task's own, for units of any scale.
+            spread: Size of all other free parts relative to the task's own, 0 to 3. Rounding grows with it.
             key: Random key.
 
         Raises:
-            ValueError: If there are fewer hidden units than the task's rank.
+            ValueError: If there are fewer hidden units than the task's rank, or `spread` is not from 0 to 3.
         """
         check_hidden(task, hidden)
+        _check_part("spread", spread, 3)
         return _sample(self.name, task, hidden, spread, key)
 
     @validated
@@ -77,13 +81,13 @@ class Family(eqx.Module):
         """Return a stationary random walk within the family, weights [steps, ...].
 
         Every free parameter g moves to (1 - rate) g + sqrt(1 - (1 - rate)^2) xi, from a draw of `sample`. In MRNS
-        and MWNS only the frame R moves.
+        and MWNS only the frame R moves; weights of MRNS on unseen inputs stay.
 
         Args:
             task: Task.
             hidden: Hidden units.
             num_steps: Networks, the first included.
-            rate: Fraction by which a parameter decays in a step, from 0 to 1. At 1 networks are independent.
+            rate: Fraction by which a parameter decays in a step, from 0 to 1. At 1 moving parameters are independent.
             spread: As in `sample`.
             key: Random key.
 
@@ -92,8 +96,8 @@ class Family(eqx.Module):
         """
         check_hidden(task, hidden)
         check_count("num_steps", num_steps, minimum=1)
-        if not is_traced(rate) and not 0 <= float(rate) <= 1:
-            fail("rate", "be from 0 to 1", rate)
+        _check_part("rate", rate, 1)
+        _check_part("spread", spread, 3)
         return _walk(self.name, task, hidden, num_steps, rate, spread, key)
 
     @validated
@@ -148,20 +152,33 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (GLS, LSS, MRNS
 """Families of solutions by name."""
 
 
-def check_hidden(task: Task, hidden: int) -> None:
+def _check_part(name: str, value: Scalar, most: int) -> None:
+    if not is_traced(value) and not 0 <= float(value) <= most:
+        fail(name, f"be from 0 to {most}", value)
+
+
+def check_single(task: Task) -> None:
+    """Raise if a task is a stack of tasks."""
+    if task.x.ndim != 2:
+        fail("task", "be one task", f"inputs of shape {task.x.shape}", "Map stacked tasks by `jax.vmap`")
+
+
+def check_hidden(task: Task, hidden: int, name: str = "hidden") -> None:
     """Raise if hidden units are fewer than the task's rank."""
-    check_count("hidden", hidden, minimum=1)
+    check_single(task)
+    check_count(name, hidden, minimum=1)
     if hidden < task.rank:
-        fail("hidden", f"be at least the rank of the best map ({task.rank})", hidden)
+        fail(name, f"be at least the rank of the best map ({task.rank})", hidden)
 
 
 def check_network(task: Task, network: LinearNetwork) -> int:
     """Return the number of hidden units, or raise if a network does not have two layers of the task's sizes."""
-    shapes = [weight.shape[-2:] for weight in network.weights]
-    inputs, outputs = task.x.shape[-1], task.y.shape[-1]
-    if len(shapes) != 2 or shapes[0][1] != inputs or shapes[1][0] != outputs or shapes[0][0] != shapes[1][1]:
+    check_single(task)
+    shapes = [weight.shape for weight in network.weights]
+    inputs, outputs, hidden = task.x.shape[1], task.y.shape[1], shapes[0][0]
+    if shapes != [(hidden, inputs), (outputs, hidden)]:
         fail("network", f"have weights [hidden, {inputs}] and [{outputs}, hidden]", shapes)
-    return shapes[0][0]
+    return hidden
 
 
 def _free(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> dict[str, Array]:
@@ -245,18 +262,21 @@ def _walk(
     name: str, task: Task, hidden: int, num_steps: int, rate: Scalar, spread: Scalar, key: PRNGKey
 ) -> LinearNetwork:
     keys = jax.random.split(key, num_steps)
-    decay = jnp.full(num_steps, 1 - jnp.asarray(rate, task.x.dtype)).at[0].set(0.0)  # the first step is a draw
+    decay = jnp.full(num_steps, 1 - jnp.asarray(rate, task.x.dtype)).at[0].set(0.0)
+    begins = jnp.arange(num_steps) == 0  # the first step is a draw
 
-    def step(free: dict[str, Array], now: tuple[Array, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
-        key, kept = now
+    def step(free: dict[str, Array], now: tuple[Array, Array, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+        key, kept, begin = now
         drawn = _free(name, task, hidden, spread, key)
         moving = {"frame"} if name in MINIMAL else free.keys()
-        still = {part: jnp.where(kept == 0, drawn[part], free[part]) for part in free}
+        still = {part: jnp.where(begin, drawn[part], free[part]) for part in free}
         mixed = still | {part: kept * free[part] + jnp.sqrt(1 - kept**2) * drawn[part] for part in moving}
         return mixed, mixed
 
     start = jax.eval_shape(partial(_free, name, task, hidden, spread), key)
-    _, steps = lax.scan(step, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), start), (keys, decay))
+    _, steps = lax.scan(
+        step, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), start), (keys, decay, begins)
+    )
     return jax.vmap(lambda free: _solution(name, task, free))(steps)
 
 

@@ -179,7 +179,10 @@ def _balance(task: Task, noise: Noise) -> tuple[Array, Any, Array]:
 def _minimiser(task: Task, hidden: int, noise: Noise, key: PRNGKey) -> LinearNetwork:
     roots, (left, values, right), trace = _balance(task, noise)
     frame = polar(jax.random.normal(key, (hidden, task.rank), task.x.dtype))
-    ratio = (jnp.asarray(noise.second) ** 2 * task.y.shape[1] / (jnp.asarray(noise.first) ** 2 * trace)) ** 0.25
+    sizes = jnp.square(jnp.asarray(noise, task.x.dtype))
+    none, some = (sizes[1] == 0) & (sizes[2] == 0), (sizes[1] > 0) & (sizes[2] > 0)
+    ratio = (jnp.where(none, 1.0, sizes[2]) * task.y.shape[1] / (jnp.where(none, 1.0, sizes[1]) * trace)) ** 0.25
+    ratio = jnp.where(none | some, ratio, jnp.nan)
     scale = jnp.sqrt(values)[None]
     first = product(product(frame * scale, right / roots[None]), task.input_basis.T) / ratio
     return LinearNetwork((first, product(product(task.map_left, left) * scale, frame.T) * ratio))
@@ -227,8 +230,13 @@ def fresh_loss(
     Raises:
         ValueError: If shapes do not fit, or a deviation is negative.
     """
-    given = jnp.eye(network.map.shape[1]) if covariance is None else jnp.asarray(covariance)
-    difference = jnp.asarray(teacher) - network.map
+    whole, target = network.map, jnp.asarray(teacher)
+    given = jnp.eye(whole.shape[1], dtype=whole.dtype) if covariance is None else jnp.asarray(covariance)
+    if target.shape != whole.shape:
+        fail("teacher", f"have the shape of the network's map, {whole.shape}", target.shape)
+    if given.shape != (whole.shape[1],) * 2:
+        fail("covariance", f"have shape {(whole.shape[1],) * 2}", given.shape)
+    difference = target - whole
     read = jnp.sum(product(network.weights[0], given) * network.weights[0])
     clean = 0.5 * jnp.sum(product(difference, given) * difference)
     return clean + _penalty(network, _checked(noise), jnp.trace(given), read)

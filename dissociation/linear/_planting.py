@@ -2,27 +2,24 @@
 
 from typing import NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_positive, fail
-from dissociation._core.linalg import product
-from dissociation._core.types import Scalar
+from dissociation._core.checks import check_positive, fail, fail_kind, is_traced
 from dissociation._core.validation import validated
-from dissociation.linear._families import check_hidden
+from dissociation.linear._families import check_single
 from dissociation.linear._networks import LinearNetwork
 from dissociation.linear._tasks import Task
 
 
 class Planted(NamedTuple):
-    """Solution whose hidden activity is as close to a pattern as it can be; see `plant`.
+    """Solution whose hidden activity is close to a pattern; see `plant`.
 
     Attributes:
         network: The network, a GLS.
         bound: Lower bound of |H - pattern| for activities in the inputs' span whose singular values in needed
-            directions are not below `least`.
+            directions are not below `least` times the pattern's largest.
         distance: Distance |H - pattern| of this one.
     """
 
@@ -32,11 +29,11 @@ class Planted(NamedTuple):
 
 
 @validated(finite=("pattern",))
-def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, least: Scalar = 1e-2) -> Planted:
+def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, least: float | int = 1e-2) -> Planted:
     """Return a GLS with a chosen hidden activity.
 
     In directions O of the samples that the task needs, singular values of the activity are raised to `least` times the
-    largest one of the pattern, because |W2| <= |Yh| / least. In other directions of the inputs' span, the activity
+    largest one of the pattern, because |W2| <= |Yh| / (least |pattern|). In other directions of the inputs' span, it
     keeps the largest hidden - rank components of the pattern: all, if `hidden` is at least the inputs' rank. Beyond
     the inputs' span it is zero.
 
@@ -51,42 +48,40 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
     References:
         Braun, Grant and Saxe (2025), section 3 and figure 5.
     """
-    target = jnp.asarray(pattern)
-    if len(target) != len(task.x):
-        fail("pattern", f"have one row per sample ({len(task.x)})", target.shape)
-    check_hidden(task, target.shape[1])
+    for name, value in (("pattern", pattern), ("task", task.x)):
+        if is_traced(value):
+            fail_kind(name, "be known (its rank is found on the host)", "a traced array", "Call `plant` outside of jit")
+    target, size = np.asarray(pattern, float), float(np.linalg.norm(np.asarray(pattern, float), 2))
+    if len(target) != len(task.x) or not size:
+        fail(
+            "pattern", f"have one row per sample ({len(task.x)}), and not be zero", f"shape {target.shape}, norm {size}"
+        )
+    check_single(task)
+    if target.shape[1] < task.rank:
+        fail("pattern", f"have at least {task.rank} columns, the rank of the best map", target.shape)
     check_positive("least", least)
-    return _plant(task, target, jnp.asarray(least, target.dtype))
-
-
-@eqx.filter_jit
-def _plant(task: Task, target: Array, least: Array) -> Planted:
-    hidden, rank = target.shape[1], task.rank
-    codes = task.target_right
-    needed = product(target.T, codes)  # [hidden, rank]
-    within = product(task.sample_basis, product(task.sample_basis.T, target))
-    free = within - product(codes, needed.T)  # [samples, hidden]
-    left, values, right = jnp.linalg.svd(free, full_matrices=False)
-    count = min(hidden - rank, task.irrelevant.shape[1])
-    kept = product(left[:, :count] * values[None, :count], right[:count])
-    # W2 reads hidden directions without the kept part. A complete basis keeps small columns orthogonal to it.
-    apart = jnp.linalg.qr(right[:count].T, mode="complete")[0][:, count:]
-    turned, sizes, rows = jnp.linalg.svd(product(apart.T, needed), full_matrices=False)
-    turned = product(apart, turned)
-    floor = least * jnp.linalg.norm(target, 2)
-    raised = jnp.maximum(sizes, floor)
-    lifted = needed + product(turned * (raised - sizes)[None], rows)
-    activity = kept + product(codes, lifted.T)
-    first = product(activity.T, product(task.sample_basis / task.input_values[None], task.input_basis.T))
-    second = product(task.target_left * task.target_values[None], product(rows.T / raised[None], turned.T))
-    missing = jnp.maximum(floor - jnp.linalg.svd(needed, compute_uv=False), 0.0)
-    bound = jnp.sqrt(jnp.sum(missing**2) + jnp.sum((target - within) ** 2))
-    return Planted(LinearNetwork((first, second)), bound, jnp.linalg.norm(activity - target))
+    codes, samples = np.asarray(task.target_right, float), np.asarray(task.sample_basis, float)
+    needed = target.T @ codes  # [hidden, rank]
+    within = samples @ (samples.T @ target)
+    left, values, right = np.linalg.svd(within - codes @ needed.T, full_matrices=False)
+    count = min(target.shape[1] - task.rank, int(np.sum(values > 1e-6 * size)))
+    kept = (left[:, :count] * values[:count]) @ right[:count]
+    # W2 reads hidden directions without the kept part.
+    apart = np.linalg.qr(right[:count].T, mode="complete")[0][:, count:]
+    turned, sizes, rows = np.linalg.svd(apart.T @ needed, full_matrices=False)
+    turned, raised = apart @ turned, np.maximum(sizes, least * size)
+    activity = kept + codes @ (needed + (turned * (raised - sizes)) @ rows).T
+    first = activity.T @ (samples / np.asarray(task.input_values, float)) @ np.asarray(task.input_basis, float).T
+    second = np.asarray(task.target_left * task.target_values[None], float) @ (rows.T / raised) @ turned.T
+    missing = np.maximum(least * size - np.linalg.svd(needed, compute_uv=False), 0.0)
+    bound = np.sqrt(np.sum(missing**2) + np.sum((target - within) ** 2))
+    network = LinearNetwork((jnp.asarray(first, task.x.dtype), jnp.asarray(second, task.x.dtype)))
+    return Planted(network, jnp.asarray(bound), jnp.asarray(np.linalg.norm(activity - target)))
 
 
 @validated(finite=("rsm",))
 def plant_rsm(
-    task: Task, rsm: Float[Array | np.ndarray, "samples samples"], hidden: int, *, least: Scalar = 1e-2
+    task: Task, rsm: Float[Array | np.ndarray, "samples samples"], hidden: int, *, least: float | int = 1e-2
 ) -> Planted:
     """Return a GLS whose hidden activities have chosen products H^T H, by `plant` of a root of the matrix.
 
@@ -105,8 +100,10 @@ def plant_rsm(
     values, vectors = np.linalg.eigh(0.5 * (given + given.T))
     size = float(np.abs(values).max())
     slack = 1e-5 * size
-    if np.abs(given - given.T).max() > slack or values[0] < -slack:
-        fail("rsm", "be symmetric and positive semidefinite", f"a least eigenvalue of {values[0]:.3g}")
+    uneven = float(np.abs(given - given.T).max())
+    if uneven > slack or values[0] < -slack:
+        got = f"a least eigenvalue of {values[0]:.3g}, and a difference from its transpose of {uneven:.3g}"
+        fail("rsm", "be symmetric and positive semidefinite", got)
     chosen = np.argsort(-values)[:hidden]
     root = np.zeros((len(given), hidden))
     root[:, : len(chosen)] = vectors[:, chosen] * np.sqrt(np.maximum(values[chosen], 0))

@@ -91,7 +91,8 @@ def make_task(
         x: Inputs, one row per sample. They are not centred.
         y: Targets.
         rtol: Fraction of the largest singular value of x, and of y for the best predictions, up to which singular
-            values count as zero. Default: rounding of the data's dtype times the larger size of x, at most 300.
+            values count as zero. Such components of x are removed. Default: rounding of the data's dtype, at least
+            that of float64 and at most that of float32, times the larger size of x, at most 300.
 
     Returns:
         The task, in the dtype of JAX for x and y.
@@ -116,7 +117,9 @@ def make_task(
 def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any) -> Task:
     samples, values, inputs = np.linalg.svd(given, full_matrices=False)
     number = int(np.sum(values > rtol * values[0])) if values.size else 0
-    samples, values, inputs = samples[:, :number], values[:number], inputs[:number].T
+    samples, inputs, cut = samples[:, :number], inputs[:number].T, values[number:].any()
+    values = values[:number]
+    given = (samples * values) @ inputs.T if cut else given
     left, sizes, right = np.linalg.svd(targets.T @ samples, full_matrices=False)
     rank = int(np.sum(sizes > rtol * np.linalg.norm(targets, 2)))
     if not rank:
@@ -250,14 +253,16 @@ def hierarchy_task(
     if np.sum(above == -1) != 1 or above.min() < -1 or above.max() >= len(above):
         fail("parents", "hold one -1, and indices of nodes", above.tolist())
     leaves = np.setdiff1d(nodes, above)
-    y = np.zeros((len(leaves), len(nodes) + 1))  # the last column is the parent of the root
-    reached = leaves
+    y = np.zeros((len(nodes), len(nodes) + 1))  # the last column is the parent of the root
+    reached = nodes
     for _ in nodes:
-        y[np.arange(len(leaves)), reached] = 1
+        y[nodes, reached] = 1
         reached = np.append(above, -1)[reached]
-    if (reached != -1).any() or not len(leaves):
+    if (reached != -1).any():
         fail("parents", "lead to the root from every node", above.tolist(), "They have a cycle")
-    y = y[:, :-1].astype(np.float32)
+    if x is not None and len(x) != len(leaves):
+        fail("x", f"have a row per leaf ({len(leaves)})", np.shape(x))
+    y = y[leaves, :-1].astype(np.float32)
     return make_task(np.eye(len(leaves), dtype=np.float32) if x is None else x, y)
 
 

@@ -244,6 +244,8 @@ def test_minimisers_under_noise(task, noise):
     for family in FAMILIES.values():
         for key in jax.random.split(KEY, 20):
             assert expected_loss(task, family.sample(task, 7, spread=0.3, key=key), noise) > least - 1e-12
+    traced = jax.vmap(lambda size: noise_minimiser(task, 7, Noise(0.0, size, size), key=KEY))(jnp.array([0.0, 0.2]))
+    assert jax.vmap(lambda one: GLS.residual(task, one).map)(traced).max() < 1e-12
     # First-order: the gradient along the manifold is zero.
     direction = jax.random.normal(KEY, (7, 7))
 
@@ -385,6 +387,19 @@ def test_gradient_flow_refuses_other_starts(task):
         gradient_flow(white, start, np.array([1.0, 0.5]))
 
 
+def test_gradient_flow_maps_over_tasks():
+    tasks = [make_task(white.x, scale * white.y) for white in [white_task()] for scale in (1.0, 30.0)]
+    network, times = balanced_network(tasks[0], 3, 0.1, key=KEY), np.array([1.0, 40.0])
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *tasks)
+    mapped = jax.vmap(lambda task: gradient_flow(task, network, times).map)(stacked)
+    for place, one in enumerate(tasks):
+        alone = gradient_flow(one, network, times).map
+        np.testing.assert_allclose(mapped[place], alone, atol=1e-3 * float(one.map_values[0]))
+    uneven = eqx.tree_at(lambda t: t.input_values, stacked, stacked.input_values.at[1, 0].mul(1.1))
+    mapped = jax.vmap(lambda task: gradient_flow(task, network, times).map)(uneven)
+    assert jnp.isnan(mapped).all((1, 2, 3)).tolist() == [False, True]
+
+
 def test_plurality(task):
     whole = plurality(task, GLS, 8, num_pairs=5, key=KEY)
     assert set(whole.refused) == {"crossnobis_rsa"}
@@ -418,6 +433,12 @@ def test_planted_activity(task):
         assert (found.distance < 1e-4 * np.linalg.norm(given)) == exact
     raised = 0.1 * np.linalg.norm(missing, 2) * 3**0.5
     np.testing.assert_allclose(plant(task, missing, least=0.1).bound, raised, rtol=1e-4)
+    # One column that holds what the task needs: no other direction may replace it.
+    single = random_task(20, 4, 3, rank=1, key=KEY)
+    column = np.pad(np.asarray(single.target_right), ((0, 0), (0, 3)))
+    found = plant(single, column)
+    assert found.distance < 1e-5
+    np.testing.assert_allclose(jnp.linalg.norm(found.network.weights[1]), single.target_values[0], rtol=1e-4)
     rsm = np.asarray(task.x) @ np.asarray(task.x).T
     planted = plant_rsm(task, rsm, 10, least=1e-4)
     hidden = planted.network.hidden(task.x)
@@ -454,6 +475,16 @@ def test_refusals(task):
         noise_minimiser(task, 5, Noise(0, 0.1, 0), key=KEY)
     with pytest.raises(ValueError, match="`network` must have weights"):
         GLS.residual(task, LinearNetwork((jnp.ones((3, 10)),)))
+    with pytest.raises(ValueError, match="`task` must be one task"):
+        GLS.sample(jax.tree.map(lambda part: part[None], task), 5, key=KEY)
+    with pytest.raises(ValueError, match="`spread` must be from 0 to 3"):
+        GLS.sample(task, 5, spread=10.0, key=KEY)
+    with pytest.raises(ValueError, match="`teacher` must have the shape"):
+        fresh_loss(GLS.sample(task, 5, key=KEY), task.best_map[:1])
+    with pytest.raises(ValueError, match="not be zero"):
+        plant(task, np.zeros((30, 5), np.float32))
+    with pytest.raises(ValueError, match="lead to the root"):
+        hierarchy_task(np.array([-1, 0, 3, 2]))
     with pytest.raises(ValueError, match="lead to the root"):
         hierarchy_task(np.array([-1, 2, 1, 0, 1]))
     with pytest.raises(ValueError, match="positive semidefinite"):
