@@ -104,7 +104,6 @@ def plant_rsm(
     if uneven > slack or values[0] < -slack:
         got = f"a least eigenvalue of {values[0]:.3g}, and a difference from its transpose of {uneven:.3g}"
         fail("rsm", "be symmetric and positive semidefinite", got)
-    chosen = np.argsort(-values)[:hidden]
-    root = np.zeros((len(given), hidden))
-    root[:, : len(chosen)] = vectors[:, chosen] * np.sqrt(np.maximum(values[chosen], 0))
+    largest = (vectors * np.sqrt(np.maximum(values, 0)))[:, ::-1][:, :hidden]
+    root = np.pad(largest, ((0, 0), (0, hidden - largest.shape[1])))
     return plant(task, root.astype(task.x.dtype), least=least)
