@@ -112,12 +112,12 @@ def compute(
 
     Returns:
         `moved` [quantities, tasks, steps], distances from the first step of a walk in GLS over the norm of the first;
-        the loss over its first value less 1. `drift` [families, tasks, steps], relative error of predictions by the
-        first step's readout. By measure and scope (one task, or the next one), `similarity` [measures, scopes,
-        families, other_families, tasks, pair_steps] of two independent walks. `theory`, `simulated` and `error` of the
-        expected loss, [sources, solutions, scales], and `selected` [minimal, scales], RSA of the minimiser under both
-        noises with the minimal families. Of the hierarchy, `leaves_x`, `leaves_y`, and of three solutions `activity`,
-        `rsm` and `mds`, [planted, leaves, ...].
+        for the loss, its change over the loss of zero outputs. `drift` [families, tasks, steps], relative error of
+        predictions by the first step's readout. By measure and scope (one task, or the next one), `similarity`
+        [measures, scopes, families, other_families, tasks, pair_steps] of two independent walks. `theory`, `simulated`
+        and `error` of the expected loss, [sources, solutions, scales], and `selected` [minimal, noise_scales], RSA of
+        the minimiser under both noises with the minimal families. Of the hierarchy, `leaves_x`, `leaves_y`, and of
+        three solutions `activity`, `rsm` and `mds`, [planted, leaves, ...].
     """
     return run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 

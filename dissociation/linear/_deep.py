@@ -21,7 +21,7 @@ def least_norm(task: Task, depth: int) -> Float[Array, ""]:
     """Return the least sum |W_i|^2 of a network of `depth` layers with map W*: depth * sum_k s_k^(2 / depth).
 
     References:
-        Shang, Liu and Lin (2020), Unified scalable equivalent formulations for Schatten quasi-norms.
+        Shang et al. (2020), Unified scalable equivalent formulations for Schatten quasi-norms.
     """
     check_count("depth", depth, minimum=1)
     return depth * jnp.sum(task.map_values ** (2 / depth))

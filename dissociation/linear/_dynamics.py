@@ -83,9 +83,10 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
         TypeError: If the times are traced, because they set the number of intervals.
 
     References:
-        Saxe, McClelland and Ganguli (2014), eq. 9, for starts aligned with the task. Fukumizu (1998), Effect of batch
-        learning in multilayer neural networks, theorem 1, and Braun et al. (2022), Exact learning dynamics of deep
-        linear networks with prior knowledge, theorem 3.1, for all balanced starts.
+        Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning in deep linear neural
+        networks, for starts aligned with the task. Fukumizu (1998), Effect of batch learning in multilayer neural
+        networks, and Braun et al. (2022), Exact learning dynamics of deep linear networks with prior knowledge, for
+        all balanced starts.
     """
     check_network(task, network)
     if is_traced(times):

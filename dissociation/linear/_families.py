@@ -210,7 +210,7 @@ def polar(matrix: Array) -> Array:
     return product(left, right)
 
 
-def frame_network(task: Task, frame: Array, name: str, unseen: Array | None = None) -> LinearNetwork:
+def _frame_network(task: Task, frame: Array, name: str, unseen: Array | None = None) -> LinearNetwork:
     """Return the MRNS or MWNS with an orthonormal frame R, [hidden, rank]."""
     if name == "MWNS":
         root = jnp.sqrt(task.map_values)[None]
@@ -229,7 +229,7 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
     """
     frame = polar(free["frame"])
     if name in MINIMAL:
-        return frame_network(task, frame, name, free.get("unseen"))
+        return _frame_network(task, frame, name, free.get("unseen"))
     root = jnp.sqrt(task.map_values)[None]
     # Scaled so that its condition does not grow with the rank.
     skew = jnp.tril(free["skew"], -1) / task.rank**0.5 + jnp.diag(jnp.exp(jnp.diagonal(free["skew"])))
@@ -287,7 +287,7 @@ def _restricted(name: str, task: Task, weights: Array) -> Array:
     return product(product(weights, task.input_basis), task.input_basis.T)
 
 
-def norm_and_minimum(name: str, task: Task, network: LinearNetwork) -> tuple[Array, Array]:
+def _norm_and_minimum(name: str, task: Task, network: LinearNetwork) -> tuple[Array, Array]:
     """Return the squared norm that a minimal family minimises, and its minimum."""
     first, second = network.weights
     measured = product(task.x, first.T) if name == "MRNS" else first
@@ -300,7 +300,7 @@ def _residual(name: str, task: Task, network: LinearNetwork) -> Residual:
     wrong = _restricted(name, task, network.map) - task.best_map
     excess = jnp.zeros((), wrong.dtype)
     if name in MINIMAL:
-        norm, minimum = norm_and_minimum(name, task, network)
+        norm, minimum = _norm_and_minimum(name, task, network)
         excess = norm / minimum - 1
     return Residual(jnp.linalg.norm(wrong) / jnp.linalg.norm(task.map_values), excess)
 
@@ -310,13 +310,13 @@ def _project(name: str, task: Task, network: LinearNetwork) -> LinearNetwork:
     first, second = network.weights
     if name == "MWNS":
         root = jnp.sqrt(task.map_values)[None]
-        return frame_network(
+        return _frame_network(
             task, polar(product(first, task.map_right * root) + product(second.T, task.map_left * root)), name
         )
     if name == "MRNS":
         root = jnp.sqrt(task.target_values)[None]
         read = product(first, task.read_in.T * root) + product(second.T, task.target_left * root)
-        return frame_network(task, polar(read), name, product(first, task.unseen))
+        return _frame_network(task, polar(read), name, product(first, task.unseen))
     # Bases in place of projectors: unseen directions are cut exactly.
     basis = task.input_basis if name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
     left, values, right = jnp.linalg.svd(product(first, basis), full_matrices=False)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_non_negative, fail, is_traced
-from dissociation._core.linalg import product
+from dissociation._core.linalg import product, rank_cut
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
@@ -262,7 +262,7 @@ def second_readout_loss(
     """
     hidden = network.hidden(jnp.asarray(x))
     left, values, _ = jnp.linalg.svd(hidden, full_matrices=False)
-    kept = values > min(max(hidden.shape), 300) * jnp.finfo(hidden.dtype).eps * values[0]
+    kept = values > rank_cut(hidden) * values[0]
     basis = jnp.where(kept[None], left, 0.0)
     targets = jnp.asarray(y)
     return 0.5 * jnp.sum((targets - product(basis, product(basis.T, targets))) ** 2) / len(targets)

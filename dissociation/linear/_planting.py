@@ -43,7 +43,9 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
         least: Least singular value in needed directions, as a fraction of the pattern's largest.
 
     Raises:
-        ValueError: If there are too few hidden units, another number of samples, or `least` is not positive.
+        ValueError: If there are too few hidden units, another number of samples, zeros alone, or `least` is not
+            positive.
+        TypeError: If an array is traced.
 
     References:
         Braun, Grant and Saxe (2025), section 3 and figure 5.
