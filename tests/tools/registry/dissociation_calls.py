@@ -289,6 +289,7 @@ CALLS = {
     linear.teacher_task: lambda: dict(x=TALL, weights=[TALL[:4], TALL[:2, :1] * np.ones(4)], noise=0.1, key=KEY),
     linear.hierarchy_task: lambda: dict(parents=np.array([-1, 0, 0, 1, 1]), x=TALL[:3]),
     linear.complete_tree: lambda: dict(depth=2, branching=3),
+    linear.Family: lambda: dict(name="GLS"),
     linear.placement: linear_call,
     linear.expected_loss: lambda: linear_call() | dict(noise=linear.Noise(0.1, 0.1, 0.1)),
     linear.simulated_loss: lambda: linear_call() | dict(noise=linear.Noise(0.1, 0.1, 0.1), num_draws=4, key=KEY),
