@@ -14,7 +14,16 @@ The same command resumes an interrupted run. --version prints the version."""
 def figures() -> dict[str, Figure]:
     """Return the figures of this package by command name."""
     # Imported here, because it takes seconds.
-    from dissociation.figures import collapse, eigenvectors, freedom, manifold, robustness, similarity, transfer
+    from dissociation.figures import (
+        collapse,
+        eigenvectors,
+        freedom,
+        manifold,
+        planted,
+        robustness,
+        similarity,
+        transfer,
+    )
 
     return {
         "robustness": robustness,
@@ -24,6 +33,7 @@ def figures() -> dict[str, Figure]:
         "similarity": similarity,
         "freedom": freedom,
         "manifold": manifold,
+        "planted": planted,
     }
 
 

@@ -127,12 +127,17 @@ def described(data: Dataset) -> dict[str, Any]:
     return {"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)}
 
 
+def data_line(dataset: "xarray.Dataset") -> str:
+    """Return name and sizes of the data of a figure."""
+    data = json.loads(dataset.attrs["data"])
+    return f"{data['name']}: {data['num_train']} training and {data['num_test']} test images"
+
+
 def headline(dataset: "xarray.Dataset") -> str:
     """Return a line with the data of a figure and the networks that diverged."""
-    config, data = config_of(dataset), json.loads(dataset.attrs["data"])
-    sizes = f"{data['num_train']} training and {data['num_test']} test images"
+    config = config_of(dataset)
     gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], dataset.diverged_at.values)
-    return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
+    return f"{data_line(dataset)}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
 
 
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:

@@ -6,7 +6,8 @@ from dissociation._core.lazy import attach
 
 __all__ = [
     "neuron_groups", "NeuronGroup", "group_report", "scale", "permute", "rotate", "null_space", "null_perturb",
-    "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance", "add_phantom", "plant_rsm", "certify",
+    "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance", "add_phantom", "plant_rsm", "plant_activity",
+    "PlantedActivity", "certify",
     "Certificate", "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension",
     "match_weights", "match_activations", "Matching", "interpolate", "renormalised", "barrier", "barriers", "canonical",
     "fingerprint", "fingerprint_distance", "cka_freedom", "Freedom", "approached", "linear_cka_freedom",
@@ -14,6 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from dissociation.rewrites._activities import PlantedActivity, plant_activity
     from dissociation.rewrites._barriers import barrier, barriers, interpolate, renormalised
     from dissociation.rewrites._bounds import similarity_bounds
     from dissociation.rewrites._canonical import canonical, fingerprint, fingerprint_distance

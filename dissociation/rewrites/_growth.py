@@ -228,19 +228,25 @@ def add_phantom(
             rows.
     """
     _check_grows(group)
+    matrix, bias = made_by(group)
+    seen = layer_inputs(model, inputs, matrix.path, call=group.call)
+    if len(seen.rows) != len(pattern):
+        fail("pattern", f"have a row for every input vector of {group.name} ({len(seen.rows)})", len(pattern))
+    # A bias is the incoming weight of an input that is always 1.
+    rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), bias is not None), seen.rows.dtype)], 1)
+    found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
+    width = seen.rows.shape[1]
+    return Rewrite(_with_phantom, (group,), (found[:, :width], None if bias is None else found[:, width]))
+
+
+def made_by(group: NeuronGroup) -> tuple[Slot, Slot | None]:
+    """Return the incoming matrix of a group and its bias, or raise if it has other incoming weights."""
     made = [slot for slot in group.slots if not slot.outgoing]
     matrices = [slot for slot in made if len(slot.shape) == 2]
     biases = [slot for slot in made if len(slot.shape) == 1]
     if len(matrices) != 1 or len(biases) > 1 or len(made) > 2 or matrices[0].positions.shape[1] != 1:
         fail("group", "be made by one matrix, and a bias or none", group)
-    seen = layer_inputs(model, inputs, matrices[0].path, call=group.call)
-    if len(seen.rows) != len(pattern):
-        fail("pattern", f"have a row for every input vector of {group.name} ({len(seen.rows)})", len(pattern))
-    # A bias is the incoming weight of an input that is always 1.
-    rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
-    found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
-    width = seen.rows.shape[1]
-    return Rewrite(_with_phantom, (group,), (found[:, :width], found[:, width] if biases else None))
+    return matrices[0], biases[0] if biases else None
 
 
 def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:

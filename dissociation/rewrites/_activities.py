@@ -1,0 +1,268 @@
+"""Move a layer's activity towards a pattern while predictions stay."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from dissociation._core.checks import check_count, check_positive, fail
+from dissociation._core.conversion import as_examples
+from dissociation._core.linalg import product
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.models._program import function_of
+from dissociation.models._representations import representations
+from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of
+from dissociation.rewrites._growth import made_by
+from dissociation.rewrites._seen import layer_inputs
+from dissociation.training._fitting import fit
+from dissociation.training._progress import MeterFactory, Progress
+from dissociation.training._records import Save
+from dissociation.training._samplers import Epochs
+from dissociation.training._state import make_step
+
+OTHER_BATCH = 777
+"""Second batch size in which predictions are counted, because rounding differs between sizes."""
+
+
+class PlantedActivity(NamedTuple):
+    """Network whose predictions stay, and whose activity is close to a pattern; see `plant_activity`.
+
+    Attributes:
+        model: The network.
+        activity: Activity of the group on the shown inputs, [stages, shown, neurons]: before, after, and the best one
+            without the constraint on predictions.
+        correlation: Pearson correlation of each with the pattern over all entries, [stages].
+        along: Correlation before training and after every pass, [passes + 1].
+        changed: Number of changed predictions at these times, [passes + 1].
+        kept: Fraction of the change of weights that `model` has: the largest of 1, .99, ... without a changed
+            prediction.
+    """
+
+    model: Any
+    activity: Float[Array, "stages shown neurons"]
+    correlation: Float[Array, " stages"]
+    along: Float[np.ndarray, " times"]
+    changed: Int[np.ndarray, " times"]
+    kept: float
+
+    __repr__ = printed
+
+
+@validated(finite=("pattern",))
+def plant_activity(
+    group: NeuronGroup,
+    model: Any,
+    inputs: Float[Array | np.ndarray, "inputs ..."],
+    pattern: Float[Array | np.ndarray, "shown neurons"],
+    *,
+    num_passes: int = 40,
+    batch_size: int = 1000,
+    learning_rate: float | int = 3e-3,
+    margin: float | int = 0.5,
+    penalty: float | int = 1.0,
+    key: PRNGKey,
+    checkpoint: str | Path | None = None,
+    progress: str | MeterFactory | None = None,
+) -> PlantedActivity:
+    """Move a layer's activity on the first inputs towards a pattern, while the predictions on all inputs stay.
+
+    Incoming weights of the group change, all others stay. Adam maximises the correlation of activity and pattern, by an
+    augmented Lagrangian: each input has a multiplier for the constraint that its margin, the largest logit minus the
+    next one, is at least half of its first value, within .4 and 1 times `margin`. Every step takes a batch, and half as
+    many inputs with the largest multipliers. Weights are in whitened coordinates of the layer's inputs. The learning
+    rate decays to 2 % by a cosine. If predictions are changed then, up to as many passes follow, and at last the change
+    is reduced until no prediction is changed, counted in two batch sizes.
+
+    Args:
+        group: Group of ReLU neurons, made by one matrix and at most one bias, once per input.
+        model: Classifier.
+        inputs: Examples whose predictions stay, samples first.
+        pattern: Pattern on the first inputs, one column per neuron.
+        num_passes: Passes over the inputs, before those in which the rate stays at 2 %.
+        batch_size: Inputs per step.
+        learning_rate: Rate of Adam in whitened coordinates.
+        margin: Largest margin asked for, in units of logits.
+        penalty: Weight of squared violations.
+        key: Random key of the order of inputs.
+        checkpoint: File with weights, multipliers and state of the optimiser, from which a run resumes; see
+            `training.fit`.
+        progress: Meter: "auto", "terminal", a function that opens one, or None.
+
+    Raises:
+        ValueError: If the group is not such a one, the pattern is constant or has another shape, or the model does not
+            return one vector of at least two logits.
+
+    References:
+        Braun, Grant and Saxe (2025), figure 5. Nocedal and Wright (2006), Numerical Optimization, section 17.4.
+    """
+    inputs, number = as_examples("inputs", inputs, finite=True), len(inputs)
+    check_count("num_passes", num_passes, minimum=1)
+    batch_size = min(check_count("batch_size", batch_size, minimum=1), number)
+    for name, value in (("learning_rate", learning_rate), ("margin", margin), ("penalty", penalty)):
+        check_positive(name, value)
+    if pattern.shape[1] != group.size or len(pattern) > number:
+        fail("pattern", f"have at most {number} rows, and {group.size} columns", pattern.shape)
+    if np.ptp(np.asarray(pattern)) == 0:
+        fail("pattern", "not be constant", f"{np.asarray(pattern).flat[0]} alone")
+    planting = _planting(group, model, inputs, jnp.asarray(pattern))
+    labels, margins = planting.predicted(planting.none, inputs, batch_size)
+    data = inputs, labels, jnp.clip(0.5 * margins, 0.4 * margin, margin)
+    num_steps = num_passes * -(-number // batch_size)
+    rate = optax.cosine_decay_schedule(learning_rate, num_steps, alpha=0.02)
+
+    def observe(change: Array, _: Any, step: Array, key: Array) -> dict[str, Array]:
+        changed = jnp.sum(planting.predicted(change, inputs, batch_size)[0] != labels)
+        return {"correlation": planting.correlation(planting.activity(change)), "changed": changed}
+
+    def ended(step: int, records: dict[str, Any]) -> bool:
+        return step >= num_steps and int(records["observed"]["changed"][0]) == 0
+
+    found = fit(
+        planting.none[None],
+        make_step(partial(planting.lagrangian, data, penalty), optax.adam(rate)),
+        Epochs(jnp.arange(number), batch_size),
+        num_epochs=2 * num_passes,
+        aux=jnp.zeros_like(margins)[None],
+        save=Save(observe),
+        callbacks=[Progress(progress), ended],
+        key=key,
+        checkpoint=checkpoint,
+    )
+    fraction, change = 1.0, found.models[0]
+    while fraction and any(
+        jnp.any(planting.predicted(fraction * change, inputs, size)[0] != labels) for size in (batch_size, OTHER_BATCH)
+    ):
+        fraction = round(fraction - 0.01, 2)
+    planted = planting.activity(fraction * change)
+    activity = jnp.stack([planting.activity(planting.none), planted, planting.best()])
+    along, changed = (np.asarray(found.history.observed[name])[0] for name in ("correlation", "changed"))
+    correlation = jax.vmap(planting.correlation)(activity)
+    return PlantedActivity(planting.changed(fraction * change), activity, correlation, along, changed, fraction)
+
+
+def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: Array) -> "_Planting":
+    """Return the problem in whitened coordinates, after checks."""
+    matrix, bias = made_by(group)
+    slots, own = [matrix] if bias is None else [matrix, bias], parameters_of(model)[0]
+    rows = layer_inputs(model, inputs, matrix.path, call=group.call).rows
+    if len(rows) != len(inputs):
+        fail("group", "be made once per input", f"{len(rows)} times by {len(inputs)} inputs")
+    rows = rows if bias is None else jnp.concatenate([rows, jnp.ones((len(rows), 1), rows.dtype)], 1)
+    host = np.asarray(rows, float)
+    values, vectors = np.linalg.eigh(host.T @ host / len(host))
+    kept = values > 1e-8 * values[-1]
+    # Directions of little variance are not magnified in full: they would carry rounding errors.
+    whitened = vectors[:, kept] / np.sqrt(values[kept] + 1e-5 * values[-1])
+    shown = rows[: len(pattern)]
+    weights = jnp.concatenate([slot.rows(jnp.asarray(own[slot.leaf])) for slot in slots], 1)
+    basis = jnp.asarray(whitened, rows.dtype)
+    planting = _Planting(model, group, basis, shown, product(shown, weights.T), pattern.astype(rows.dtype))
+    before = planting.activity(planting.none)
+    known = representations(model, inputs[: len(pattern)]).get(group.name, before[:0])
+    if known.shape != before.shape or not np.allclose(known, before, atol=1e-4 * float(jnp.max(jnp.abs(known)))):
+        fail("group", "be of ReLU neurons", group.name)
+    return planting
+
+
+class _Planting(eqx.Module):
+    """Network whose incoming weights change by `change` in whitened coordinates, [neurons, coordinates]."""
+
+    model: Any
+    group: NeuronGroup = eqx.field(static=True)
+    basis: Array  # [features, coordinates]
+    shown: Array  # inputs of the layer, [shown, features]
+    before: Array  # preactivations, [shown, neurons]
+    pattern: Array
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for slot in made_by(self.group) if slot is not None]
+
+    @property
+    def none(self) -> Array:
+        return jnp.zeros((self.before.shape[1], self.basis.shape[1]), self.basis.dtype)
+
+    def changed(self, change: Array) -> Any:
+        leaves, tree, rest = parameters_of(self.model)
+        step = product(change, self.basis.T)
+        matrix, *bias = self.slots
+        width = step.shape[1] - len(bias)
+        for slot, part in zip((matrix, *bias), (step[:, :width], step[:, width]), strict=False):
+            array = jnp.asarray(leaves[slot.leaf])
+            blocks = slot.blocks(array)
+            leaves[slot.leaf] = slot.with_blocks(array, blocks + part.reshape(blocks.shape))
+        return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+
+    def activity(self, change: Array) -> Array:
+        return jax.nn.relu(self.before + product(product(self.shown, self.basis), change.T))
+
+    def correlation(self, activity: Array) -> Array:
+        one, other = (array - jnp.mean(array) for array in (activity, self.pattern))
+        return jnp.vdot(one, other) / jnp.maximum(jnp.linalg.norm(one) * jnp.linalg.norm(other), 1e-30)
+
+    def predicted(self, change: Array, inputs: Array, batch_size: int) -> tuple[Array, Array]:
+        """Return predictions and margins."""
+        return _predicted(self, change, inputs, min(batch_size, len(inputs)))
+
+    def lagrangian(
+        self, data: Any, penalty: float, change: Array, multipliers: Array, batch: Array, key: Array
+    ) -> tuple[Array, Array]:
+        """Return the augmented Lagrangian of a batch and of the active set, and the multipliers after it."""
+        active = lax.top_k(multipliers, (len(batch) + 1) // 2)[1]
+        place = jnp.concatenate([active, batch])
+        x, labels, wanted = (part[place] for part in data)
+        # Active inputs come in every step, and count as much in a pass as two visits.
+        weight = jnp.ones(len(place)).at[: len(active)].set(2 * len(batch) / len(multipliers))
+        outputs = jax.vmap(function_of("model", self.changed(change)))(x)
+        force, missed = multipliers[place], penalty * (wanted - _margins(outputs, labels))
+        cost = jnp.sum(weight * jax.nn.relu(force + missed) ** 2) / (2 * penalty * len(batch))
+        later = lax.stop_gradient(jax.nn.relu(force + weight * missed))
+        return cost - self.correlation(self.activity(change)), multipliers.at[place].set(later)
+
+    def best(self) -> Array:
+        """Return the activity of weights that are nearest to the pattern, or to the pattern on a large constant.
+
+        With the pattern from 0 to 1, preactivations p minimise |p - pattern|^2 where it is positive, plus |relu(p)|^2
+        where it is zero, which is convex, by accelerated gradients. With a bias, the constant can be so large that the
+        ReLU does nothing; the projection on the layer's inputs is then the best.
+        """
+        low, high = jnp.min(self.pattern), jnp.max(self.pattern)
+        target = (self.pattern - low) / (high - low)
+        left, values, _ = np.linalg.svd(np.asarray(self.shown, float), full_matrices=False)
+        cut = max(self.shown.shape) * float(jnp.finfo(self.shown.dtype).eps) * values[0]
+        span = jnp.asarray(left[:, values > cut], target.dtype)
+
+        def step(_: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            last, point, weight = state
+            wanted = jnp.where(target > 0, target, jnp.minimum(point, 0))
+            now, then = product(span, product(span.T, wanted)), 0.5 + jnp.sqrt(0.25 + weight**2)
+            return now, now + (weight - 1) / then * (now - last), then
+
+        linear = product(span, product(span.T, target))
+        rectified = jax.nn.relu(lax.fori_loop(0, 300, step, (linear, linear, jnp.ones(())))[0])
+        if len(self.slots) < 2 or self.correlation(rectified) >= self.correlation(linear):
+            return rectified
+        return linear - jnp.min(linear)
+
+
+@eqx.filter_jit
+def _predicted(planting: _Planting, change: Array, inputs: Array, batch_size: int) -> tuple[Array, Array]:
+    model = function_of("model", planting.changed(change))
+    outputs = lax.map(model, inputs, batch_size=batch_size)
+    labels = jnp.argmax(outputs, 1)
+    return labels, _margins(outputs, labels)
+
+
+def _margins(outputs: Array, labels: Array) -> Array:
+    """Return the logit of each label minus the largest other one."""
+    own = jnp.arange(outputs.shape[1])[None] == labels[:, None]
+    return jnp.sum(jnp.where(own, outputs, 0), 1) - jnp.max(jnp.where(own, -jnp.inf, outputs), 1)
