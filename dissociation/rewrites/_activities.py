@@ -67,8 +67,8 @@ def plant_activity(
     num_passes: int = 40,
     batch_size: int = 1000,
     learning_rate: float | int = 3e-3,
-    margin: float | int = 0.5,
-    penalty: float | int = 1.0,
+    margin: float | int = 0.1,
+    penalty: float | int = 0.05,
     key: PRNGKey,
     checkpoint: str | Path | None = None,
     progress: str | MeterFactory | None = None,
@@ -77,7 +77,7 @@ def plant_activity(
 
     Incoming weights of the group change, all others stay. Adam maximises the correlation of activity and pattern, by an
     augmented Lagrangian: each input has a multiplier for the constraint that its margin, the largest logit minus the
-    next one, is at least half of its first value, within .4 and 1 times `margin`. Every step takes a batch, and half as
+    next one, is at least half of its first value, but no less than .4 and no more than 1 times `margin`. Every step takes a batch, and half as
     many inputs with the largest multipliers. Weights are in whitened coordinates of the layer's inputs. The learning
     rate decays to 2 % by a cosine. If predictions are changed then, up to as many passes follow, and at last the change
     is reduced until no prediction is changed, counted in two batch sizes.
@@ -89,9 +89,9 @@ def plant_activity(
         pattern: Pattern on the first inputs, one column per neuron.
         num_passes: Passes over the inputs, before those in which the rate stays at 2 %.
         batch_size: Inputs per step.
-        learning_rate: Rate of Adam in whitened coordinates.
-        margin: Largest margin asked for, in units of logits.
-        penalty: Weight of squared violations.
+        learning_rate: Rate of Adam in whitened coordinates, in units of the root mean square of preactivations.
+        margin: Largest margin asked for, in units of the mean margin.
+        penalty: Weight of squared violations, in units of `margin`.
         key: Random key of the order of inputs.
         checkpoint: File with weights, multipliers and state of the optimiser, from which a run resumes; see
             `training.fit`.
@@ -115,9 +115,10 @@ def plant_activity(
         fail("pattern", "not be constant", f"{np.asarray(pattern).flat[0]} alone")
     planting = _planting(group, model, inputs, jnp.asarray(pattern))
     labels, margins = planting.predicted(planting.none, inputs, batch_size)
-    data = inputs, labels, jnp.clip(0.5 * margins, 0.4 * margin, margin)
+    unit = margin * jnp.mean(margins)
+    data = inputs, labels, jnp.clip(0.5 * margins / unit, 0.4, 1.0), unit
     num_steps = num_passes * -(-number // batch_size)
-    rate = optax.cosine_decay_schedule(learning_rate, num_steps, alpha=0.02)
+    rate = optax.cosine_decay_schedule(learning_rate * planting.size, num_steps, alpha=0.02)
 
     def observe(change: Array, _: Any, step: Array, key: Array) -> dict[str, Array]:
         changed = jnp.sum(planting.predicted(change, inputs, batch_size)[0] != labels)
@@ -188,6 +189,10 @@ class _Planting(eqx.Module):
         return [slot for slot in made_by(self.group) if slot is not None]
 
     @property
+    def size(self) -> float:
+        return float(jnp.sqrt(jnp.mean(self.before**2)))
+
+    @property
     def none(self) -> Array:
         return jnp.zeros((self.before.shape[1], self.basis.shape[1]), self.basis.dtype)
 
@@ -219,11 +224,12 @@ class _Planting(eqx.Module):
         """Return the augmented Lagrangian of a batch and of the active set, and the multipliers after it."""
         active = lax.top_k(multipliers, (len(batch) + 1) // 2)[1]
         place = jnp.concatenate([active, batch])
-        x, labels, wanted = (part[place] for part in data)
+        *known, unit = data
+        x, labels, wanted = (part[place] for part in known)
         # Active inputs come in every step, and count as much in a pass as two visits.
         weight = jnp.ones(len(place)).at[: len(active)].set(2 * len(batch) / len(multipliers))
         outputs = jax.vmap(function_of("model", self.changed(change)))(x)
-        force, missed = multipliers[place], penalty * (wanted - _margins(outputs, labels))
+        force, missed = multipliers[place], penalty * (wanted - _margins(outputs, labels) / unit)
         cost = jnp.sum(weight * jax.nn.relu(force + missed) ** 2) / (2 * penalty * len(batch))
         later = lax.stop_gradient(jax.nn.relu(force + weight * missed))
         return cost - self.correlation(self.activity(change)), multipliers.at[place].set(later)
@@ -258,6 +264,8 @@ class _Planting(eqx.Module):
 def _predicted(planting: _Planting, change: Array, inputs: Array, batch_size: int) -> tuple[Array, Array]:
     model = function_of("model", planting.changed(change))
     outputs = lax.map(model, inputs, batch_size=batch_size)
+    if outputs.ndim != 2 or outputs.shape[1] < 2:
+        fail("model", "return one vector of at least two logits", f"outputs of shape {outputs.shape[1:]}")
     labels = jnp.argmax(outputs, 1)
     return labels, _margins(outputs, labels)
 

@@ -1,0 +1,147 @@
+"""Activities that move towards a pattern while predictions stay."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from dissociation.rewrites import neuron_groups, plant_activity
+
+
+def classifier(activation=jax.nn.relu, *, inputs=12, dtype=None, rank=None):
+    """Return a network, 200 inputs, and the group of its first layer, of 20 neurons."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = eqx.nn.MLP(inputs, 4, 20, 2, activation, key=keys[0], dtype=dtype)
+    x = jax.random.normal(keys[1], (200, rank or inputs), dtype)
+    x = x if rank is None else x @ jax.random.normal(keys[2], (rank, inputs), dtype)
+    return model, x, neuron_groups(model, x[0])["layers[0]"]
+
+
+PATTERN = (np.add.outer(np.arange(8), np.arange(20)) % 5 < 2).astype(np.float32)
+KEY = jax.random.key(5)
+
+
+def predictions(model, x):
+    return np.argmax(jax.vmap(model)(x), 1)
+
+
+def hidden(model, x):
+    return np.maximum(np.asarray(x) @ np.asarray(model.layers[0].weight).T + np.asarray(model.layers[0].bias), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.usefixtures("precision")
+def test_the_activity_moves_and_no_prediction_changes(dtype):
+    model, x, group = classifier(dtype=dtype)
+    found = plant_activity(group, model, x, PATTERN.astype(dtype), num_passes=60, batch_size=30, learning_rate=1e-2, key=KEY)
+    np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
+    for place in (1, 2):
+        np.testing.assert_array_equal(found.model.layers[place].weight, model.layers[place].weight)
+    for network, activity, value in zip((model, found.model), found.activity, found.correlation, strict=False):
+        np.testing.assert_allclose(activity, hidden(network, x[:8]), atol=1e-4)
+        np.testing.assert_allclose(value, np.corrcoef(hidden(network, x[:8]).ravel(), PATTERN.ravel())[0, 1], atol=1e-4)
+    trained, planted, best = found.correlation
+    assert trained < 0.2
+    assert planted > 0.5
+    assert best > 0.9999  # 8 inputs of 12 numbers are independent
+    assert found.kept == 1
+    assert found.changed[0] == found.changed[-1] == 0
+    assert found.changed.max() > 0  # without the constraint predictions would change
+    assert found.along.shape == found.changed.shape
+    np.testing.assert_allclose(found.along[[0, -1]], [trained, planted], atol=1e-5)
+
+
+def test_the_change_is_reduced_until_no_prediction_changes():
+    model, x, group = classifier()
+    found = plant_activity(group, model, x, PATTERN, num_passes=1, batch_size=200, learning_rate=1.0, key=KEY)
+    assert found.changed[-1] > 0
+    assert 0 <= found.kept < 1
+    np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_best_activity_is_that_of_a_convex_problem(bias):
+    """No run of L-BFGS over incoming weights finds a larger correlation."""
+    model, x, _ = classifier(rank=5)
+    if not bias:
+        layers = [eqx.tree_at(lambda layer: layer.bias, model.layers[0], None), *model.layers[1:]]
+        model = eqx.tree_at(lambda network: network.layers, model, layers)
+    pattern = (np.add.outer(np.arange(60), 3 * np.arange(20)) % 11 < 4).astype(np.float32)
+    group = neuron_groups(model, x[0])["layers[0]"]
+    found = plant_activity(group, model, x, pattern, num_passes=1, batch_size=100, key=KEY)
+    rows = np.asarray(x[:60], float)
+    rows = np.concatenate([rows, np.ones((60, 1))], 1) if bias else rows
+
+    def excess(weights, column):
+        seen = rows @ weights
+        wrong = np.where(pattern[:, column] > 0, seen - pattern[:, column], np.maximum(seen, 0))
+        return wrong @ wrong, 2 * rows.T @ wrong
+
+    start = np.zeros(rows.shape[1])
+    weights = [minimize(excess, start, column, jac=True, method="L-BFGS-B").x for column in range(20)]
+    known = np.maximum(rows @ np.stack(weights, 1), 0)
+    value = np.corrcoef(known.ravel(), pattern.ravel())[0, 1]
+    assert 0.15 < value < 0.9
+    assert float(found.correlation[2]) >= value - 1e-3
+    if not bias:
+        np.testing.assert_allclose(found.activity[2], known, atol=2e-2)
+
+
+class Stopped(Exception):
+    """An interrupt at a chosen time."""
+
+
+class StopsAt:
+    """Meter that fails at a step."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def advance(self, step, text):
+        if step >= self.last:
+            raise Stopped
+
+    def close(self):
+        pass
+
+
+def test_it_resumes_to_the_same_bits(tmp_path):
+    model, x, group = classifier()
+    options = {"num_passes": 6, "batch_size": 40, "key": KEY}
+    whole = plant_activity(group, model, x, PATTERN, **options)
+    file = tmp_path / "planting.ckpt"
+    with pytest.raises(Stopped):
+        plant_activity(group, model, x, PATTERN, **options, checkpoint=file, progress=lambda *_: StopsAt(10))
+    assert file.exists()
+    resumed = plant_activity(group, model, x, PATTERN, **options, checkpoint=file)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="a file of the same run"):
+        plant_activity(group, model, x, 1 - PATTERN, **options, checkpoint=file)
+
+
+def test_what_cannot_be_planted_is_refused():
+    model, x, group = classifier()
+    for wrong, message in (
+        (PATTERN[:, :3], "and 20 columns"),
+        (np.zeros((300, 20), np.float32), "at most 200 rows"),
+        (np.ones((8, 20), np.float32), "not be constant"),
+    ):
+        with pytest.raises(ValueError, match=f"`pattern` must .*{message}"):
+            plant_activity(group, model, x, wrong, key=KEY)
+    smooth, x, group = classifier(jax.nn.gelu)
+    with pytest.raises(ValueError, match="`group` must be of ReLU neurons"):
+        plant_activity(group, smooth, x, PATTERN, key=KEY)
+    single = eqx.nn.MLP(12, "scalar", 20, 1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`model` must return one vector of at least two logits"):
+        plant_activity(neuron_groups(single, x[0])["layers[0]"], single, x, PATTERN, key=KEY)
+    convolution = eqx.nn.Sequential(
+        [eqx.nn.Conv2d(1, 20, 3, key=jax.random.key(1)), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Lambda(jnp.ravel)]
+        + [eqx.nn.Linear(20 * 36, 4, key=jax.random.key(2))]
+    )
+    images = jax.random.normal(jax.random.key(3), (50, 1, 8, 8))
+    group = next(iter(neuron_groups(convolution, images[0]).values()))
+    with pytest.raises(ValueError, match="`group` must be made"):
+        plant_activity(group, convolution, images, PATTERN, key=KEY)
