@@ -41,7 +41,10 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
         "measures/_collapse.py:_agreement measures/_robustness.py:error_rate "
-        "similarity/_functional.py:min_max_disagreement measures/_transfer.py:_errors",
+        "similarity/_functional.py:min_max_disagreement measures/_transfer.py:_errors "
+        "figures/planted.py:_rsms rewrites/_activities.py:_margins",
+    "any of equal ones will do":
+        "rewrites/_activities.py:lagrangian",
     "equal p-values have equal corrections":
         "similarity/_inference.py:adjust_p_values",
     "cyclic shifts of series":
@@ -49,7 +52,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "any choice gives the same sum":
         "similarity/_kernels.py:_longest",
     "ties keep their order, as is said":
-        "bilinear/_forms.py:reorder",
+        "bilinear/_forms.py:reorder figures/planted.py:_marks",
     "a generic projection, which ties equal rows alone":
         "rewrites/_canonical.py:canonical",
     "pairs are found by distance":

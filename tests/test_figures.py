@@ -92,6 +92,11 @@ WRONG = {
         "rank": [0, 9], "hidden": [3], "num_steps": [1], "pair_steps": [1, 502], "rate": [0.0, 1.1, np.nan],
         "depth": [0, 8], "num_scales": [1], "num_draws": [1], "condition": [0.5, np.nan],
     },
+    ("planted",): {
+        "num_epochs": [0], "width": [0], "num_shown": [9], "num_more": [9], "num_passes": [0],
+        "batch_size": [0], "learning_rate": [0.0, np.nan], "num_factors": [0], "strip": [9], "num_around": [9, 2**17],
+        "gain": [0.0, 2.0, np.nan], "num_train": [0], "num_test": [0], "data": ["cifar"],
+    },
     ("ordered-mnist",): {
         "num_seeds": [0], "num_test": [0], "num_steps": [0], "num_train": [1], "num_validation": [1],
         "num_epochs": [-1], "oracle_epochs": [-1], "models": [(), ("linear", "linear"), ("other",)],

@@ -21,7 +21,7 @@ import dissociation.figures
 import koopman.figures
 from dissociation.data import load
 from dissociation.figures import _collapse_measures as collapse_measures
-from dissociation.figures import collapse, eigenvectors, freedom, manifold, robustness, similarity, transfer
+from dissociation.figures import collapse, eigenvectors, freedom, manifold, planted, robustness, similarity, transfer
 from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
@@ -188,6 +188,10 @@ IN_SMALL = {
     ),
     "freedom": (freedom.Config(), SMALL | {"num_samples": 30, "num_zero": 4}),
     "manifold": (manifold.Config().quick(), {"num_tasks": 2, "num_steps": 3, "pair_steps": 2, "num_scales": 2}),
+    "planted": (
+        planted.Config().quick(),
+        {"num_epochs": 1, "num_train": 200, "width": 16, "num_shown": 10, "num_more": 20, "num_passes": 1},
+    ),
     "robustness": (robustness.Config(), SMALL | {"num_scales": 2, "num_zero": 4, "published_null": True}),
     "similarity": (
         similarity.Config(),

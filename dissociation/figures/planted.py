@@ -26,6 +26,7 @@ from dissociation.figures._planted_drawing import caption as caption
 from dissociation.figures._planted_drawing import draw
 from dissociation.figures._planted_drawing import headline as headline
 from dissociation.figures._planted_drawing import table as table
+from dissociation.measures._robustness import error_rate
 from dissociation.models._representations import representations
 from dissociation.recipes._mnist import cross_entropy
 from dissociation.rewrites._activities import plant_activity
@@ -53,6 +54,7 @@ LAYER = "layers[0]"
 EXTENTS = "few inputs", "more inputs"
 PATTERNS = "blocks", "checkerboard"
 MARKS = "strip", "whole"
+MAX_NEURONS = 2**16
 FLOOR = 0.5
 """Added to the checkerboard of zeros and ones, which is then positive semidefinite."""
 
@@ -96,9 +98,9 @@ class Config(members.DataConfig):
         members.check_fields(self, check_positive, "learning_rate", "gain")
         if self.gain > 1:
             fail("gain", "be at most 1", self.gain)
-        neurons = self.width + max(self.strip, self.num_around, self.num_factors)
-        if neurons > 2**16:
-            fail("width", "leave at most 65536 hidden units after all plantings", neurons)
+        for name in ("num_factors", "strip", "num_around"):
+            if self.width + getattr(self, name) > MAX_NEURONS:
+                fail(name, f"make at most {MAX_NEURONS} hidden units with `width`", getattr(self, name))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer training images than are shown."""
@@ -233,8 +235,7 @@ def _activity(model: Any, images: Array) -> Array:
 
 
 def _error(model: Any, images: Array, labels: Array) -> float:
-    guessed = jax.lax.map(lambda image: jnp.argmax(model(image)), images, batch_size=min(1000, len(images)))
-    return float(jnp.mean(guessed != jnp.argmax(labels, 1)))
+    return float(error_rate(jax.lax.map(model, images, batch_size=min(1000, len(images))), labels))
 
 
 def _correlation(one: Any, other: Any) -> float:
@@ -267,7 +268,7 @@ def _marks(config: Config, model: Any, group: NeuronGroup, images: Array) -> dic
     shown = images[: config.num_shown]
     mark = face(len(shown), config.strip)
     marked = add_phantom(group, model, shown, mark)(model)
-    # Trained neurons take the darkest columns of the whole image.
+    # Trained neurons take the darkest columns of the whole image, of equal ones the first.
     whole = face(len(shown), config.width + config.num_around)
     order = np.argsort(whole.mean(0), kind="stable")
     dark, bright = np.sort(order[: config.width]), np.sort(order[config.width :])

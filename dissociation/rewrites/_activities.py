@@ -77,10 +77,10 @@ def plant_activity(
 
     Incoming weights of the group change, all others stay. Adam maximises the correlation of activity and pattern, by an
     augmented Lagrangian: each input has a multiplier for the constraint that its margin, the largest logit minus the
-    next one, is at least half of its first value, but no less than .4 and no more than 1 times `margin`. Every step takes a batch, and half as
-    many inputs with the largest multipliers. Weights are in whitened coordinates of the layer's inputs. The learning
-    rate decays to 2 % by a cosine. If predictions are changed then, up to as many passes follow, and at last the change
-    is reduced until no prediction is changed, counted in two batch sizes.
+    next one, is at least half of its first value, but no less than .4 and no more than 1 times `margin`. Every step
+    takes a batch, and half as many inputs with the largest multipliers. Weights are in whitened coordinates of the
+    layer's inputs. The learning rate decays to 2 % by a cosine. If predictions are changed then, up to as many passes
+    follow, and at last the change is reduced until no prediction is changed, counted in two batch sizes.
 
     Args:
         group: Group of ReLU neurons, made by one matrix and at most one bias, once per input.

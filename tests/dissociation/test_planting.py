@@ -35,7 +35,9 @@ def hidden(model, x):
 @pytest.mark.usefixtures("precision")
 def test_the_activity_moves_and_no_prediction_changes(dtype):
     model, x, group = classifier(dtype=dtype)
-    found = plant_activity(group, model, x, PATTERN.astype(dtype), num_passes=60, batch_size=30, learning_rate=1e-2, key=KEY)
+    found = plant_activity(
+        group, model, x, PATTERN.astype(dtype), num_passes=60, batch_size=30, learning_rate=1e-2, key=KEY
+    )
     np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
     for place in (1, 2):
         np.testing.assert_array_equal(found.model.layers[place].weight, model.layers[place].weight)

@@ -165,6 +165,9 @@ CALLS = {
     rewrites.plant_rsm: lambda: dict(
         group=hidden(), model=network(), inputs=TALL, rsm=DISTANCES, num_neurons=3, largest=10.0, key=KEY
     ),
+    rewrites.plant_activity: lambda: dict(
+        group=hidden(), model=network(), inputs=TALL, pattern=TALL @ TALL[:5].T, num_passes=1, batch_size=3, key=KEY
+    ),
     rewrites.add_phantom: lambda: dict(group=hidden(), model=network()) | PATTERN,
     rewrites.null_space: lambda: dict(seen=vectors_seen(), rtol=1e-9),
     rewrites.null_perturb: lambda: dict(space=rewrites.null_space(vectors_seen()), std=0.1, key=KEY),
