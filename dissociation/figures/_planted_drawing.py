@@ -38,8 +38,9 @@ def draw(dataset: "xarray.Dataset") -> Figure:
 def _show(panel: Axes, values: np.ndarray, title: str, colours: str = ACTIVITY, *, square: bool = False) -> None:
     """Show a matrix from its smallest entry to its 99th percentile."""
     low, high = float(np.min(values)), float(np.percentile(values, 99))
-    kind = {"aspect": "equal" if square else "auto", "interpolation": "nearest" if square else "antialiased"}
-    panel.imshow(values, cmap=colours, vmin=low, vmax=high if high > low else low + 1, **kind)
+    high = high if high > low else low + 1
+    aspect, interpolation = ("equal", "nearest") if square else ("auto", "antialiased")
+    panel.imshow(values, cmap=colours, vmin=low, vmax=high, aspect=aspect, interpolation=interpolation)
     panel.set(title=title, xticks=[], yticks=[])
 
 

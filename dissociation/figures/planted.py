@@ -266,7 +266,7 @@ def _rsms(
 def _marks(config: Config, model: Any, group: NeuronGroup, images: Array) -> dict[str, Any]:
     """Return activities with an image shown by neurons without effect, as a strip and with the trained ones."""
     shown = images[: config.num_shown]
-    mark = face(len(shown), config.strip)
+    mark = face(len(shown), config.strip) * float(jnp.percentile(_activity(model, shown), 99))
     marked = add_phantom(group, model, shown, mark)(model)
     # Trained neurons take the darkest columns of the whole image, of equal ones the first.
     whole = face(len(shown), config.width + config.num_around)

@@ -104,7 +104,8 @@ def plant_activity(
     References:
         Braun, Grant and Saxe (2025), figure 5. Nocedal and Wright (2006), Numerical Optimization, section 17.4.
     """
-    inputs, number = as_examples("inputs", inputs, finite=True), len(inputs)
+    examples: Array = as_examples("inputs", inputs, finite=True)
+    number = len(examples)
     check_count("num_passes", num_passes, minimum=1)
     batch_size = min(check_count("batch_size", batch_size, minimum=1), number)
     for name, value in (("learning_rate", learning_rate), ("margin", margin), ("penalty", penalty)):
@@ -113,15 +114,17 @@ def plant_activity(
         fail("pattern", f"have at most {number} rows, and {group.size} columns", pattern.shape)
     if np.ptp(np.asarray(pattern)) == 0:
         fail("pattern", "not be constant", f"{np.asarray(pattern).flat[0]} alone")
-    planting = _planting(group, model, inputs, jnp.asarray(pattern))
-    labels, margins = planting.predicted(planting.none, inputs, batch_size)
+    planting = _planting(group, model, examples, jnp.asarray(pattern))
+    labels, margins = planting.predicted(planting.none, examples, batch_size)
     unit = margin * jnp.mean(margins)
-    data = inputs, labels, jnp.clip(0.5 * margins / unit, 0.4, 1.0), unit
+    if unit == 0:
+        fail("model", "tell classes apart", "equal logits for all inputs")
+    data = examples, labels, jnp.clip(0.5 * margins / unit, 0.4, 1.0), unit
     num_steps = num_passes * -(-number // batch_size)
     rate = optax.cosine_decay_schedule(learning_rate * planting.size, num_steps, alpha=0.02)
 
     def observe(change: Array, _: Any, step: Array, key: Array) -> dict[str, Array]:
-        changed = jnp.sum(planting.predicted(change, inputs, batch_size)[0] != labels)
+        changed = jnp.sum(planting.predicted(change, examples, batch_size)[0] != labels)
         return {"correlation": planting.correlation(planting.activity(change)), "changed": changed}
 
     def ended(step: int, records: dict[str, Any]) -> bool:
@@ -140,7 +143,8 @@ def plant_activity(
     )
     fraction, change = 1.0, found.models[0]
     while fraction and any(
-        jnp.any(planting.predicted(fraction * change, inputs, size)[0] != labels) for size in (batch_size, OTHER_BATCH)
+        jnp.any(planting.predicted(fraction * change, examples, size)[0] != labels)
+        for size in (batch_size, OTHER_BATCH)
     ):
         fraction = round(fraction - 0.01, 2)
     planted = planting.activity(fraction * change)
@@ -211,8 +215,10 @@ class _Planting(eqx.Module):
         return jax.nn.relu(self.before + product(product(self.shown, self.basis), change.T))
 
     def correlation(self, activity: Array) -> Array:
-        one, other = (array - jnp.mean(array) for array in (activity, self.pattern))
-        return jnp.vdot(one, other) / jnp.maximum(jnp.linalg.norm(one) * jnp.linalg.norm(other), 1e-30)
+        one, other = (array - jnp.mean(jnp.mean(array, 1)) for array in (activity, self.pattern))
+        # Sums of rows first: one sum over all entries would be rounded in the fourth digit.
+        both, first, second = (jnp.sum(jnp.sum(part, 1)) for part in (one * other, one**2, other**2))
+        return both / jnp.maximum(jnp.sqrt(first * second), 1e-30)
 
     def predicted(self, change: Array, inputs: Array, batch_size: int) -> tuple[Array, Array]:
         """Return predictions and margins."""
