@@ -22,6 +22,7 @@ from dissociation.models._program import function_of
 from dissociation.models._representations import representations
 from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of
 from dissociation.rewrites._growth import made_by
+from dissociation.rewrites._rewrites import current
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.training._fitting import fit
 from dissociation.training._progress import MeterFactory, Progress
@@ -81,6 +82,7 @@ def plant_activity(
     takes a batch, and half as many inputs with the largest multipliers. Weights are in whitened coordinates of the
     layer's inputs. The learning rate decays to 2 % by a cosine. If predictions are changed then, up to as many passes
     follow, and at last the change is reduced until no prediction is changed, counted in two batch sizes.
+    It is driven by the host, as `training.fit` is.
 
     Args:
         group: Group of ReLU neurons, made by one matrix and at most one bias, once per input.
@@ -105,7 +107,7 @@ def plant_activity(
         Braun, Grant and Saxe (2025), figure 5. Nocedal and Wright (2006), Numerical Optimization, section 17.4.
     """
     examples: Array = as_examples("inputs", inputs, finite=True)
-    number = len(examples)
+    number, group = len(examples), current(group, model)
     check_count("num_passes", num_passes, minimum=1)
     batch_size = min(check_count("batch_size", batch_size, minimum=1), number)
     for name, value in (("learning_rate", learning_rate), ("margin", margin), ("penalty", penalty)):
