@@ -208,7 +208,7 @@ def face(rows: int, columns: int) -> np.ndarray:
     radius = np.hypot(down, across)
     eyes = np.hypot((down + 0.25) / 1.4, np.abs(across) - 0.28) < 0.12
     mouth = (radius > 0.38) & (radius < 0.52) & (down > 0.12)
-    return ((radius < 0.78) & ~eyes & ~mouth).astype(np.float32)
+    return ((radius < 0.76) & ~eyes & ~mouth).astype(np.float32)
 
 
 def _image(
