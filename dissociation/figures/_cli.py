@@ -7,7 +7,7 @@ TIMES = """Figures of the toolkit, from data to PDF.
 
 Times on two busy cores. With --quick, a smoke run: robustness 17 s, transfer 89 s, eigenvectors 70 s, collapse 86 s,
 similarity 46 s, freedom 17 s, manifold 68 s, planted 94 s. In full: robustness 81 s, manifold 4 minutes; with MNIST
-freedom 2 minutes, similarity 7, planted 26, collapse 49, transfer 80 (3 seeds).
+freedom 2 minutes, similarity 7, planted 29, collapse 49, transfer 80 (3 seeds).
 The same command resumes an interrupted run. --version prints the version."""
 
 
