@@ -1,5 +1,6 @@
 """Move a layer's activity towards a pattern while predictions stay."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dissociation._core.checks import check_count, check_positive, fail
+from dissociation._core.checks import check_count, check_positive, fail, fail_kind, is_traced
 from dissociation._core.conversion import as_examples
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
@@ -40,12 +41,12 @@ class PlantedActivity(NamedTuple):
     Attributes:
         model: The network.
         activity: Activity of the group on the shown inputs, [stages, shown, neurons]: before, after, and the best one
-            without the constraint on predictions.
+            found without the constraint on predictions.
         correlation: Pearson correlation of each with the pattern over all entries, [stages].
         along: Correlation before training and after every pass, [passes + 1].
         changed: Number of changed predictions at these times, [passes + 1].
         kept: Fraction of the change of weights that `model` has: the largest of 1, .99, ... without a changed
-            prediction.
+            prediction. Below 1 a warning is raised.
     """
 
     model: Any
@@ -100,27 +101,25 @@ def plant_activity(
         progress: Meter: "auto", "terminal", a function that opens one, or None.
 
     Raises:
-        ValueError: If the group is not such a one, the pattern is constant or has another shape, or the model does not
-            return one vector of at least two logits.
+        ValueError: If the group is not such a one or was found by a `call`, the pattern is constant or has another
+            shape, the model does not return one vector of at least two finite logits, or weights overflow.
+        TypeError: If an argument is traced.
 
     References:
         Braun, Grant and Saxe (2025), figure 5. Nocedal and Wright (2006), Numerical Optimization, section 17.4.
     """
+    _check_known(group, model=model, inputs=inputs, pattern=pattern, key=key)
     examples: Array = as_examples("inputs", inputs, finite=True)
     number, group = len(examples), current(group, model)
     check_count("num_passes", num_passes, minimum=1)
     batch_size = min(check_count("batch_size", batch_size, minimum=1), number)
     for name, value in (("learning_rate", learning_rate), ("margin", margin), ("penalty", penalty)):
         check_positive(name, value)
-    if pattern.shape[1] != group.size or len(pattern) > number:
-        fail("pattern", f"have at most {number} rows, and {group.size} columns", pattern.shape)
-    if np.ptp(np.asarray(pattern)) == 0:
-        fail("pattern", "not be constant", f"{np.asarray(pattern).flat[0]} alone")
-    planting = _planting(group, model, examples, jnp.asarray(pattern))
+    planting = _planting(group, model, examples, np.asarray(pattern, float))
     labels, margins = planting.predicted(planting.none, examples, batch_size)
     unit = margin * jnp.mean(margins)
-    if unit == 0:
-        fail("model", "tell classes apart", "equal logits for all inputs")
+    if not unit > 0:
+        fail("model", "tell classes apart by finite logits", f"a mean margin of {float(unit / margin):.3g}")
     data = examples, labels, jnp.clip(0.5 * margins / unit, 0.4, 1.0), unit
     num_steps = num_passes * -(-number // batch_size)
     rate = optax.cosine_decay_schedule(learning_rate * planting.size, num_steps, alpha=0.02)
@@ -144,20 +143,47 @@ def plant_activity(
         checkpoint=checkpoint,
     )
     fraction, change = 1.0, found.models[0]
+    if not jnp.isfinite(change).all():
+        fail("learning_rate", "keep the weights finite", learning_rate)
     while fraction and any(
         jnp.any(planting.predicted(fraction * change, examples, size)[0] != labels)
         for size in (batch_size, OTHER_BATCH)
     ):
         fraction = round(fraction - 0.01, 2)
-    planted = planting.activity(fraction * change)
-    activity = jnp.stack([planting.activity(planting.none), planted, planting.best()])
+    if fraction < 1:
+        advice = "Take more passes."
+        warnings.warn(f"{fraction:g} of the change is kept: all of it changes predictions. {advice}", stacklevel=3)
+    after, planted = planting.activity(fraction * change), planting.changed(fraction * change)
+    _check_activity(group, planted, examples[: len(pattern)], after)
+    activity = jnp.stack([planting.activity(planting.none), after, planting.best(after)])
     along, changed = (np.asarray(found.history.observed[name])[0] for name in ("correlation", "changed"))
-    correlation = jax.vmap(planting.correlation)(activity)
-    return PlantedActivity(planting.changed(fraction * change), activity, correlation, along, changed, fraction)
+    return PlantedActivity(planted, activity, jax.vmap(planting.correlation)(activity), along, changed, fraction)
 
 
-def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: Array) -> "_Planting":
+def _check_activity(group: NeuronGroup, model: Any, shown: Array, activity: Array) -> None:
+    """Raise unless the activity of a group is the one that ReLUs have."""
+    known = representations(model, shown).get(group.name, activity[:0])
+    if known.shape != activity.shape or not np.allclose(known, activity, atol=1e-4 * float(jnp.max(jnp.abs(known)))):
+        fail("group", "be of ReLU neurons", group.name)
+
+
+def _check_known(group: NeuronGroup, **given: Any) -> None:
+    for name, value in given.items():
+        if any(map(is_traced, jax.tree.leaves(value))):
+            fail_kind(name, "be known: planting is driven by the host", "a traced value")
+    if group.call is not None:
+        fail("group", "be found without `call`", group.name)
+
+
+def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: np.ndarray) -> "_Planting":
     """Return the problem in whitened coordinates, after checks."""
+    if pattern.shape[1] != group.size or len(pattern) > len(inputs):
+        fail("pattern", f"have at most {len(inputs)} rows, and {group.size} columns", pattern.shape)
+    low, high = pattern.min(), pattern.max()
+    if low == high:
+        fail("pattern", "not be constant", f"{low} alone")
+    # On the host, so that no unit and no constant matters to float32.
+    pattern = (pattern - low) / (high - low)
     matrix, bias = made_by(group)
     slots, own = [matrix] if bias is None else [matrix, bias], parameters_of(model)[0]
     rows = layer_inputs(model, inputs, matrix.path, call=group.call).rows
@@ -172,11 +198,8 @@ def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: Array) -> 
     shown = rows[: len(pattern)]
     weights = jnp.concatenate([slot.rows(jnp.asarray(own[slot.leaf])) for slot in slots], 1)
     basis = jnp.asarray(whitened, rows.dtype)
-    planting = _Planting(model, group, basis, shown, product(shown, weights.T), pattern.astype(rows.dtype))
-    before = planting.activity(planting.none)
-    known = representations(model, inputs[: len(pattern)]).get(group.name, before[:0])
-    if known.shape != before.shape or not np.allclose(known, before, atol=1e-4 * float(jnp.max(jnp.abs(known)))):
-        fail("group", "be of ReLU neurons", group.name)
+    planting = _Planting(model, group, basis, shown, product(shown, weights.T), jnp.asarray(pattern, rows.dtype))
+    _check_activity(group, model, inputs[: len(pattern)], planting.activity(planting.none))
     return planting
 
 
@@ -242,30 +265,43 @@ class _Planting(eqx.Module):
         later = lax.stop_gradient(jax.nn.relu(force + weight * missed))
         return cost - self.correlation(self.activity(change)), multipliers.at[place].set(later)
 
-    def best(self) -> Array:
-        """Return the activity of weights that are nearest to the pattern, or to the pattern on a large constant.
+    def best(self, planted: Array) -> Array:
+        """Return the activity of largest correlation that was found without a constraint.
 
-        With the pattern from 0 to 1, preactivations p minimise |p - pattern|^2 where it is positive, plus |relu(p)|^2
-        where it is zero, which is convex, by accelerated gradients. With a bias, the constant can be so large that the
-        ReLU does nothing; the projection on the layer's inputs is then the best.
+        Preactivations p that minimise |p - pattern|^2 where the pattern is positive, plus |relu(p)|^2 where it is zero,
+        are found by accelerated gradients; this is convex. With a bias, the projection of the pattern plus a large
+        constant is another candidate, and `planted` is a third. Adam improves the correlation of the best one.
         """
-        low, high = jnp.min(self.pattern), jnp.max(self.pattern)
-        target = (self.pattern - low) / (high - low)
         left, values, _ = np.linalg.svd(np.asarray(self.shown, float), full_matrices=False)
         cut = max(self.shown.shape) * float(jnp.finfo(self.shown.dtype).eps) * values[0]
-        span = jnp.asarray(left[:, values > cut], target.dtype)
+        span, one = jnp.asarray(left[:, values > cut], planted.dtype), jnp.ones((), planted.dtype)
 
         def step(_: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             last, point, weight = state
-            wanted = jnp.where(target > 0, target, jnp.minimum(point, 0))
+            wanted = jnp.where(self.pattern > 0, self.pattern, jnp.minimum(point, 0))
             now, then = product(span, product(span.T, wanted)), 0.5 + jnp.sqrt(0.25 + weight**2)
             return now, now + (weight - 1) / then * (now - last), then
 
-        linear = product(span, product(span.T, target))
-        rectified = jax.nn.relu(lax.fori_loop(0, 300, step, (linear, linear, jnp.ones(())))[0])
-        if len(self.slots) < 2 or self.correlation(rectified) >= self.correlation(linear):
-            return rectified
-        return linear - jnp.min(linear)
+        linear = product(span, product(span.T, self.pattern))
+        starts = [lax.fori_loop(0, 300, step, (linear, linear, one))[0]]
+        # A projection on the span: dead neurons of the planted activity would have no gradient.
+        starts += [product(span, product(span.T, planted)), linear - jnp.min(linear) * (len(self.slots) > 1)]
+        start = max(starts, key=lambda point: float(self.correlation(jax.nn.relu(point))))
+        weights = product(span.T, start)
+        rule = optax.adam(optax.cosine_decay_schedule(0.03 * float(jnp.sqrt(jnp.mean(weights**2))), 300))
+
+        @jax.jit
+        def climbed(weights: Array) -> Array:
+            def climb(_: Array, state: Any) -> Any:
+                weights, moments = state
+                slope = jax.grad(lambda at: -self.correlation(jax.nn.relu(product(span, at))))(weights)
+                moves, moments = rule.update(slope, moments)
+                return optax.apply_updates(weights, moves), moments
+
+            return lax.fori_loop(0, 300, climb, (weights, rule.init(weights)))[0]
+
+        found = [*starts, product(span, climbed(weights)), planted]
+        return max(map(jax.nn.relu, found), key=lambda activity: float(self.correlation(activity)))
 
 
 @eqx.filter_jit

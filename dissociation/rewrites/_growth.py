@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from dissociation._core.checks import check_count, check_non_negative, fail
+from dissociation._core.conversion import as_examples
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.rewrites._comparison import check_defined, check_resized
@@ -200,7 +201,7 @@ def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array |
     def change(array: Array, slot: Slot, index: int) -> Array:
         own: Any = bias if array.ndim == 1 else incoming
         new = slot._replace(positions=slot.positions[group.size :])
-        return new.with_blocks(array, 0.0 if slot.outgoing else own[:, None])
+        return new.with_blocks(array, 0.0 if slot.outgoing else own[:, None].astype(array.dtype))
 
     return _resized(model, group, original, change)
 
@@ -229,11 +230,13 @@ def add_phantom(
     """
     _check_grows(group)
     matrix, bias = made_by(group)
+    inputs = as_examples("inputs", inputs, finite=True)
     seen = layer_inputs(model, inputs, matrix.path, call=group.call)
     if len(seen.rows) != len(pattern):
         fail("pattern", f"have a row for every input vector of {group.name} ({len(seen.rows)})", len(pattern))
     # A bias is the incoming weight of an input that is always 1.
-    rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), bias is not None), seen.rows.dtype)], 1)
+    inner = seen.rows.astype(jnp.promote_types(seen.rows.dtype, jnp.float32))  # also of integers and halves
+    rows = jnp.concatenate([inner, jnp.ones((len(inner), bias is not None), inner.dtype)], 1)
     found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
     width = seen.rows.shape[1]
     return Rewrite(_with_phantom, (group,), (found[:, :width], None if bias is None else found[:, width]))

@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, fail
+from dissociation._core.checks import check_count, fail, fail_kind, is_traced
+from dissociation._core.conversion import as_examples
 from dissociation._core.keys import typed
 from dissociation._core.linalg import product
 from dissociation._core.types import PRNGKey
@@ -54,10 +55,13 @@ def plant_rsm(
     References:
         Ding, He and Simon (2005), On the equivalence of nonnegative matrix factorization and spectral clustering.
     """
+    if is_traced(rsm):
+        fail_kind("rsm", "be known (it is checked on the host)", "a traced array")
     target = np.asarray(rsm)
     check_count("num_neurons", num_neurons, minimum=1)
     if not 1 <= largest < np.inf:
         fail("largest", "be at least 1", largest)
+    inputs = as_examples("inputs", inputs, finite=True)
     number, size = len(jax.tree.leaves(inputs)[0]), float(np.abs(target).max())
     if target.shape != (number, number):
         fail("rsm", f"have shape {(number, number)}, the number of `inputs`", target.shape)
@@ -67,6 +71,9 @@ def plant_rsm(
     matrix = next(slot for slot in group.slots if not slot.outgoing and len(slot.shape) == 2)
     trained = jnp.asarray(matrix.rows(jnp.asarray(parameters_of(model)[0][matrix.leaf])))
     length, longest = (jnp.linalg.norm(rows, axis=1) for rows in (trained, phantom.arrays[0]))
+    for name, lengths in (("group", length), ("inputs", longest)):
+        if not is_traced(lengths) and not float(jnp.max(lengths)) > 0:
+            fail(name, "lead to incoming weights that are not zero", "zeros")
     factor = largest * jnp.mean(length) / jnp.max(longest)
     arrays = tuple(None if part is None else factor * part for part in phantom.arrays)
     return compose([scale(group, 1 / largest), Rewrite(phantom.function, phantom.settings, arrays)])

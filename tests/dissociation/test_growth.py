@@ -148,6 +148,29 @@ def test_products_of_activities_are_planted(dtype):
         rewrites.plant_rsm(group, model, inputs, -np.ones((30, 30), dtype), key=jax.random.key(0))
 
 
+def test_patterns_are_planted_on_inputs_of_any_kind():
+    model = eqx.nn.MLP(9, 3, 12, 2, key=jax.random.key(0))
+    group, inputs = neuron_groups(model, jnp.ones(9))["layers[0]"], np.arange(45).reshape(5, 9) ** 2 % 7
+    target = np.eye(5, dtype=np.float32)
+    for examples in (inputs, inputs.tolist()):
+        wide = rewrites.plant_rsm(group, model, examples, target, num_neurons=5, key=jax.random.key(1))(model)
+        hidden = np.asarray(jax.vmap(lambda x, n=wide: relu(n.layers[0](x)))(jnp.asarray(inputs, jnp.float32)))
+        products = hidden @ hidden.T
+        assert np.abs(products / products[0, 0] - target).max() < 0.1
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if eqx.is_inexact_array(leaf) else leaf, model)
+    own, few = neuron_groups(half, jnp.ones(9, jnp.float16))["layers[0]"], inputs.astype(np.float16)
+    wide = rewrites.plant_rsm(own, half, few, target, num_neurons=5, largest=4.0, key=jax.random.key(1))(half)
+    assert wide.layers[0].weight.dtype == jnp.float16
+    np.testing.assert_allclose(jax.vmap(wide)(few), jax.vmap(half)(few), atol=2e-2)
+    with pytest.raises(ValueError, match="`inputs` must be finite"):
+        rewrites.plant_rsm(group, model, inputs * np.nan, target, key=jax.random.key(1))
+    with pytest.raises(ValueError, match="`inputs` must lead to incoming weights that are not zero"):
+        rewrites.plant_rsm(group, model, inputs * 0.0, target, key=jax.random.key(1))
+    silent = eqx.tree_at(lambda network: network.layers[0].weight, model, jnp.zeros((12, 9)))
+    with pytest.raises(ValueError, match="`group` must lead to incoming weights that are not zero"):
+        rewrites.plant_rsm(group, silent, inputs, target, key=jax.random.key(1))
+
+
 class Embedded(eqx.Module):
     """Sums over tokens of what is read of their embeddings, each looked up by a number."""
 

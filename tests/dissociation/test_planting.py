@@ -57,7 +57,8 @@ def test_the_activity_moves_and_no_prediction_changes(dtype):
 
 def test_the_change_is_reduced_until_no_prediction_changes():
     model, x, group = classifier()
-    found = plant_activity(group, model, x, PATTERN, num_passes=1, batch_size=200, learning_rate=1.0, key=KEY)
+    with pytest.warns(UserWarning, match="of the change is kept"):
+        found = plant_activity(group, model, x, PATTERN, num_passes=1, batch_size=200, learning_rate=1.0, key=KEY)
     assert found.changed[-1] > 0
     assert 0 <= found.kept < 1
     np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
@@ -87,8 +88,6 @@ def test_the_best_activity_is_that_of_a_convex_problem(bias):
     value = np.corrcoef(known.ravel(), pattern.ravel())[0, 1]
     assert 0.15 < value < 0.9
     assert float(found.correlation[2]) >= value - 1e-3
-    if not bias:
-        np.testing.assert_allclose(found.activity[2], known, atol=2e-2)
 
 
 class Stopped(Exception):
@@ -147,3 +146,51 @@ def test_what_cannot_be_planted_is_refused():
     group = next(iter(neuron_groups(convolution, images[0]).values()))
     with pytest.raises(ValueError, match="`group` must be made"):
         plant_activity(group, convolution, images, PATTERN, key=KEY)
+
+
+def test_units_and_constants_of_the_pattern_do_not_matter():
+    model, x, group = classifier()
+    pattern = np.random.default_rng(0).random((8, 20))
+    options = {"num_passes": 2, "batch_size": 50, "key": KEY}
+    known = plant_activity(group, model, x, pattern, **options)
+    assert known.correlation[2] >= known.correlation[1]
+    for other in (1e-30 * pattern, 1e30 * pattern, pattern + 1e6):
+        found = plant_activity(group, model, x, other, **options)
+        np.testing.assert_allclose(found.correlation, known.correlation, atol=1e-3)
+
+
+def test_the_best_is_near_that_of_a_direct_search():
+    """Patterns between zero and one, without biases: the convex problem alone would reach .28 of .62."""
+    keys = jax.random.split(jax.random.key(7), 3)
+    model = eqx.nn.MLP(6, 3, 8, 2, use_bias=False, use_final_bias=False, key=keys[0])
+    x, pattern = jax.random.normal(keys[1], (60, 6)), jax.random.uniform(keys[2], (20, 8))
+    group = neuron_groups(model, x[0])["layers[0]"]
+    found = plant_activity(group, model, x, pattern, num_passes=2, batch_size=32, key=KEY)
+    rows, wanted = np.asarray(x[:20], float), np.asarray(pattern, float) - np.mean(pattern)
+
+    def negative(flat):
+        seen = np.maximum(rows @ flat.reshape(6, 8), 0)
+        spread = seen - seen.mean()
+        value = (spread * wanted).sum() / np.linalg.norm(spread) / np.linalg.norm(wanted)
+        slope = wanted / np.linalg.norm(spread) / np.linalg.norm(wanted) - value * spread / np.sum(spread**2)
+        return -value, -(rows.T @ ((slope - slope.mean()) * (seen > 0))).ravel()
+
+    draws = np.random.default_rng(1).normal(size=(20, 48))
+    best = -min(minimize(negative, draw, jac=True, method="L-BFGS-B").fun for draw in draws)
+    assert found.correlation[2] > 0.9 * best
+
+
+def test_what_spoils_a_planting_is_named():
+    model, x, group = classifier()
+    broken = jax.tree.map(lambda leaf: leaf * np.nan if eqx.is_inexact_array(leaf) else leaf, model)
+    for network, inputs in ((model, x * np.nan), (broken, x)):
+        with pytest.raises(ValueError, match="`(inputs|model|group)` must"):
+            plant_activity(group, network, inputs, PATTERN, key=KEY)
+    with pytest.raises(TypeError, match="`pattern` must be known"):
+        jax.jit(lambda pattern: plant_activity(group, model, x, pattern, key=KEY).correlation)(PATTERN)
+    called = neuron_groups(model, x[0], call=lambda network, each: -network(each))["layers[0]"]
+    with pytest.raises(ValueError, match="`group` must be found without `call`"):
+        plant_activity(called, model, x, PATTERN, key=KEY)
+    capped, x, group = classifier(lambda z: jnp.clip(z, 0, 2.45))
+    with pytest.raises(ValueError, match="`group` must be of ReLU neurons"):
+        plant_activity(group, capped, x, PATTERN, num_passes=40, batch_size=30, learning_rate=3e-2, key=KEY)
