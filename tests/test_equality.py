@@ -42,9 +42,9 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
         "measures/_collapse.py:_agreement measures/_robustness.py:error_rate "
         "similarity/_functional.py:min_max_disagreement measures/_transfer.py:_errors "
-        "figures/planted.py:_rsms rewrites/_activities.py:_margins",
+        "figures/planted.py:_rsms rewrites/_plant_activity.py:_margins",
     "any of equal ones will do":
-        "rewrites/_activities.py:lagrangian",
+        "rewrites/_plant_activity.py:lagrangian",
     "equal p-values have equal corrections":
         "similarity/_inference.py:adjust_p_values",
     "cyclic shifts of series":

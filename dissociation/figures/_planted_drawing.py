@@ -110,10 +110,10 @@ def headline(dataset: "xarray.Dataset") -> str:
 def table(dataset: "xarray.Dataset") -> list[list[str]]:
     """Return a header and a row per planting: similarity to what is planted, before, after, best; and certificate."""
     shown = [["planted", "trained", "after", "best", "changed predictions", "change of a logit", "relative"]]
-    nothing = np.full(len(dataset.marks), np.nan)
+    nothing = np.full(2, np.nan)  # as many patterns as marks
     three = np.concatenate([
         dataset.correlation.values,
-        np.stack([*dataset.agreement.sel(versions=["trained", "planted"]).values.T, np.ones(len(dataset.patterns))], 1),
+        np.stack([*dataset.agreement.sel(versions=["trained", "planted"]).values.T, nothing], 1),
         np.stack([nothing, dataset.mark_correlation.values, dataset.mark_optimum.values], 1),
     ])  # fmt: skip
     for place, name in enumerate(dataset.plantings.values):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
+from scipy.spatial.distance import squareform
 
 from dissociation._core.checks import check_count, check_positive, fail
 from dissociation.data._datasets import Dataset
@@ -29,11 +30,11 @@ from dissociation.figures._planted_drawing import table as table
 from dissociation.measures._robustness import error_rate
 from dissociation.models._representations import representations
 from dissociation.recipes._mnist import cross_entropy
-from dissociation.rewrites._activities import plant_activity
 from dissociation.rewrites._certificate import Certificate, certify
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups
 from dissociation.rewrites._growth import add_phantom
-from dissociation.rewrites._planting import plant_rsm
+from dissociation.rewrites._plant_activity import plant_activity
+from dissociation.rewrites._plant_rsm import plant_rsm
 from dissociation.rewrites._rewrites import permute, scale
 from dissociation.similarity._dissimilarity import rdm
 from dissociation.training._fitting import fit
@@ -126,8 +127,8 @@ def compute(
         others], wanted, trained and planted, and `agreement` [patterns, versions], the correlation of entries off the
         diagonal with the wanted ones. `strip` and `whole`, activities with an image of neurons without effect;
         `mark_correlation` of the strip, and of the whole, with the image; `mark_optimum`, the same if trained neurons
-        were dark, [marks]; and `rdm` [states, shown, others], 1 minus correlation. By
-        planting, the fields of `rewrites.Certificate` on all training images. `train_error`, a fraction.
+        were dark, [marks]; and `rdm` [states, shown, others], 1 minus correlation. By planting, the fields of
+        `rewrites.Certificate` on all training images. `train_error`, a fraction.
     """
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
@@ -284,13 +285,6 @@ def _marks(config: Config, model: Any, group: NeuronGroup, images: Array) -> dic
         "whole": all_of_it,
         "correlation": np.array([_correlation(strip[:, config.width :], mark), _correlation(all_of_it, whole)]),
         "optimum": np.array([1.0, _correlation(best, whole)]),
-        "rdm": np.stack([_square(rdm(activity, "correlation"), len(shown)) for activity in activities]),
+        "rdm": np.stack([squareform(np.asarray(rdm(activity, "correlation"))) for activity in activities]),
         "certificate": np.stack([_certificate(model, one, images) for one in (marked, hidden)]),
     }
-
-
-def _square(pairs: Array, number: int) -> np.ndarray:
-    """Return a symmetric matrix of dissimilarities of pairs."""
-    matrix = np.zeros((number, number), np.float32)
-    matrix[np.triu_indices(number, 1)] = pairs
-    return matrix + matrix.T

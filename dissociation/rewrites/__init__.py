@@ -15,7 +15,6 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from dissociation.rewrites._activities import PlantedActivity, plant_activity
     from dissociation.rewrites._barriers import barrier, barriers, interpolate, renormalised
     from dissociation.rewrites._bounds import similarity_bounds
     from dissociation.rewrites._canonical import canonical, fingerprint, fingerprint_distance
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from dissociation.rewrites._matching import Matching, match_activations, match_weights
     from dissociation.rewrites._noise import add_parameter_noise, parameter_noise
     from dissociation.rewrites._null_spaces import null_dimension
-    from dissociation.rewrites._planting import plant_rsm
+    from dissociation.rewrites._plant_activity import PlantedActivity, plant_activity
+    from dissociation.rewrites._plant_rsm import plant_rsm
     from dissociation.rewrites._rewrites import (
         Rewrite,
         check_groups,

@@ -229,17 +229,20 @@ def add_phantom(
             rows.
     """
     _check_grows(group)
-    matrix, bias = made_by(group)
-    inputs = as_examples("inputs", inputs, finite=True)
-    seen = layer_inputs(model, inputs, matrix.path, call=group.call)
-    if len(seen.rows) != len(pattern):
-        fail("pattern", f"have a row for every input vector of {group.name} ({len(seen.rows)})", len(pattern))
-    # A bias is the incoming weight of an input that is always 1.
-    inner = seen.rows.astype(jnp.promote_types(seen.rows.dtype, jnp.float32))  # also of integers and halves
-    rows = jnp.concatenate([inner, jnp.ones((len(inner), bias is not None), inner.dtype)], 1)
+    rows = incoming(group, model, inputs)
+    if len(rows) != len(pattern):
+        fail("pattern", f"have a row for every input vector of {group.name} ({len(rows)})", len(pattern))
     found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
-    width = seen.rows.shape[1]
-    return Rewrite(_with_phantom, (group,), (found[:, :width], None if bias is None else found[:, width]))
+    own = (found, None) if made_by(group)[1] is None else (found[:, :-1], found[:, -1])
+    return Rewrite(_with_phantom, (group,), own)
+
+
+def incoming(group: NeuronGroup, model: Any, inputs: Any) -> Array:
+    """Return what a group's incoming weights multiply, [vectors, features], with a last column of ones for a bias."""
+    matrix, bias = made_by(group)
+    rows = layer_inputs(model, as_examples("inputs", inputs, finite=True), matrix.path, call=group.call).rows
+    rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))  # also of integers and halves
+    return jnp.concatenate([rows, jnp.ones((len(rows), bias is not None), rows.dtype)], 1)
 
 
 def made_by(group: NeuronGroup) -> tuple[Slot, Slot | None]:

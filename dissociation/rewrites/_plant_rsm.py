@@ -16,7 +16,7 @@ from dissociation._core.linalg import product
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.rewrites._groups import NeuronGroup, parameters_of
-from dissociation.rewrites._growth import add_phantom
+from dissociation.rewrites._growth import add_phantom, made_by
 from dissociation.rewrites._rewrites import Rewrite, compose, scale
 
 
@@ -68,7 +68,7 @@ def plant_rsm(
     if size == 0 or target.min() < -1e-5 * size or np.abs(target - target.T).max() > 1e-5 * size:
         fail("rsm", "be symmetric, non-negative and not zero", f"entries from {target.min():.3g} to {target.max():.3g}")
     phantom = add_phantom(group, model, inputs, _factor(jnp.asarray(target / size), num_neurons, typed(key)))
-    matrix = next(slot for slot in group.slots if not slot.outgoing and len(slot.shape) == 2)
+    matrix, _ = made_by(group)
     trained = jnp.asarray(matrix.rows(jnp.asarray(parameters_of(model)[0][matrix.leaf])))
     length, longest = (jnp.linalg.norm(rows, axis=1) for rows in (trained, phantom.arrays[0]))
     for name, lengths in (("group", length), ("inputs", longest)):

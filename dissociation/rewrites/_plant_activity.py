@@ -22,9 +22,8 @@ from dissociation._core.validation import validated
 from dissociation.models._program import function_of
 from dissociation.models._representations import representations
 from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of
-from dissociation.rewrites._growth import made_by
+from dissociation.rewrites._growth import incoming, made_by
 from dissociation.rewrites._rewrites import current
-from dissociation.rewrites._seen import layer_inputs
 from dissociation.training._fitting import fit
 from dissociation.training._progress import MeterFactory, Progress
 from dissociation.training._records import Save
@@ -151,8 +150,8 @@ def plant_activity(
     ):
         fraction = round(fraction - 0.01, 2)
     if fraction < 1:
-        advice = "Take more passes."
-        warnings.warn(f"{fraction:g} of the change is kept: all of it changes predictions. {advice}", stacklevel=3)
+        told = f"{fraction:g} of the change is kept, because all of it changes predictions. Take more passes."
+        warnings.warn(told, stacklevel=3)
     after, planted = planting.activity(fraction * change), planting.changed(fraction * change)
     _check_activity(group, planted, examples[: len(pattern)], after)
     activity = jnp.stack([planting.activity(planting.none), after, planting.best(after)])
@@ -184,19 +183,16 @@ def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: np.ndarray
         fail("pattern", "not be constant", f"{low} alone")
     # On the host, so that no unit and no constant matters to float32.
     pattern = (pattern - low) / (high - low)
-    matrix, bias = made_by(group)
-    slots, own = [matrix] if bias is None else [matrix, bias], parameters_of(model)[0]
-    rows = layer_inputs(model, inputs, matrix.path, call=group.call).rows
+    rows = incoming(group, model, inputs)
     if len(rows) != len(inputs):
         fail("group", "be made once per input", f"{len(rows)} times by {len(inputs)} inputs")
-    rows = rows if bias is None else jnp.concatenate([rows, jnp.ones((len(rows), 1), rows.dtype)], 1)
     host = np.asarray(rows, float)
     values, vectors = np.linalg.eigh(host.T @ host / len(host))
     kept = values > 1e-8 * values[-1]
     # Directions of little variance are not magnified in full: they would carry rounding errors.
     whitened = vectors[:, kept] / np.sqrt(values[kept] + 1e-5 * values[-1])
-    shown = rows[: len(pattern)]
-    weights = jnp.concatenate([slot.rows(jnp.asarray(own[slot.leaf])) for slot in slots], 1)
+    shown, own = rows[: len(pattern)], parameters_of(model)[0]
+    weights = jnp.concatenate([slot.rows(jnp.asarray(own[slot.leaf])) for slot in made_by(group) if slot], 1)
     basis = jnp.asarray(whitened, rows.dtype)
     planting = _Planting(model, group, basis, shown, product(shown, weights.T), jnp.asarray(pattern, rows.dtype))
     _check_activity(group, model, inputs[: len(pattern)], planting.activity(planting.none))
@@ -228,9 +224,8 @@ class _Planting(eqx.Module):
     def changed(self, change: Array) -> Any:
         leaves, tree, rest = parameters_of(self.model)
         step = product(change, self.basis.T)
-        matrix, *bias = self.slots
-        width = step.shape[1] - len(bias)
-        for slot, part in zip((matrix, *bias), (step[:, :width], step[:, width]), strict=False):
+        slots = self.slots
+        for slot, part in zip(slots, [step] if len(slots) < 2 else [step[:, :-1], step[:, -1]], strict=True):
             array = jnp.asarray(leaves[slot.leaf])
             blocks = slot.blocks(array)
             leaves[slot.leaf] = slot.with_blocks(array, blocks + part.reshape(blocks.shape))
@@ -245,9 +240,15 @@ class _Planting(eqx.Module):
         both, first, second = (jnp.sum(jnp.sum(part, 1)) for part in (one * other, one**2, other**2))
         return both / jnp.maximum(jnp.sqrt(first * second), 1e-30)
 
+    @eqx.filter_jit
     def predicted(self, change: Array, inputs: Array, batch_size: int) -> tuple[Array, Array]:
         """Return predictions and margins."""
-        return _predicted(self, change, inputs, min(batch_size, len(inputs)))
+        model = function_of("model", self.changed(change))
+        outputs = lax.map(model, inputs, batch_size=min(batch_size, len(inputs)))
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            fail("model", "return one vector of at least two logits", f"outputs of shape {outputs.shape[1:]}")
+        labels = jnp.argmax(outputs, 1)
+        return labels, _margins(outputs, labels)
 
     def lagrangian(
         self, data: Any, penalty: float, change: Array, multipliers: Array, batch: Array, key: Array
@@ -302,16 +303,6 @@ class _Planting(eqx.Module):
 
         found = [*starts, product(span, climbed(weights)), planted]
         return max(map(jax.nn.relu, found), key=lambda activity: float(self.correlation(activity)))
-
-
-@eqx.filter_jit
-def _predicted(planting: _Planting, change: Array, inputs: Array, batch_size: int) -> tuple[Array, Array]:
-    model = function_of("model", planting.changed(change))
-    outputs = lax.map(model, inputs, batch_size=batch_size)
-    if outputs.ndim != 2 or outputs.shape[1] < 2:
-        fail("model", "return one vector of at least two logits", f"outputs of shape {outputs.shape[1:]}")
-    labels = jnp.argmax(outputs, 1)
-    return labels, _margins(outputs, labels)
 
 
 def _margins(outputs: Array, labels: Array) -> Array:
