@@ -28,6 +28,9 @@ HOST = {
     "dissociation.rewrites._canonical": "a step of the host",
     "dissociation.rewrites._freedom.cka_": "a step of the host",
     "dissociation.rewrites._freedom.linear_": "a step of the host",
+    "dissociation.rewrites._plant_": "planting by the host",
+    "dissociation.linear._tasks.": "ranks, which set shapes, by the host",
+    "dissociation.linear._planting.": "ranks by the host",
     "dissociation.rewrites._matching.match_": "assignments by the host",
     "dissociation.rewrites._barriers.barriers": "assignments by the host",
     "dissociation.recipes._mnist.fit_": "training by the host",
@@ -50,6 +53,7 @@ HOST = {
 """What works on known numbers alone."""
 
 KNOWN = {
+    "dissociation.linear._dynamics.gradient_flow": ("times",),
     "dissociation.data._datasets.Dataset": ("train_labels", "test_labels"),
     "dissociation.measures._robustness": ("labels",),
     "dissociation.measures._transfer": ("y", "labels", "fractions"),

@@ -54,6 +54,13 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
+def check_known(reason: str, *, advice: str = "Call it outside of jit", **given: Any) -> None:
+    """Raise if arrays of an argument are traced, which `reason` does not allow."""
+    for name, value in given.items():
+        if any(map(is_traced, jax.tree.leaves(value))):
+            fail_kind(name, f"be known: {reason}" if reason else "be known", "a traced value", advice)
+
+
 def _check_range(name: str, value: Any, wanted: str, *, zero: bool) -> None:
     if is_traced(value):
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dissociation._core.checks import fail, fail_kind, is_traced
+from dissociation._core.checks import check_known, fail, fail_kind
 from dissociation._core.files import RefusedFile, reason_of, replacing, write_bytes
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]) 
 
 
 def _on_host(name: str, value: Any) -> np.ndarray:
-    if is_traced(value):
-        fail_kind(name, "be known", "a traced value", "Label results outside of transformations")
+    check_known("", advice="Label results outside of transformations", **{name: value})
     array = np.asarray(value)
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         array = array.astype(str)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_positive, fail, fail_kind, is_traced
+from dissociation._core.checks import check_count, check_known, check_positive, fail, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
@@ -89,8 +89,7 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
         all balanced starts.
     """
     check_network(task, network)
-    if is_traced(times):
-        fail_kind("times", "be known numbers (they set the number of intervals)", "traced ones")
+    check_known("they set the number of intervals", times=times)
     known = np.asarray(times, float)
     steps = np.diff(known, prepend=0.0)
     if (steps < 0).any():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_positive, fail, fail_kind, is_traced
+from dissociation._core.checks import check_known, check_positive, fail
 from dissociation._core.validation import validated
 from dissociation.linear._families import check_single
 from dissociation.linear._networks import LinearNetwork
@@ -50,9 +50,7 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
     References:
         Braun, Grant and Saxe (2025), section 3 and figure 5.
     """
-    for name, value in (("pattern", pattern), ("task", task.x)):
-        if is_traced(value):
-            fail_kind(name, "be known (its rank is found on the host)", "a traced array", "Call `plant` outside of jit")
+    check_known("its rank is found on the host", pattern=pattern, task=task)
     target, size = np.asarray(pattern, float), float(np.linalg.norm(np.asarray(pattern, float), 2))
     if len(target) != len(task.x) or not size:
         fail(
@@ -95,7 +93,9 @@ def plant_rsm(
 
     Raises:
         ValueError: If the matrix is not symmetric and positive semidefinite, or has another size.
+        TypeError: If an array is traced.
     """
+    check_known("its eigenvalues are found on the host", rsm=rsm)
     given = np.asarray(rsm, float)
     if given.shape != (len(task.x),) * 2:
         fail("rsm", f"have shape {(len(task.x),) * 2}", given.shape)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dissociation._core.checks import check_count, check_non_negative, fail, fail_kind, is_traced
+from dissociation._core.checks import check_count, check_known, check_non_negative, fail
 from dissociation._core.linalg import product
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -104,9 +104,7 @@ def make_task(
     References:
         Braun, Grant and Saxe (2025), section 3.
     """
-    for name, array in (("x", x), ("y", y)):
-        if is_traced(array):
-            fail_kind(name, "be a known array (its rank sets shapes)", "a traced one", "Make tasks outside of jit")
+    check_known("its rank sets shapes", x=x, y=y)
     dtype = jnp.result_type(jnp.asarray(x[:1, :1]), jnp.asarray(y[:1, :1]))
     if rtol is None:
         rtol = min(max(x.shape), 300) * float(np.finfo(np.result_type(x.dtype, y.dtype)).eps)
@@ -172,6 +170,7 @@ def random_task(
 
     Raises:
         ValueError: If a rank is larger than possible, `condition` is below 1 or `noise` is negative.
+        TypeError: If the key is traced.
     """
     sizes = {"num_samples": num_samples, "num_inputs": num_inputs, "num_outputs": num_outputs}
     for name, size in sizes.items():
@@ -181,6 +180,7 @@ def random_task(
     most = min(inner, num_outputs)
     rank = most if rank is None else check_count("rank", rank, minimum=1, maximum=most)
     check_non_negative("noise", noise)
+    check_known("tasks are made on the host", key=key)
     if condition is not None and not 1 <= condition < np.inf:
         fail("condition", "be at least 1", condition)
     shapes = (
@@ -219,8 +219,10 @@ def teacher_task(
 
     Raises:
         ValueError: If weights do not fit, or `make_task` refuses the data.
+        TypeError: If an argument is traced.
     """
     check_non_negative("noise", noise)
+    check_known("tasks are made on the host", x=x, weights=weights, key=key)
     y: Any = np.asarray(x)
     for place, weight in enumerate(map(np.asarray, weights)):
         if weight.ndim != 2 or weight.shape[1] != y.shape[1]:
@@ -244,10 +246,12 @@ def hierarchy_task(
 
     Raises:
         ValueError: If `parents` is no tree.
+        TypeError: If an argument is traced.
 
     References:
         Saxe, McClelland and Ganguli (2019), A mathematical theory of semantic development in deep neural networks.
     """
+    check_known("tasks are made on the host", parents=parents, x=x)
     above = np.asarray(parents)
     nodes = np.arange(len(above))
     if np.sum(above == -1) != 1 or above.min() < -1 or above.max() >= len(above):

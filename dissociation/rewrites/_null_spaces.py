@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Real
 
-from dissociation._core.checks import check_non_negative, check_same_length, fail, fail_kind, is_traced
+from dissociation._core.checks import check_known, check_non_negative, check_same_length, fail, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
@@ -44,8 +44,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rto
 
     Memory holds at most a chunk of the samples times the features.
     """
-    if is_traced(dataset):
-        fail_kind("dataset", "be a known array (its rank sets shapes)", "a traced one", "Call it outside of jit")
+    check_known("its rank sets shapes", dataset=dataset)
     samples = np.asarray(dataset)
     rtol = RELATIVE_CUTOFF if rtol is None else rtol
     check_non_negative("rtol", rtol)

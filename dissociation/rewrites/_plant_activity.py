@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dissociation._core.checks import check_count, check_positive, fail, fail_kind, is_traced
+from dissociation._core.checks import check_count, check_known, check_positive, fail
 from dissociation._core.conversion import as_examples
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
@@ -107,7 +107,9 @@ def plant_activity(
     References:
         Braun, Grant and Saxe (2025), figure 5. Nocedal and Wright (2006), Numerical Optimization, section 17.4.
     """
-    _check_known(group, model=model, inputs=inputs, pattern=pattern, key=key)
+    check_known("planting is driven by the host", model=model, inputs=inputs, pattern=pattern, key=key)
+    if group.call is not None:
+        fail("group", "be found without `call`", group.name)
     examples: Array = as_examples("inputs", inputs, finite=True)
     number, group = len(examples), current(group, model)
     check_count("num_passes", num_passes, minimum=1)
@@ -164,14 +166,6 @@ def _check_activity(group: NeuronGroup, model: Any, shown: Array, activity: Arra
     known = representations(model, shown).get(group.name, activity[:0])
     if known.shape != activity.shape or not np.allclose(known, activity, atol=1e-4 * float(jnp.max(jnp.abs(known)))):
         fail("group", "be of ReLU neurons", group.name)
-
-
-def _check_known(group: NeuronGroup, **given: Any) -> None:
-    for name, value in given.items():
-        if any(map(is_traced, jax.tree.leaves(value))):
-            fail_kind(name, "be known: planting is driven by the host", "a traced value")
-    if group.call is not None:
-        fail("group", "be found without `call`", group.name)
 
 
 def _planting(group: NeuronGroup, model: Any, inputs: Array, pattern: np.ndarray) -> "_Planting":

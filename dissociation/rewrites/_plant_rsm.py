@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, fail, fail_kind, is_traced
+from dissociation._core.checks import check_count, check_known, fail, is_traced
 from dissociation._core.conversion import as_examples
 from dissociation._core.keys import typed
 from dissociation._core.linalg import product
@@ -55,8 +55,7 @@ def plant_rsm(
     References:
         Ding, He and Simon (2005), On the equivalence of nonnegative matrix factorization and spectral clustering.
     """
-    if is_traced(rsm):
-        fail_kind("rsm", "be known (it is checked on the host)", "a traced array")
+    check_known("it is checked on the host", rsm=rsm)
     target = np.asarray(rsm)
     check_count("num_neurons", num_neurons, minimum=1)
     if not 1 <= largest < np.inf:

@@ -148,10 +148,8 @@ def fit(
             optimiser is not a transformation (without `hyperparams`) or not a function to one (with them).
     """
     began = time.perf_counter()
-    for name, given in (("models", models), ("sampler", sampler), ("hyperparams", hyperparams), ("key", key)):
-        if any(map(checks.is_traced, jax.tree.leaves(given))):
-            advice = "Inside of a transformation use `train`"
-            checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
+    given = {"models": models, "sampler": sampler, "hyperparams": hyperparams, "key": key}
+    checks.check_known("`fit` is driven by the host", advice="Inside of a transformation use `train`", **given)
     given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
     state, first, total, keys = prepared(models, step, sampler, key=key, **given)
     heard = [each if isinstance(each, Callback) else OfFunction(i, each) for i, each in enumerate(callbacks)]
