@@ -7,7 +7,6 @@ import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,10 +168,10 @@ def _tasks(config: Config, key: Array) -> Task:
     maps = np.split(np.asarray(jax.random.normal(keys[1], shape)), [config.num_inputs], 2)
     targets = np.asarray(first.x) @ maps[0].swapaxes(1, 2) @ maps[1] / np.sqrt(config.num_inputs * config.rank)
     tasks = [make_task(first.x, y.astype(first.x.dtype), rtol=1e-5) for y in targets]
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *tasks)
+    return jax.tree.map(lambda *parts: jnp.asarray(np.stack(parts)), *tasks)
 
 
-def _walks(config: Config, tasks: Task, key: Array) -> dict[str, Array]:
+def _walks(config: Config, tasks: Task, key: Array) -> dict[str, Array | np.ndarray]:
     """Return distances, drift and similarities of walks in all families."""
     keys = jax.random.split(key, (2, len(FAMILIES), config.num_tasks))
 
@@ -188,11 +187,12 @@ def _walks(config: Config, tasks: Task, key: Array) -> dict[str, Array]:
     hidden, other = (
         [jax.vmap(_activity)(tasks, networks)[:, :kept] for networks in each.values()] for each in (walks, others)
     )  # [tasks, steps, samples, units]
-    rows = []
-    for one in hidden:
-        row = [_compared(one, jnp.stack([second, jnp.roll(second, -1, 0)])) for second in other]
-        rows.append(jnp.stack(row, 2))  # [measures, scopes, other_families, tasks, steps]
-    return {"moved": jnp.moveaxis(moved, 1, 0), "drift": jnp.stack(drift), "similarity": jnp.stack(rows, 2)}
+    rows = np.array([[_compared(one, second) for second in other] for one in hidden])  # families first
+    return {
+        "moved": np.moveaxis(moved, 1, 0),
+        "drift": np.stack(drift),
+        "similarity": np.moveaxis(rows, (2, 3), (0, 1)),
+    }
 
 
 def _activity(task: Task, networks: LinearNetwork) -> Array:
@@ -222,13 +222,15 @@ def _drift(task: Task, networks: LinearNetwork) -> Array:
 
 @jax.jit
 def _compared(hidden: Array, others: Array) -> Array:
-    """Return measures of activities with others of two scopes, [measures, scopes, tasks, steps]."""
+    """Return measures of activities with others of the same task and of the next, [measures, scopes, tasks, steps]."""
 
     def three(x: Array, y: Array) -> Array:
         return jnp.stack([rsa(x, y), linear_predictivity(x, y), _in_sample(x, y)])
 
-    rows = [lax.map(lambda pair: jax.vmap(three)(*pair), (hidden, other)) for other in others]
-    return jnp.moveaxis(jnp.stack(rows), 3, 0)
+    def scope(other: Array) -> Array:
+        return lax.map(lambda pair: jax.vmap(three)(*pair), (hidden, other))
+
+    return jnp.moveaxis(lax.map(scope, jnp.stack([others, jnp.roll(others, -1, 0)])), 3, 0)
 
 
 def _in_sample(x: Array, y: Array) -> Array:
@@ -239,40 +241,46 @@ def _in_sample(x: Array, y: Array) -> Array:
     return jnp.sum((jnp.where(kept[None], left, 0.0).T @ target) ** 2) / jnp.sum(target**2)
 
 
-def _noise(config: Config, task: Task, key: Array) -> dict[str, Array]:
+def _noise(config: Config, task: Task, key: Array) -> dict[str, Array | np.ndarray]:
     """Return theory and simulation under noise, and RSA of the minimiser with the minimal families."""
-    draw_key, run_key, least_key, select_key = jax.random.split(key, 4)
     families = [*FAMILIES.values(), LSS]  # the last one is the least under input noise
-    keys = jax.random.split(draw_key, len(families))
-    networks = [family.sample(task, config.hidden, key=k) for family, k in zip(families, keys, strict=True)]
-    scales, zeros = jnp.geomspace(0.03, 1.0, config.num_scales), jnp.zeros(config.num_scales)
+    number, wide = config.num_scales, jnp.geomspace(1e-2, 1e2, 4 * config.num_scales)
+    draw_keys, least_keys, run_keys = _keys(key, len(families), 6 * number, 2 * number * (len(families) + 2))
+    networks = [family.sample(task, config.hidden, key=k) for family, k in zip(families, draw_keys, strict=True)]
+    scales, zeros = jnp.geomspace(0.03, 1.0, number), jnp.zeros(number)
 
-    @eqx.filter_jit
-    def least(inputs: Array, key: Array) -> LinearNetwork:
-        noise = Noise(inputs, 0.1, 0.1)  # of equal sizes on both layers: their common size does not matter
-        return noise_minimiser(task, config.hidden, noise, key=key)
+    def least(pair: tuple[Array, Array]) -> LinearNetwork:
+        noise = Noise(pair[0], 0.1, 0.1)  # of equal sizes on both layers: their common size does not matter
+        return noise_minimiser(task, config.hidden, noise, key=pair[1])
 
-    known = [jax.tree.map(lambda part: jnp.stack([part] * len(scales)), one) for one in networks]
-    least_keys = jax.random.split(least_key, (2, len(scales)))
-    known += [lax.map(lambda pair: least(*pair), pair) for pair in zip((zeros, scales), least_keys, strict=True)]
-    stacked = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *known)  # [scales, solutions, ...]
+    minimisers = lax.map(least, (np.concatenate([zeros, scales, wide]), least_keys))
+
+    def part(begin: int, end: int | None) -> LinearNetwork:
+        return jax.tree.map(lambda weight: weight[begin:end], minimisers)
+
+    known = [jax.tree.map(lambda weight: np.stack([weight] * number), one) for one in networks]
+    known += part(0, number), part(number, 2 * number)
+    stacked = jax.tree.map(lambda *weights: jnp.asarray(np.stack(weights, 1)), *known)  # scales first
 
     def measured(network: LinearNetwork, noise: Noise, key: Array) -> Array:
         found = simulated_loss(task, network, noise, num_draws=config.num_draws, key=key)
         return jnp.stack([expected_loss(task, network, noise), *found])
 
-    noises = Noise(jnp.stack([scales, zeros]), *[jnp.stack([zeros, scales])] * 2)  # [sources, scales]
+    noises = Noise(np.stack([scales, zeros]), *[np.stack([zeros, scales])] * 2)  # [sources, scales]
     over_scales = jax.vmap(jax.vmap(measured, (0, None, 0)))
-    run_keys = jax.random.split(run_key, (2, *stacked.weights[0].shape[:2]))
+    run_keys = run_keys.reshape(2, number, len(families) + 2, *key.shape)
     found = lax.map(lambda pair: over_scales(stacked, *pair), (noises, run_keys))  # [sources, scales, solutions, 3]
-    theory, simulated, error = jnp.moveaxis(found, (3, 2), (0, 2))
-    wide = jnp.geomspace(1e-2, 1e2, 4 * config.num_scales)
+    theory, simulated, error = np.moveaxis(found, (3, 2), (0, 2))
     ends = [networks[list(FAMILIES).index(name)].hidden(task.x) for name in ("MRNS", "MWNS")]
-    select_keys = jax.random.split(select_key, len(wide))
-    chosen = lax.map(lambda pair: least(*pair).hidden(task.x), (wide, select_keys))
-    selected = jnp.stack([jax.vmap(rsa, (0, None))(chosen, end) for end in ends])
-    arrays = {"theory": theory, "simulated": simulated, "error": error, "selected": selected}
-    return arrays | {"scales": scales, "noise_scales": wide}
+    chosen = _activity(task, part(2 * number, None))
+    selected = np.stack([jax.vmap(rsa, (0, None))(chosen, end) for end in ends])
+    arrays = {"theory": theory, "simulated": simulated, "error": error, "selected": selected, "scales": scales}
+    return arrays | {"noise_scales": wide}
+
+
+def _keys(key: Array, *numbers: int) -> list[Array]:
+    """Return keys in groups, by one program."""
+    return jnp.split(jax.random.split(key, sum(numbers)), np.cumsum(numbers)[:-1])
 
 
 def _hierarchy(config: Config, key: Array) -> dict[str, Array]:

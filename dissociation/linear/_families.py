@@ -1,6 +1,5 @@
 """Four families of two-layer linear networks that solve a task: membership, samples, walks, nearest networks."""
 
-from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
@@ -181,8 +180,8 @@ def check_network(task: Task, network: LinearNetwork) -> int:
     return hidden
 
 
-def _free(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> dict[str, Array]:
-    """Return Gaussian parameters, scaled so that each part of the weights has about the norm of the task's own part."""
+def _parts(name: str, task: Task, hidden: int) -> dict[str, tuple[int, int, Array | float | None]]:
+    """Return the rows and columns of free parameters, and squared norms of parts of the task's own weights."""
     rank, unseen = task.rank, task.unseen.shape[1]
     total = jnp.sum(task.map_values)
     parts: dict[str, tuple[int, int, Array | float | None]] = {"frame": (hidden, rank, None)}
@@ -193,11 +192,20 @@ def _free(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> d
         parts |= {"skew": (rank, rank, 0.16 * rank**2), "beside": (hidden, idle, total)}
         parts |= {"mixing": (rank, hidden, float(rank)), "readout": (task.y.shape[-1], hidden, total)}
         parts |= {"unseen": (hidden, unseen, total)} if name == "GLS" else {}
-    ends = np.cumsum([rows * columns for rows, columns, _ in parts.values()])
-    # One draw compiles several times faster than one per part.
-    drawn = jax.random.normal(key, (int(ends[-1]),), task.x.dtype)
-    free = {}
-    for (part, (rows, columns, square)), end in zip(parts.items(), ends, strict=True):
+    return parts
+
+
+def _draw(name: str, task: Task, hidden: int, key: PRNGKey, count: int) -> Array:
+    """Return Gaussian numbers, [count, free parameters]. One draw compiles several times faster than one per part."""
+    size = sum(rows * columns for rows, columns, _ in _parts(name, task, hidden).values())
+    return jax.random.normal(key, (count, size), task.x.dtype)
+
+
+def _free(name: str, task: Task, hidden: int, spread: Scalar, drawn: Array) -> dict[str, Array]:
+    """Return drawn parameters, scaled so that each part of the weights has about the norm of the task's own part."""
+    free, end = {}, 0
+    for part, (rows, columns, square) in _parts(name, task, hidden).items():
+        end += rows * columns
         free[part] = drawn[end - rows * columns : end].reshape(rows, columns)
         if square is not None:
             free[part] *= jnp.asarray(spread * jnp.sqrt(square / max(rows * columns, 1)), drawn.dtype)
@@ -254,30 +262,25 @@ def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
 
 @eqx.filter_jit
 def _sample(name: str, task: Task, hidden: int, spread: Scalar, key: PRNGKey) -> LinearNetwork:
-    return _solution(name, task, _free(name, task, hidden, spread, key))
+    return _solution(name, task, _free(name, task, hidden, spread, _draw(name, task, hidden, key, 1)[0]))
 
 
 @eqx.filter_jit
 def _walk(
     name: str, task: Task, hidden: int, num_steps: int, rate: Scalar, spread: Scalar, key: PRNGKey
 ) -> LinearNetwork:
-    keys = jax.random.split(key, num_steps)
-    decay = jnp.full(num_steps, 1 - jnp.asarray(rate, task.x.dtype)).at[0].set(0.0)
-    begins = jnp.arange(num_steps) == 0  # the first step is a draw
+    drawn = _draw(name, task, hidden, key, num_steps)
+    moves = jnp.arange(drawn.shape[1]) < (hidden * task.rank if name in MINIMAL else drawn.shape[1])
+    rates = jnp.where(moves, 1 - jnp.asarray(rate, drawn.dtype), 1.0)
 
-    def step(free: dict[str, Array], now: tuple[Array, Array, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
-        key, kept, begin = now
-        drawn = _free(name, task, hidden, spread, key)
-        moving = {"frame"} if name in MINIMAL else free.keys()
-        still = {part: jnp.where(begin, drawn[part], free[part]) for part in free}
-        mixed = still | {part: kept * free[part] + jnp.sqrt(1 - kept**2) * drawn[part] for part in moving}
-        return mixed, mixed
+    def step(now: Array, given: tuple[Array, Array]) -> tuple[Array, Array]:
+        begins, new = given  # the first step is a draw
+        kept = jnp.where(begins, 0.0, rates)
+        moved = kept * now + jnp.sqrt(1 - kept**2) * new
+        return moved, moved
 
-    start = jax.eval_shape(partial(_free, name, task, hidden, spread), key)
-    _, steps = lax.scan(
-        step, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), start), (keys, decay, begins)
-    )
-    return jax.vmap(lambda free: _solution(name, task, free))(steps)
+    _, steps = lax.scan(step, jnp.zeros_like(drawn[0]), (jnp.arange(num_steps) == 0, drawn))
+    return jax.vmap(lambda drawn: _solution(name, task, _free(name, task, hidden, spread, drawn)))(steps)
 
 
 def _restricted(name: str, task: Task, weights: Array) -> Array:
