@@ -100,8 +100,9 @@ def plant_activity(
         progress: Meter: "auto", "terminal", a function that opens one, or None.
 
     Raises:
-        ValueError: If the group is not such a one or was found by a `call`, the pattern is constant or has another
-            shape, the model does not return one vector of at least two finite logits, or weights overflow.
+        ValueError: If the group is not such a one, is never active or was found by a `call`, the pattern is constant
+            or has another shape, the model does not return one vector of at least two finite logits, or weights
+            overflow.
         TypeError: If an argument is traced.
 
     References:
@@ -121,6 +122,8 @@ def plant_activity(
     unit = margin * jnp.mean(margins)
     if not unit > 0:
         fail("model", "tell classes apart by finite logits", f"a mean margin of {float(unit / margin):.3g}")
+    if not jnp.any(planting.activity(planting.none) > 0):
+        fail("group", "have an active neuron on the shown inputs", "zeros alone", "Gradients are zero there")
     data = examples, labels, jnp.clip(0.5 * margins / unit, 0.4, 1.0), unit
     num_steps = num_passes * -(-number // batch_size)
     rate = optax.cosine_decay_schedule(learning_rate * planting.size, num_steps, alpha=0.02)

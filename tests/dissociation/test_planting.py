@@ -191,6 +191,9 @@ def test_what_spoils_a_planting_is_named():
     called = neuron_groups(model, x[0], call=lambda network, each: -network(each))["layers[0]"]
     with pytest.raises(ValueError, match="`group` must be found without `call`"):
         plant_activity(called, model, x, PATTERN, key=KEY)
+    dead = eqx.tree_at(lambda network: network.layers[0].bias, model, model.layers[0].bias - 100)
+    with pytest.raises(ValueError, match="`group` must have an active neuron on the shown inputs"):
+        plant_activity(group, dead, x, PATTERN, key=KEY)
     capped, x, group = classifier(lambda z: jnp.clip(z, 0, 2.45))
     with pytest.raises(ValueError, match="`group` must be of ReLU neurons"):
         plant_activity(group, capped, x, PATTERN, num_passes=40, batch_size=30, learning_rate=3e-2, key=KEY)
