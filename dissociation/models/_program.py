@@ -157,7 +157,7 @@ class Walk:
             values, own = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             inner = inner_program(equation.params)
             loops = equation.primitive.name in ("scan", "while", "cond")
-            # A loop runs its program many times: there is no one mark of a value in it.
+            # A loop runs its program many times, so a value in it has no single mark.
             if not loops and inner is not None and len(inner.jaxpr.invars) == len(values):
                 found = self.run(inner.jaxpr, inner.consts, values, own)
             else:

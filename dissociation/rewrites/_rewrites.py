@@ -144,7 +144,7 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
     group = current(group, model)
     # A group that was found again may have other scalings.
     if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
-        fail("model", f"let {group.name} be scaled as where the group was found", group)
+        fail("model", f"have a group {group.name} with the scalings of the group that was passed", group)
     if factor.shape not in ((), (group.size,), (group.copies, group.size)):
         wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
         fail("factor", wanted, f"shape {factor.shape}")
