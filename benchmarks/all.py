@@ -81,7 +81,8 @@ def table(rows):
         first = "" if row["first"] is None else seconds(row["first"])
         for peer, found in row["peers"].items():
             low, middle, high = found["ratio"]
-            mark = f"**below 1**{': ' if row['note'] else ''}{row['note']}" if middle < 1 else row["note"]
+            note = "; ".join(filter(None, (row["note"], row.get("machine"))))
+            mark = f"**below 1**{': ' if note else ''}{note}" if middle < 1 else note
             cells = row["work"], seconds(row["ours"]), first, peer, seconds(found["seconds"])
             lines.append(f"| {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {mark} |")
     return "\n".join(lines)
@@ -99,7 +100,7 @@ Written by `{command}` on {about["day"]}: {about["cpu"]}, {about["cores"]} cores
 The ratio is the peer's time divided by ours in the same round: its median over the rounds, with quartiles. Both run
 alternately. Our times are warm calls. The first call, which compiles, has its own column. PyTorch runs with the number
 of threads that suits it. For several seeds a second row has PyTorch in one process per core, with one thread each.
-`--only` renews the rows of one script. Rows below 1: {below}.
+`--only` renews the rows of one script; their notes name another machine. Rows below 1: {below}.
 
 {table(rows)}
 """
@@ -116,17 +117,19 @@ def main():
     scripts = {f"{SCRIPTS.get(name, name)}.py" for name in options.only}
     kept = json.loads(numbers.read_text()) if numbers.exists() else {"machine": {}, "rows": []}
     same = all(kept["machine"].get(name) == about[name] for name in ("cpu", "cores", "versions"))
-    if same and kept.get("quick", False) == options.quick:
+    if kept.get("quick", False) == options.quick and (same or options.only != list(RUNS)):
         rows = [row for row in kept["rows"] if row["script"] not in scripts]
+    elsewhere = {} if same or not rows else {"machine": f"on {about['cpu']}, {about['cores']} cores, {about['day']}"}
     for name in options.only:
         arguments = RUNS[name][options.quick]
         if arguments is None:
             continue
         found, status = run(name, arguments)
-        rows += found
+        rows += [row | elsewhere for row in found]
         failed += [name] if status else []
     order = [f"{name}.py" for name in RUNS]
     rows.sort(key=lambda row: order.index(row["script"]))
+    about = kept["machine"] if elsewhere else about
     command = f"python benchmarks/all.py{' --quick' if options.quick else ''}"
     options.out.write_text(page(about, rows, command))
     numbers.write_text(json.dumps({"machine": about, "quick": options.quick, "rows": rows}, indent=1) + "\n")

@@ -11,7 +11,7 @@ from dissociation._core.checks import check_count, fail
 from dissociation._core.linalg import product
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.linear._families import Residual, check_hidden, polar
+from dissociation.linear._families import Residual, check_hidden, check_single, polar
 from dissociation.linear._networks import LinearNetwork
 from dissociation.linear._tasks import Task
 
@@ -23,6 +23,7 @@ def least_norm(task: Task, depth: int) -> Float[Array, ""]:
     References:
         Shang et al. (2020), Unified scalable equivalent formulations for Schatten quasi-norms.
     """
+    check_single(task)
     check_count("depth", depth, minimum=1)
     return depth * jnp.sum(task.map_values ** (2 / depth))
 
@@ -41,6 +42,7 @@ def least_norm_network(task: Task, widths: Sequence[int], *, key: PRNGKey) -> Li
     Raises:
         ValueError: If a layer is too narrow.
     """
+    check_single(task)
     for place, width in enumerate(widths):
         check_hidden(task, width, f"widths[{place}]")
     return _deep(task, tuple(widths), key)
@@ -65,6 +67,7 @@ def deep_residual(task: Task, network: LinearNetwork) -> Residual:
     Raises:
         ValueError: If its map has another shape.
     """
+    check_single(task)
     whole = network.map
     if whole.shape != task.best_map.shape:
         fail("network", f"have a map of shape {task.best_map.shape}", whole.shape)

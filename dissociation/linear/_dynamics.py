@@ -15,7 +15,7 @@ from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.linear._families import check_network, polar
+from dissociation.linear._families import check_network, check_single, polar
 from dissociation.linear._networks import LinearNetwork
 from dissociation.linear._tasks import Task
 
@@ -52,6 +52,7 @@ def balanced_network(task: Task, hidden: int, scale: Scalar, *, key: PRNGKey) ->
     Raises:
         ValueError: If `scale` is not positive.
     """
+    check_single(task)
     check_count("hidden", hidden, minimum=1)
     check_positive("scale", scale)
     sizes = hidden, task.x.shape[1], task.y.shape[1]

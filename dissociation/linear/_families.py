@@ -1,5 +1,6 @@
 """Four families of two-layer linear networks that solve a task: membership, samples, walks, nearest networks."""
 
+import itertools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -63,7 +64,8 @@ class Family(eqx.Module):
         Args:
             task: Task.
             hidden: Hidden units, at least `task.rank`.
-            spread: Size of all other free parts relative to the task's own, 0 to 3. Rounding grows with it.
+            spread: Size of all other free parts relative to the task's own, 0 to 3. Rounding grows with it: in float32
+                the largest residual of 500 GLS of rank 8 with 16 units was 2e-6 at 1, 4e-5 at 2 and 4e-3 at 3.
             key: Random key.
 
         Raises:
@@ -71,7 +73,7 @@ class Family(eqx.Module):
         """
         check_hidden(task, hidden)
         _check_part("spread", spread, 3)
-        return _sample(self.name, task, hidden, spread, key)
+        return _sample(self.name, task, hidden, jnp.asarray(spread, task.x.dtype), key)
 
     @validated
     def walk(
@@ -91,12 +93,14 @@ class Family(eqx.Module):
             key: Random key.
 
         Raises:
-            ValueError: If there are fewer hidden units than the task's rank, or `rate` is not from 0 to 1.
+            ValueError: If there are fewer hidden units than the task's rank, or `rate` is not from 0 to 1. A traced
+                rate is not checked.
         """
         check_hidden(task, hidden)
         check_count("num_steps", num_steps, minimum=1)
         _check_part("rate", rate, 1)
         _check_part("spread", spread, 3)
+        rate, spread = (jnp.asarray(value, task.x.dtype) for value in (rate, spread))  # floats would be static
         return _walk(self.name, task, hidden, num_steps, rate, spread, key)
 
     @validated
@@ -114,12 +118,12 @@ class Family(eqx.Module):
         """Return the nearest network of MRNS or MWNS; of GLS or LSS, the nearest one with the same first layer.
 
         Distances are Euclidean over all weights. In GLS and LSS weights are NaN if the first layer does not carry the
-        inputs that the task needs.
+        inputs that the task needs, up to rounding.
 
         Raises:
             ValueError: If the network does not have two layers of the task's sizes, or too few hidden units.
         """
-        check_hidden(task, check_network(task, network))
+        check_width(task, network)
         return _project(self.name, task, network)
 
     @validated
@@ -127,8 +131,9 @@ class Family(eqx.Module):
         """Return the matrix H^T H of all networks of MRNS or MWNS, products of hidden activities.
 
         Raises:
-            ValueError: If the family is GLS or LSS, in which the matrix is not unique.
+            ValueError: If the family is GLS or LSS, in which the matrix is not unique, or `task` is a stack of tasks.
         """
+        check_single(task)
         if self.name not in MINIMAL:
             fail("the family", f"be one of {', '.join(MINIMAL)}", self.name, "Other families have no unique matrix")
         if self.name == "MRNS":
@@ -174,10 +179,17 @@ def check_network(task: Task, network: LinearNetwork) -> int:
     """Return the number of hidden units, or raise if a network does not have two layers of the task's sizes."""
     check_single(task)
     shapes = [weight.shape for weight in network.weights]
-    inputs, outputs, hidden = task.x.shape[1], task.y.shape[1], shapes[0][0]
+    inputs, outputs, hidden = task.x.shape[1], task.y.shape[1], (*itertools.chain(*shapes), 0)[0]
     if shapes != [(hidden, inputs), (outputs, hidden)]:
         fail("network", f"have weights [hidden, {inputs}] and [{outputs}, hidden]", shapes)
     return hidden
+
+
+def check_width(task: Task, network: LinearNetwork) -> None:
+    """Raise if a network does not have two layers of the task's sizes, or fewer hidden units than the task's rank."""
+    hidden = check_network(task, network)
+    if hidden < task.rank:
+        fail("network", f"have at least {task.rank} hidden units, the rank of the best map", hidden)
 
 
 def _parts(name: str, task: Task, hidden: int) -> dict[str, tuple[int, int, Array | float | None]]:
@@ -327,7 +339,11 @@ def _project(name: str, task: Task, network: LinearNetwork) -> LinearNetwork:
     kept = values > cut
     needed = product(basis.T, task.map_right)
     carried = product(jnp.where(kept[:, None], right, 0.0), needed)
-    missing = jnp.linalg.norm(needed - product(right.T, carried)) > jnp.finfo(first.dtype).eps ** 0.5
+    least = jnp.min(values, where=kept, initial=jnp.inf)
+    slack = 16 * jnp.finfo(first.dtype).eps * jnp.maximum(1.0, jnp.linalg.norm(first) / least)  # rounding of `right`
+    missing = jnp.linalg.norm(needed - product(right.T, carried)) > jnp.minimum(
+        slack, jnp.finfo(first.dtype).eps ** 0.5
+    )
     wrong = product(task.best_map - network.map, basis)
     inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)
     change = product(product(wrong, right.T) * inverse[None], left.T)
@@ -357,10 +373,13 @@ class Placement(NamedTuple):
 def placement(task: Task, network: LinearNetwork) -> Placement:
     """Return how far a network is from the families of solutions, in the order of `FAMILIES`.
 
+    Distances from GLS and LSS are NaN as long as the first layer does not carry the inputs that the task needs. During
+    training of a network narrower than the inputs that is so until it converges.
+
     Raises:
         ValueError: As `Family.project`.
     """
-    check_hidden(task, check_network(task, network))
+    check_width(task, network)
     total = jnp.sqrt(sum(jnp.sum(weight**2) for weight in network.weights))
     distances, residuals = [], []
     for name in FAMILIES:

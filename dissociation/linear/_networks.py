@@ -1,5 +1,6 @@
 """Linear networks."""
 
+import itertools
 from functools import reduce
 
 import equinox as eqx
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from dissociation._core.checks import fail
 from dissociation._core.linalg import product
 from dissociation.models._layers import as_example
 
@@ -28,8 +30,13 @@ class LinearNetwork(eqx.Module):
     @property
     def map(self) -> Float[Array, "outputs inputs"]:
         """Return the matrix of the whole network."""
+        shapes = [weight.shape for weight in self.weights]
+        if not shapes or any(one[-2] != following[-1] for one, following in itertools.pairwise(shapes)):
+            fail("weights", "be [outputs, inputs] of layers that follow each other", shapes)
         return reduce(lambda first, weight: product(weight, first), self.weights)
 
     def hidden(self, x: Float[Array | np.ndarray, "samples inputs"]) -> Float[Array, "samples hidden"]:
         """Return the activity of the first hidden layer."""
+        if x.shape[-1] != self.weights[0].shape[-1]:
+            fail("x", f"have {self.weights[0].shape[-1]} columns, the network's inputs", x.shape)
         return product(jnp.asarray(x), self.weights[0].swapaxes(-1, -2))

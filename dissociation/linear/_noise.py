@@ -16,7 +16,7 @@ from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.linear._families import LSS, check_hidden, check_network, polar
 from dissociation.linear._networks import LinearNetwork
-from dissociation.linear._tasks import Task
+from dissociation.linear._tasks import Task, check_semidefinite
 
 
 class Noise(NamedTuple):
@@ -53,7 +53,9 @@ NONE = Noise()
 def _checked(noise: Noise) -> Noise:
     for name, value in noise._asdict().items():
         check_non_negative(f"noise.{name}", value)
-    return noise
+        if jnp.ndim(value):
+            fail(f"noise.{name}", "be one number", f"shape {jnp.shape(value)}", "Map several by `jax.vmap`")
+    return Noise(*map(jnp.asarray, noise))  # floats would be static
 
 
 @validated
@@ -151,15 +153,16 @@ def noise_minimiser(task: Task, hidden: int, noise: Noise, *, key: PRNGKey) -> L
         key: Random key.
 
     Raises:
-        ValueError: If one layer alone has noise: the loss then has an infimum that no network reaches.
+        ValueError: If one layer alone has noise: the loss then has an infimum that no network reaches. Weights are NaN
+            if the noise is traced.
     """
     check_hidden(task, hidden)
     sizes = _checked(noise)
-    known = [value for value in sizes[1:] if not is_traced(value)]
+    known = [value for value in noise[1:] if not is_traced(value)]
     zero = [float(value) == 0 for value in known]
     if any(zero) and not (all(zero) and len(zero) == 2):
         advice = "The loss falls without end as one layer shrinks and the other grows"
-        fail("noise", "have noise on both layers, or on neither", tuple(sizes), advice)
+        fail("noise", "have noise on both layers, or on neither", tuple(noise), advice)
     if zero and all(zero):
         return LSS.sample(task, hidden, key=key)
     return _minimiser(task, hidden, sizes, key)
@@ -228,14 +231,19 @@ def fresh_loss(
         noise: Standard deviations.
 
     Raises:
-        ValueError: If shapes do not fit, or a deviation is negative.
+        ValueError: If the network does not have two layers, shapes do not fit, C is not symmetric and positive
+            semidefinite, or a deviation is negative.
     """
+    if len(network.weights) != 2:
+        fail("network", "have two layers", len(network.weights))
     whole, target = network.map, jnp.asarray(teacher)
     given = jnp.eye(whole.shape[1], dtype=whole.dtype) if covariance is None else jnp.asarray(covariance)
     if target.shape != whole.shape:
         fail("teacher", f"have the shape of the network's map, {whole.shape}", target.shape)
     if given.shape != (whole.shape[1],) * 2:
         fail("covariance", f"have shape {(whole.shape[1],) * 2}", given.shape)
+    if covariance is not None and not is_traced(given):
+        check_semidefinite("covariance", np.asarray(given, float))
     difference = target - whole
     read = jnp.sum(product(network.weights[0], given) * network.weights[0])
     clean = 0.5 * jnp.sum(product(difference, given) * difference)

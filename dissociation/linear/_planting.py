@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_known, check_positive, fail
 from dissociation._core.validation import validated
-from dissociation.linear._families import check_single
+from dissociation.linear._families import check_hidden, check_single
 from dissociation.linear._networks import LinearNetwork
-from dissociation.linear._tasks import Task
+from dissociation.linear._tasks import Task, check_semidefinite
 
 
 class Planted(NamedTuple):
@@ -88,24 +88,22 @@ def plant_rsm(
     Args:
         task: Task.
         rsm: Symmetric positive semidefinite matrix over samples. Its part beyond the inputs' span is dropped.
-        hidden: Hidden units. Components beyond the largest `hidden` are dropped.
+        hidden: Hidden units, at least `task.rank`. Components beyond the largest `hidden` are dropped.
         least: As in `plant`.
+
+    Returns:
+        The network, with the bound and the distance of its activity from a root of the matrix, of `hidden` columns.
 
     Raises:
         ValueError: If the matrix is not symmetric and positive semidefinite, or has another size.
         TypeError: If an array is traced.
     """
     check_known("its eigenvalues are found on the host", rsm=rsm)
+    check_hidden(task, hidden)
     given = np.asarray(rsm, float)
-    if given.shape != (len(task.x),) * 2:
-        fail("rsm", f"have shape {(len(task.x),) * 2}", given.shape)
-    values, vectors = np.linalg.eigh(0.5 * (given + given.T))
-    size = float(np.abs(values).max())
-    slack = 1e-5 * size
-    uneven = float(np.abs(given - given.T).max())
-    if uneven > slack or values[0] < -slack:
-        got = f"a least eigenvalue of {values[0]:.3g}, and a difference from its transpose of {uneven:.3g}"
-        fail("rsm", "be symmetric and positive semidefinite", got)
+    if given.shape != (len(task.x),) * 2 or not given.any():
+        fail("rsm", f"have shape {(len(task.x),) * 2}, and not be zero", given.shape)
+    values, vectors = check_semidefinite("rsm", given)
     largest = (vectors * np.sqrt(np.maximum(values, 0)))[:, ::-1][:, :hidden]
     root = np.pad(largest, ((0, 0), (0, hidden - largest.shape[1])))
     return plant(task, root.astype(task.x.dtype), least=least)

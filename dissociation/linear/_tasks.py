@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dissociation._core.checks import check_count, check_known, check_non_negative, fail
+from dissociation._core.checks import check_count, check_finite, check_known, check_non_negative, fail
 from dissociation._core.linalg import product
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -91,8 +91,8 @@ def make_task(
         x: Inputs, one row per sample. They are not centred.
         y: Targets.
         rtol: Fraction of the largest singular value of x, and of y for the best predictions, up to which singular
-            values count as zero. Such components of x are removed. Default: rounding of the data's dtype, at least
-            that of float64 and at most that of float32, times the larger size of x, at most 300.
+            values count as zero. Such components of x are removed. Default: the coarsest rounding of x, of y and of
+            JAX's dtype for them, times the larger size of x, at most 300.
 
     Returns:
         The task, in the dtype of JAX for x and y.
@@ -107,9 +107,21 @@ def make_task(
     check_known("its rank sets shapes", x=x, y=y)
     dtype = jnp.result_type(jnp.asarray(x[:1, :1]), jnp.asarray(y[:1, :1]))
     if rtol is None:
-        rtol = min(max(x.shape), 300) * float(np.finfo(np.result_type(x.dtype, y.dtype)).eps)
+        floats = [kind for kind in (x.dtype, y.dtype, dtype) if jnp.issubdtype(kind, jnp.floating)]
+        rtol = min(max(x.shape), 300) * max(float(jnp.finfo(kind).eps) for kind in floats)
     check_non_negative("rtol", rtol)
     return _decomposed(np.asarray(x, float), np.asarray(y, float), rtol, dtype)
+
+
+def check_semidefinite(name: str, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return eigenvalues and eigenvectors, or raise if a matrix is not symmetric and positive semidefinite."""
+    values, vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
+    slack = 1e-5 * float(np.abs(values).max())
+    uneven = float(np.abs(matrix - matrix.T).max())
+    if uneven > slack or values[0] < -slack:
+        got = f"a least eigenvalue of {values[0]:.3g}, and a difference from its transpose of {uneven:.3g}"
+        fail(name, "be symmetric and positive semidefinite", got)
+    return values, vectors
 
 
 def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any) -> Task:
@@ -227,6 +239,7 @@ def teacher_task(
     for place, weight in enumerate(map(np.asarray, weights)):
         if weight.ndim != 2 or weight.shape[1] != y.shape[1]:
             fail(f"weights[{place}]", f"have shape [outputs, {y.shape[1]}]", weight.shape)
+        check_finite(f"weights[{place}]", weight)
         y = y @ weight.T
     return make_task(x, y + noise * np.asarray(jax.random.normal(key, y.shape), y.dtype))
 

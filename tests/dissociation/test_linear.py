@@ -462,6 +462,26 @@ def test_stacked_tasks_and_other_tools(task):
     np.testing.assert_allclose(taught.best_map, task.best_map, atol=1e-4)
 
 
+def test_the_coarsest_rounding_cuts_ranks():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(100, 5)) @ rng.normal(size=(5, 12))).astype(np.float32)
+    labels = make_task(x, np.eye(3)[rng.integers(0, 3, 100)])  # float64, as one-hot labels often are
+    assert labels.input_values.shape == (5,)
+    loss = expected_loss(labels, LSS.sample(labels, 8, key=KEY))
+    assert loss == pytest.approx(float(least_loss(labels, 8, Noise())), rel=1e-5)
+    given = rng.normal(size=(50, 12))
+    assert make_task(given, (given @ rng.normal(size=(12, 2)) @ rng.normal(size=(2, 5))).astype(np.float32)).rank == 2
+
+
+@pytest.mark.parametrize("tilt", [1e-6, 1e-5, 1e-4])
+def test_readouts_of_layers_that_miss_inputs_are_nan(tilt):
+    task = random_task(30, 8, 4, rank=2, key=KEY)
+    first = jnp.concatenate([(task.map_right + tilt * task.irrelevant[:, :2]).T, jnp.ones((1, 8))])
+    found = LSS.residual(task, LSS.project(task, LinearNetwork((first, jnp.ones((4, 3)))))).map
+    assert jnp.isnan(found) if tilt == 1e-4 else found < 1e-5 or jnp.isnan(found)
+    assert jnp.isfinite(found) if tilt == 1e-6 else True
+
+
 def test_refusals(task):
     with pytest.raises(ValueError, match="`hidden` must be at least the rank of the best map"):
         GLS.sample(task, 2, key=KEY)
@@ -489,5 +509,27 @@ def test_refusals(task):
         hierarchy_task(np.array([-1, 2, 1, 0, 1]))
     with pytest.raises(ValueError, match="positive semidefinite"):
         plant_rsm(task, -np.eye(30, dtype=np.float32), 5)
+    stacked = jax.tree.map(lambda part: part[None], task)
+    for call in (lambda: least_norm(stacked, 2), lambda: balanced_network(stacked, 5, 0.1, key=KEY)):
+        with pytest.raises(ValueError, match="`task` must be one task"):
+            call()
+    with pytest.raises(ValueError, match="`x` must have 10 columns"):
+        second_readout_loss(GLS.sample(task, 5, key=KEY), np.ones((30, 3), np.float32), np.ones((30, 1), np.float32))
+    with pytest.raises(ValueError, match="`hidden` must be at least the rank"):
+        plant_rsm(task, np.eye(30, dtype=np.float32), 2)
+    with pytest.raises(ValueError, match="`rsm` must have shape .*, and not be zero"):
+        plant_rsm(task, np.zeros((30, 30), np.float32), 5)
+    with pytest.raises(ValueError, match="`noise.inputs` must be one number, got shape"):
+        expected_loss(task, GLS.sample(task, 5, key=KEY), Noise(jnp.ones(2)))
+    with pytest.raises(ValueError, match="`covariance` must be symmetric and positive semidefinite"):
+        fresh_loss(GLS.sample(task, 5, key=KEY), task.best_map, -np.eye(10, dtype=np.float32))
+    with pytest.raises(ValueError, match="`weights` must be .* of layers that follow each other"):
+        deep_residual(task, LinearNetwork((jnp.ones((3, 10)), jnp.ones((4, 2)))))
+    with pytest.raises(ValueError, match="`network` must have weights"):
+        GLS.residual(task, LinearNetwork(()))
+    with pytest.raises(ValueError, match=r"`weights\[0\]` must be finite"):
+        teacher_task(task.x, [np.full((2, 10), np.nan)], key=KEY)
+    with pytest.raises(ValueError, match="`network` must have at least 3 hidden units"):
+        MWNS.project(task, LinearNetwork((jnp.ones((1, 10)), jnp.ones((task.y.shape[1], 1)))))
     with pytest.raises(TypeError, match="its rank sets shapes, got a traced value. Call it outside"):
         jax.jit(lambda x: make_task(x, x).best_map)(np.eye(3))

@@ -280,7 +280,9 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     model, other = with_activation(relu), with_activation(jnp.tanh)
     (group,) = neuron_groups(model, x[0]).values()
     assert change(other, permute(group, key=jax.random.key(0))(other), x) < 1e-5
-    with pytest.raises(ValueError, match="`model` must have a group layers.0. with the scalings of the group that was passed"):
+    with pytest.raises(
+        ValueError, match="`model` must have a group layers.0. with the scalings of the group that was passed"
+    ):
         scale(group, 2.0)(other)
     for same in (with_activation(relu, 1), eqx.nn.inference_mode(model)):
         assert change(same, scale(group, 2.0)(same), x) < 1e-5
