@@ -22,7 +22,16 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_name("frozen.json")
 FIGURES = {
-    "dissociation": ("robustness", "transfer", "eigenvectors", "collapse", "similarity", "freedom"),
+    "dissociation": (
+        "robustness",
+        "transfer",
+        "eigenvectors",
+        "collapse",
+        "similarity",
+        "freedom",
+        "manifold",
+        "planted",
+    ),  # fmt: skip
     "koopman": ("ordered-mnist", "spectra"),
 }
 
