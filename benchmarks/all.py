@@ -100,7 +100,7 @@ Written by `{command}` on {about["day"]}: {about["cpu"]}, {about["cores"]} cores
 The ratio is the peer's time divided by ours in the same round: its median over the rounds, with quartiles. Both run
 alternately. Our times are warm calls. The first call, which compiles, has its own column. PyTorch runs with the number
 of threads that suits it. For several seeds a second row has PyTorch in one process per core, with one thread each.
-`--only` renews the rows of one script; their notes name another machine. Rows below 1: {below}.
+`--only` renews the rows of one script. A row of another machine names it in its note. Rows below 1: {below}.
 
 {table(rows)}
 """

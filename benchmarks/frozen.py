@@ -31,7 +31,7 @@ FIGURES = {
         "freedom",
         "manifold",
         "planted",
-    ),  # fmt: skip
+    ),
     "koopman": ("ordered-mnist", "spectra"),
 }
 

@@ -1,6 +1,5 @@
 """Four families of two-layer linear networks that solve a task: membership, samples, walks, nearest networks."""
 
-import itertools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -179,7 +178,7 @@ def check_network(task: Task, network: LinearNetwork) -> int:
     """Return the number of hidden units, or raise if a network does not have two layers of the task's sizes."""
     check_single(task)
     shapes = [weight.shape for weight in network.weights]
-    inputs, outputs, hidden = task.x.shape[1], task.y.shape[1], (*itertools.chain(*shapes), 0)[0]
+    inputs, outputs, hidden = task.x.shape[1], task.y.shape[1], shapes[0][0] if shapes else 0
     if shapes != [(hidden, inputs), (outputs, hidden)]:
         fail("network", f"have weights [hidden, {inputs}] and [{outputs}, hidden]", shapes)
     return hidden
@@ -341,9 +340,8 @@ def _project(name: str, task: Task, network: LinearNetwork) -> LinearNetwork:
     carried = product(jnp.where(kept[:, None], right, 0.0), needed)
     least = jnp.min(values, where=kept, initial=jnp.inf)
     slack = 16 * jnp.finfo(first.dtype).eps * jnp.maximum(1.0, jnp.linalg.norm(first) / least)  # rounding of `right`
-    missing = jnp.linalg.norm(needed - product(right.T, carried)) > jnp.minimum(
-        slack, jnp.finfo(first.dtype).eps ** 0.5
-    )
+    slack = jnp.minimum(slack, jnp.finfo(first.dtype).eps ** 0.5)
+    missing = jnp.linalg.norm(needed - product(right.T, carried)) > slack
     wrong = product(task.best_map - network.map, basis)
     inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)
     change = product(product(wrong, right.T) * inverse[None], left.T)
