@@ -1,11 +1,9 @@
-import contextlib
 import functools
 import gzip
 import hashlib
 import http.server
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -71,12 +69,14 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     write(tmp_path / "cache", small)  # not taken in its stead
-    for place, words in ((tmp_path / "empty", ""), (tmp_path / "file", "no folder"), ("", "an empty name. Unset")):
+    monkeypatch.chdir(tmp_path / "cache")  # which an empty name would be
+    for place in (tmp_path / "empty", tmp_path / "file", ""):
         monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(place))
-        with pytest.raises(FileNotFoundError, match=f"`DISSOCIATION_DATA` must hold train-images.*{place}.*{words}"):
+        words = f"`DISSOCIATION_DATA` must be a folder that holds train-images.*, got '{place}'"
+        with pytest.raises(FileNotFoundError, match=words):
             mnist_data()
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError, match="must hold train-images-idx3-ubyte"):
+    with pytest.raises(FileNotFoundError, match="`folder` must be a folder that holds train-images-idx3-ubyte"):
         mnist_data(folder=tmp_path / "empty")  # the argument comes first
     monkeypatch.delenv(mnist.ENVIRONMENT_VARIABLE)
     assert mnist_data()[0].shape == (12, 784)
@@ -85,10 +85,9 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"\x01" + data[1:], "magic number"),
-        (lambda data: data + b"\x00", "too long"),
+        (lambda data: data + b"\x00", "corrupt: the SHA-256"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "corrupt: the SHA-256"),
-        (lambda data: gzip.compress(data)[:-20], "truncated: its gzip stream"),
+        (lambda data: gzip.compress(data)[:-20], "corrupt: Compressed file ended"),
         (lambda data: gzip.compress(data)[:30] + b"\xff" * 40 + gzip.compress(data)[70:], "corrupt"),
     ],
 )
@@ -100,115 +99,35 @@ def test_every_fault_is_named(small, tmp_path, damage, message):
     assert name in str(caught.value)
 
 
-def test_offline_names_three_ways_out(small, tmp_path):
+def test_offline_names_three_ways_out(small):
     with pytest.raises(ConnectionError, match=r"folder=.*DISSOCIATION_DATA.*--data glyphs"):
         mnist_data()
-    assert not (tmp_path / "cache").exists()
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
-def serve(handler):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        running.daemon_threads = True
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-
-
-@pytest.fixture
-def slow_mirror(monkeypatch):
-    for address in serve(Slow):
-        monkeypatch.setattr(mnist, "MIRRORS", (f"{address}/",))
-        yield
 
 
 @pytest.fixture
 def server(tmp_path):
     """A server on loopback with a folder of damaged files and a folder for good ones."""
-    yield from serve(functools.partial(Handler, directory=str(tmp_path / "www")))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "www"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
 
 
 def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, server, monkeypatch):
     damaged = {name: data[:-3] for name, data in small.items()}
     write(tmp_path / "www" / "bad", damaged, compress=True)
     write(tmp_path / "www" / "good", small, compress=True)
-    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
-    with pytest.raises(ConnectionError, match="truncated"):
+    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/", f"{server}/none/"))
+    with pytest.raises(ConnectionError, match="corrupt.*404"):
         mnist_data()
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache").iterdir())
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/", f"{server}/good/"))
     first = mnist_data()
     cached = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    assert cached == sorted(f"{name}.gz" for name in small)  # and no scratch folder is left
-    (tmp_path / "other").touch()
-    modes = {path.stat().st_mode for path in (*(tmp_path / "cache").iterdir(), tmp_path / "other")}
-    assert len(modes) == 1
+    assert cached == sorted(f"{name}.gz" for name in small)
     monkeypatch.setattr(mnist, "MIRRORS", ())
     np.testing.assert_array_equal(mnist_data()[0], first[0])
-
-
-@pytest.mark.parametrize("compress", [False, True], ids=["sent", "unpacked"])
-def test_nothing_longer_than_the_files_is_loaded(small, tmp_path, server, monkeypatch, compress):
-    """Neither what a mirror sends without end, nor what a few bytes of gzip become, and before any checksum."""
-    monkeypatch.setattr(mnist, "MAX_BYTES", 20_000)
-    sent = gzip.compress(bytes(10**6)) if compress else bytes(10**6)
-    write(tmp_path / "www" / "bad", {f"{name}.gz": sent for name in small})
-    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
-    seen = []
-    monkeypatch.setattr(mnist, "parse_idx", lambda contents, **_: seen.append(len(contents)))
-    with pytest.raises(ConnectionError, match="at most 20000 bytes" if compress else "longer than 20000 bytes"):
-        mnist_data()
-    assert not seen
-    assert not (tmp_path / "cache").exists()
-
-
-class Slow(Handler):
-    """Sends a byte now and then: no single read ever waits for long."""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "1000000")
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            while True:
-                self.wfile.write(b"x")
-                time.sleep(0.05)
-
-
-def test_a_slow_mirror_has_its_time(small, slow_mirror, monkeypatch):
-    monkeypatch.setattr(mnist, "DOWNLOAD_SECONDS", 0.5)
-    began = time.perf_counter()
-    with pytest.raises(ConnectionError, match=r"not done after 0\.5 s"):
-        mnist_data()
-    assert time.perf_counter() - began < 5
-
-
-def test_an_aborted_download_leaves_nothing(small, tmp_path, slow_mirror, monkeypatch):
-    def interrupt(thread, timeout):
-        time.sleep(0.2)
-        assert list((tmp_path / "cache").iterdir())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "join", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        mnist._download("train-images-idx3-ubyte")
-    monkeypatch.undo()
-    assert not (tmp_path / "cache").exists()
-
-
-def test_what_a_killed_download_left_is_removed_by_the_next(small, tmp_path, monkeypatch):
-    old, new = (tmp_path / "cache" / f"{mnist._SCRATCH}{name}" for name in ("old", "new"))
-    for folder in (old, new):
-        folder.mkdir(parents=True)
-        (folder / "half").write_bytes(b"1")
-    os.utime(old, (0, 0))
-    with pytest.raises(ConnectionError):
-        mnist_data()
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [new.name]  # perhaps of a process beside this one
 
 
 @pytest.mark.skipif(mnist.ENVIRONMENT_VARIABLE not in os.environ, reason="needs the MNIST files")
