@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import xarray
 
 MANIFEST = "sweep.json"
-"""File with the settings of a sweep and its finished groups."""
-FORMAT = 1
-"""Format of `sweep.json`; earlier files without it are resumed as well."""
+"""File with the settings, groups and layout of a sweep."""
+RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "diverged_at")
+"""Names of axes and arrays of results."""
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,8 @@ def fit_grid(
             the memory estimate as its description.
 
     Raises:
-        ValueError: If the optimiser does not read a quantity, a single member does not fit in memory, or arguments
-            contradict each other.
-        RefusedFile: If the folder holds another sweep.
+        ValueError: If the optimiser does not read a quantity, a single member does not fit in memory, arguments
+            contradict each other, or the folder holds another sweep.
         TypeError: If a quantity is text but not an argument of `init`, `init` takes no key, or the optimiser is not a
             function of the other quantities.
 
@@ -157,41 +156,58 @@ def fit_grid(
     if aux is not None and not makes(aux):
         aux = as_arrays("aux", aux, "members")
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
-    shapes, values = _shapes(init, step, grid), grid.values
+    values, taken = grid.values, list(inspect.signature(init).parameters)[1:]
+    shapes = tuple(name for name in values if name in taken)
     shape_of = [tuple(values[name][member].item() for name in shapes) for member in range(len(grid))]
+    hyperparams = grid.hyperparams(*(name for name in values if name not in (*shapes, "seed")))
+    _check_names(grid, step.optimizer, hyperparams, taken)
     length = {"num_steps": num_steps, "num_epochs": num_epochs}
     how = {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
-    sweep = Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, aux, length, save, how)
+    sweep = Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, hyperparams, aux, length, save, how)
     identity = {  # `fit` compares the program of each group
         "grid": {"axes": list(grid.axes), "values": {name: column.tolist() for name, column in values.items()}},
         "key": checkpoints.fingerprint(key),
         **length,
     }
     with terminations_interrupt(), _opened(folder, identity, fresh) as kept:
-        plan = kept.plan(lambda: planned(sweep, memory_budget, keeps=folder is None, progress=progress))
+        plan = kept.plan(lambda: planned(sweep, memory_budget, keeps=folder is None, progress=progress), how)
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
+
+
+def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken: list[str]) -> None:
+    """Raise for names of results, and for quantities that the optimiser does not read."""
+    for name in RESERVED:
+        if name in grid.values:
+            checks.fail("grid", f"have other names than {', '.join(RESERVED)}", repr(name))
+
+    def works(values: dict[str, float]) -> bool:
+        try:
+            optimizer(values)
+        except Exception:  # `fit` raises it
+            return False
+        return True
+
+    first = {name: float(column[0]) for name, column in hyperparams.items()}
+    for name in first if works(first) else ():
+        if works({other: value for other, value in first.items() if other != name}):
+            wanted = f"hold nothing but seeds, what `init` takes by name ({', '.join(taken) or 'nothing'})"
+            checks.fail("grid", f"{wanted}, and what the optimiser reads", repr(name))
 
 
 def _run(
     sweep: Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
-    steps, parts = _Steps(progress, len(plan.groups), str(plan)), []
-    options = {"save": sweep.save, "same_program": same_program, **kept.layout(sweep.how, plan.devices)}
+    steps, parts, how = _Steps(progress, plan), [], kept.how(sweep.how)
     try:
         for index, members in enumerate(plan.groups):
-            start, aux = sweep.start(members)
-            given = {**sweep.arguments(members), "aux": aux, "checkpoint": kept.file(index, "ckpt"), **options}
-            try:
-                result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
-            except checks.WrongValue as error:
-                if kept.path is not None and str(error).startswith("`checkpoint`"):
-                    raise files.RefusedFile(f"{error} Or pass fresh=True, which sets {kept.path} aside.") from error
-                raise
+            models, given = sweep.arguments(members)
+            options = {"save": sweep.save, "callbacks": [steps], "same_program": same_program, **how}
+            options["checkpoint"] = kept.file(index, "ckpt")
+            result = fit(models, sweep.step, sweep.sampler, **given, **options)
             parts.append((result.history, result.diverged_at, result.seconds))
-            trained = result.models if aux is None else (result.models, result.state.aux)
-            kept.finish(index, trained, result.seconds)
-            del start, aux, result, trained
+            kept.finish(index, (result.models, result.state.aux))
+            del models, given, result
     finally:
         steps.end()
     order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
@@ -199,15 +215,13 @@ def _run(
     recorded = [(each.loss, each.observed, each.metrics, own) for each, own in zip(histories, diverged, strict=True)]
     loss, observed, metrics, diverged_at = take(concatenate(recorded), order)
     history = histories[0]._replace(loss=loss, observed=observed, metrics=metrics)
-
-    whole, trained_of = (sweep.grid, history, diverged_at, plan, seconds), partial(_trained_of, sweep, plan, kept)
-    if sweep.aux is None:
-        return GridResult(*whole, trained_of)
-    return GridResult(*whole, lambda members: trained_of(members)[0], lambda members: trained_of(members)[1])
+    trained = partial(_trained, sweep, plan, kept)
+    aux_of = None if sweep.aux is None else lambda members: trained(members)[1]
+    return GridResult(sweep.grid, history, diverged_at, plan, seconds, lambda members: trained(members)[0], aux_of)
 
 
-def _trained_of(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> PyTree:
-    """Return trained models of some members, with `aux` if there is one, stacked in this order."""
+def _trained(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> tuple[PyTree, PyTree]:
+    """Return trained models and `aux` of some members, stacked in this order."""
     members = np.atleast_1d(np.asarray(members, int)).tolist()
     places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
     for member in members:
@@ -216,11 +230,7 @@ def _trained_of(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> PyTr
     shapes = {sweep.shape_of[member] for member in members}
     if len(shapes) != 1:
         checks.fail("members", "have one shape", f"{len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}")
-    loaded = dict(kept.models)
-    for index in {places[member][0] for member in members}:
-        if (path := kept.file(index, "models")) is not None:
-            like = eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))
-            loaded[index] = checkpoints.restore(path, like[0] if sweep.aux is None else like)
+    loaded = {index: kept.trained(index, sweep, plan) for index in {places[member][0] for member in members}}
     own = [take(loaded[index], row) for index, row in (places[member] for member in members)]
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if eqx.is_array(leaf) else leaf, stack(own))
 
@@ -228,15 +238,15 @@ def _trained_of(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> PyTr
 class _Steps(Callback):
     """One meter over the steps of all groups."""
 
-    def __init__(self, progress: str | MeterFactory | None, num_groups: int, text: str):
-        self.progress, self.num_groups, self.text = progress, num_groups, text
+    def __init__(self, progress: str | MeterFactory | None, plan: Plan):
+        self.open = lambda num_steps: open_meter(progress, num_steps * len(plan.groups), str(plan))
         self.meter: Any = None
         self.before, self.done = 0, 0
 
     def begin(self, step: int, num_steps: int, past: Any) -> None:
         self.before = self.done
         if self.meter is None:
-            self.meter = open_meter(self.progress, num_steps * self.num_groups, self.text)
+            self.meter = self.open(num_steps)
 
     def advance(self, step: int, loss: np.ndarray) -> None:
         self.done = self.before + step
@@ -247,139 +257,85 @@ class _Steps(Callback):
             self.meter.close()
 
 
-RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "diverged_at")
-"""Names of axes and arrays of results."""
-
-
-def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]:
-    """Return the quantities that `init` takes; raise unless the optimiser reads all others but seeds."""
-    taken = list(inspect.signature(init).parameters)[1:]
-    names = tuple(name for name in grid.values if name in taken)
-    for name, values in grid.values.items():
-        if name in RESERVED or "/" in name or name.startswith(("observed_", "metrics_")):
-            checks.fail("grid", f"have other names than {', '.join(RESERVED)}, without a slash", repr(name))
-        if name not in (*names, "seed") and values.dtype.kind not in "fiub":
-            checks.fail_kind("grid", "hold numbers, except in what `init` takes by name", f"{name!r}, which is text")
-    others = [name for name in grid.values if name not in (*names, "seed")]
-    for name in _unread(step.optimizer, {name: float(grid.values[name][0]) for name in others}):
-        wanted = f"hold nothing but seeds, what `init` takes by name ({', '.join(taken) or 'nothing'})"
-        checks.fail("grid", f"{wanted}, and what the optimiser reads", repr(name))
-    return names
-
-
-def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
-    """Return the names that an optimiser function does not read; none if it fails, as `fit` then raises."""
-
-    def works(given: dict[str, float]) -> bool:
-        try:
-            optimizer(given)
-        except Exception:
-            return False
-        return True
-
-    if not values or not callable(optimizer):
-        return []
-    try:
-        optimizer(values)
-    except KeyError as error:
-        checks.fail("grid", "hold what the optimiser reads", f"{', '.join(values)}, without {error}")
-    except Exception:
-        return []
-    return [name for name in values if works({k: v for k, v in values.items() if k != name})]
-
-
 @contextmanager
 def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) -> Iterator["_Folder"]:
     """Lock the folder of a sweep in process 0, and yield it with its manifest."""
-    identity = json.loads(json.dumps(identity))
     if folder is None:
-        yield _Folder(None, identity, {}, {})
+        yield _Folder(None, {"identity": identity}, {})
         return
     path = Path(folder)
     with ExitStack() as held:
 
         def taken() -> dict[str, Any]:
-            if path.exists() and not path.is_dir():
-                checks.fail("folder", "be a folder", f"the file {path}")
             held.enter_context(files.locked(path / ".lock", path))
-            return _manifest(path, identity, fresh)
+            return _manifest(path, json.loads(json.dumps(identity)), fresh)
 
-        yield _Folder(path, identity, distributed.on_main(taken), {})
+        yield _Folder(path, distributed.on_main(taken), {})
 
 
 def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
-    """Return the manifest of a folder, {} if it has none; if `fresh`, set the folder's contents aside."""
+    """Return the manifest of a folder, or a new one; if `fresh`, set the folder's contents aside."""
     path = folder / MANIFEST
-    if not path.exists():
-        return {}
-    if fresh:
+    if fresh and path.exists():
         before = next(new for i in range(1, 10**6) if not (new := folder / f"before-{i}").exists())
         before.mkdir()
         for old in [*folder.glob("group-*"), path]:
             old.rename(before / old.name)
-        return {}
+    if not path.exists():
+        return {"identity": identity}
+    advice = "Name another folder, or pass fresh=True."
     try:
         manifest = json.loads(path.read_text())
-        stored = manifest["identity"]
+        stored, _ = manifest["identity"], (manifest["plan"], manifest["layout"])
     except (ValueError, KeyError, TypeError) as error:
-        raise files.RefusedFile(f"{path} is broken. Name another folder, or pass fresh=True.") from error
-    if manifest.get("format", 0) > FORMAT:
-        raise files.RefusedFile(
-            f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
-        )
+        raise files.RefusedFile(f"{path} is broken, or of another version of this package. {advice}") from error
     if different := [name for name in identity if stored.get(name) != identity[name]]:
-        raise files.RefusedFile(
-            f"`folder` must hold the same sweep, got {folder}, whose {checks.that_differ(different)}. "
-            "Name another folder, or pass fresh=True."
-        )
+        differ = checks.that_differ(different)
+        raise files.RefusedFile(f"`folder` must hold the same sweep, got {folder}, whose {differ}. {advice}")
     return manifest
 
 
 class _Folder(NamedTuple):
-    """Settings and finished groups of a sweep, on disk or, without a path, in memory."""
+    """Manifest and trained groups of a sweep, on disk or, without a path, in memory."""
 
     path: Path | None
-    identity: dict[str, Any]
     manifest: dict[str, Any]
-    models: dict[int, PyTree]  # trained models of the groups, without a path
+    groups: dict[int, PyTree]  # trained models and `aux`, without a path
 
-    def plan(self, make: Callable[[], Plan]) -> Plan:
-        """Return the stored plan of the folder, or a new one."""
-        if self.manifest:
-            kept = self.manifest["plan"]
-            return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
-        groups, *rest = distributed.on_main(make)  # other processes need the same groups, even with less memory
-        plan = Plan(tuple(map(tuple, groups)), *rest)
-        self.manifest.update(format=FORMAT, identity=self.identity, plan=plan._asdict(), seconds={})
-        self._write()
-        return plan
+    def plan(self, make: Callable[[], Plan], how: dict[str, Any]) -> Plan:
+        """Return the stored plan, or store a new one, and how its members are mapped."""
+        if "plan" not in self.manifest:
+            # Other processes need the same groups, even with less memory.
+            plan, partition = distributed.on_main(lambda: make()._asdict()), Partition(1, **how)
+            if partition.mesh == "auto":
+                partition = partition._replace(mesh=Threads(plan["devices"]))
+            self.manifest.update(plan=plan, layout=partition.stored())
+            if self.path is not None:
+                path, contents = self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode()
+                distributed.on_main(lambda: files.write_bytes(path, contents))
+        stored = self.manifest["plan"]
+        return Plan(**{**stored, "groups": tuple(map(tuple, stored["groups"]))})
 
-    def layout(self, how: dict[str, Any], threads: int) -> dict[str, Any]:
-        """Return mapping and mesh with "auto" entries from the folder, or store them in a new folder."""
-        partition = Partition(1, **how)
-        if "layout" in self.manifest:
-            partition = partition.resumed(self.manifest["layout"])
-        else:
-            partition = partition._replace(mesh=Threads(threads)) if partition.mesh == "auto" else partition
-            self.manifest["layout"] = partition.stored()
-            self._write()
-        return {name: getattr(partition, name) for name in how}
-
-    def _write(self) -> None:
-        if self.path is not None:
-            path, contents = self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode()
-            distributed.on_main(lambda: files.write_bytes(path, contents))
+    def how(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return mapping and mesh with "auto" entries from the manifest."""
+        partition = Partition(1, **given).resumed(self.manifest["layout"])
+        return {name: getattr(partition, name) for name in given}
 
     def file(self, index: int, kind: str) -> Path | None:
         """Return the path of a group's file."""
         return None if self.path is None else self.path / f"group-{index:04d}.{kind}"
 
-    def finish(self, index: int, models: Any, seconds: float) -> None:
-        """Store a group's trained models and mark the group as finished."""
-        path = self.file(index, "models")
+    def finish(self, index: int, trained: PyTree) -> None:
+        """Store a group's trained models and `aux`, unless they are stored."""
+        path = self.file(index, "trained")
         if path is None:
-            self.models[index] = jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, models)
-        elif str(index) not in self.manifest["seconds"]:
-            distributed.on_main(lambda: checkpoints.save(path, models))
-            self.manifest["seconds"][str(index)] = seconds
-            self._write()
+            self.groups[index] = jax.device_get(trained)
+        else:
+            distributed.on_main(lambda: None if path.exists() else checkpoints.save(path, trained))
+
+    def trained(self, index: int, sweep: Sweep, plan: Plan) -> PyTree:
+        """Return a group's trained models and `aux`."""
+        path = self.file(index, "trained")
+        if path is None:
+            return self.groups[index]
+        return checkpoints.restore(path, eqx.filter_eval_shape(sweep.start, list(plan.groups[index])))

@@ -24,9 +24,6 @@ from dissociation.training._samplers import Sampler
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
 
-COPIES = 3
-"""Largest number of copies of all states in memory: given, trained and returned."""
-
 
 class Sweep(NamedTuple):
     """Arguments of all groups of `fit_grid`."""
@@ -39,6 +36,7 @@ class Sweep(NamedTuple):
     order: Array
     shapes: tuple[str, ...]  # quantities that set a model's shape
     shape_of: list[tuple[Any, ...]]  # values of them, by member
+    hyperparams: dict[str, Array]  # all other quantities but the seed, [members] each
     aux: Any
     length: dict[str, int | None]  # number of steps or epochs
     save: Save
@@ -54,14 +52,12 @@ class Sweep(NamedTuple):
         aux = self._fresh(self.aux, members) if makes(self.aux) else take(self.aux, np.asarray(members))
         return self._fresh(self.init, members), aux
 
-    def arguments(self, members: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments of `fit` that determine the members' training: hyperparameters, keys, length."""
-        where = jnp.asarray(members)
-        traced = [name for name in self.grid.values if name not in (*self.shapes, "seed")]
-        hyperparams = take(self.grid.hyperparams(*traced), where) or None
+    def arguments(self, members: Sequence[int]) -> tuple[PyTree, dict[str, Any]]:
+        """Return the models of members of one shape, and the arguments of `fit` that determine their training."""
+        where, (models, aux) = jnp.asarray(members), self.start(members)
         keys = self.keys[where, 1]
         own: Any = (self.order, keys) if self.sampler.shared else keys
-        return {"hyperparams": hyperparams, "key": own, **self.length}
+        return models, {"aux": aux, "hyperparams": take(self.hyperparams, where) or None, "key": own, **self.length}
 
 
 @eqx.filter_jit
@@ -88,46 +84,39 @@ class Plan(NamedTuple):
         return f"{members} members, {most} at once on {self.devices} device(s), at most {size}"
 
 
-class Needs(NamedTuple):
-    """Upper estimate of the bytes of a run, without the compiler's memory."""
-
-    fixed: int  # data and programs, for any number of members
-    per_member: int
-    model: int  # a member's trained model
-    devices: int  # number of devices or worker threads of this process that train members
-
-
 def planned(sweep: Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
     """Return groups that fit in memory; `keeps` is True if trained models stay in memory."""
     given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
-    room = given or machine.free_memory([])
-    shapes = dict.fromkeys(sweep.shape_of)
-    alike = [[member for member, own in enumerate(sweep.shape_of) if own == shape] for shape in shapes]
-    needs = []
-    with closing(open_meter(progress, len(alike), "planning")) as meter:
-        for done, members in enumerate(alike):
-            meter.advance(done, "compiling")  # most of a short sweep's time
-            needs.append(estimated_bytes(sweep, members))
-        meter.advance(len(alike), "")
+    room, alike = given or machine.free_memory([]), dict[Any, list[int]]()
+    for member, shape in enumerate(sweep.shape_of):
+        alike.setdefault(shape, []).append(member)
     groups, peak, kept, devices = [], 0, 0, 1
-    for members, need in zip(alike, needs, strict=True):
-        kept += need.model * len(members) if keeps else 0
-        size = min(len(members), (room - need.fixed - kept) // need.per_member)
-        if size < 1:
-            least = need.fixed + kept + need.per_member
-            checks.fail("memory_budget", f"be at least {least} bytes, which one member takes with its data", room)
-        size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of equal size share a program
-        devices = max(devices, need.devices)
-        peak = max(peak, need.fixed + need.per_member * size + kept)
-        groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
+    with closing(open_meter(progress, len(alike), "planning")) as meter:
+        for done, members in enumerate(alike.values()):
+            meter.advance(done, "compiling")  # most of a short sweep's time
+            fixed, each, model, threads = estimated_bytes(sweep, members)
+            kept += model * len(members) if keeps else 0
+            size = min(len(members), (room - fixed - kept) // each)
+            if size < 1:
+                wanted = f"be at least {fixed + kept + each} bytes, which one member takes with its data"
+                checks.fail("memory_budget", wanted, room)
+            size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of equal size share a program
+            devices, peak = max(devices, threads), max(peak, fixed + each * size + kept)
+            groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
+        meter.advance(len(alike), "")
     return Plan(tuple(groups), peak, room, devices)
 
 
-def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> Needs:
-    """Estimate the memory of members of one shape, from programs of 2 and 4 of them on one device."""
+def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> tuple[int, int, int, int]:
+    """Estimate the memory of members of one shape, from programs of 2 and 4 of them on one device.
+
+    Returns:
+        Bytes of data and programs for any number of members, bytes per member, bytes of a trained model, and the number
+        of devices or worker threads of this process. The compiler's memory is left out.
+    """
     four, (step, sampler, save) = (list(members) * 4)[:4], (sweep.step, sweep.sampler, sweep.save)
-    models, aux = sweep.start(four)
-    state, first, total, (order, *own) = prepared(models, step, sampler, aux=aux, **sweep.arguments(four))
+    models, given = sweep.arguments(four)
+    state, first, total, (order, *own) = prepared(models, step, sampler, **given)
     programs: list[int] = []
     for size in (2, 4):
         few, *keys = take((state, *own), slice(size))
@@ -145,8 +134,9 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> Needs:
     spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
     threads = min(jax.local_device_count(), machine.available_cores()) if spread else 1
     fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
-    per_member = COPIES * _bytes(state) // len(four) + each + history
-    return Needs(fixed, per_member, _bytes(state.arrays) // len(four), threads)
+    # At most three copies of a state are in memory: given, trained and returned.
+    per_member = 3 * _bytes(state) // len(four) + each + history
+    return fixed, per_member, _bytes(state.arrays) // len(four), threads
 
 
 def _bytes(tree: Any) -> int:

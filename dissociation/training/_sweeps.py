@@ -46,11 +46,7 @@ class Grid:
     def __init__(self, **axes: Any):
         if not axes:
             checks.fail("axes", "name at least one axis", "none")
-        self._parts: tuple[Mapping[str, np.ndarray], ...] = tuple(
-            {name: _values(name, values)} for name, values in axes.items()
-        )
-        for part in self._parts:
-            _check_distinct(part)
+        self._parts = tuple(_part({name: values}) for name, values in axes.items())
 
     @classmethod
     def zipped(cls, **quantities: Any) -> "Grid":
@@ -65,12 +61,7 @@ class Grid:
         """
         if not quantities:
             checks.fail("quantities", "name at least one", "none")
-        part = {name: _values(name, values) for name, values in quantities.items()}
-        (first, values), *others = part.items()
-        for name, more in others:
-            checks.check_same_length(first, len(values), name, len(more), "values")
-        _check_distinct(part)
-        return _of_parts((part,))
+        return _of_parts((_part(quantities),))
 
     def __mul__(self, other: "Grid") -> "Grid":
         if not isinstance(other, Grid):
@@ -135,14 +126,11 @@ class Grid:
                 checks.fail_kind("names", "name quantities that are numbers", f"{name!r}, which is text")
             with np.errstate(over="ignore", under="ignore"):
                 chosen[name] = jnp.asarray(values[name], float)
-            exact = values[name].astype(np.float64)
-            rounding = 2 * float(jnp.finfo(chosen[name].dtype).eps) * abs(exact)
-            lost = abs(np.asarray(chosen[name], np.float64) - exact) > (
-                0 if values[name].dtype.kind in "iu" else rounding
-            )
-            if lost.any() or len(np.unique(chosen[name])) < len(np.unique(values[name])):
-                got = f"{values[name][lost][0]}" if lost.any() else "values that are equal"
-                got = f"{name!r}, {got} in {chosen[name].dtype}"
+            found, exact = np.asarray(chosen[name], np.float64), values[name].astype(np.float64)
+            rounding = 0 if values[name].dtype.kind in "iu" else 2 * float(jnp.finfo(chosen[name].dtype).eps)
+            near = np.allclose(found, exact, rtol=rounding, atol=0)
+            if not near or len(np.unique(found)) < len(np.unique(values[name])):
+                got = f"{name!r}, {values[name]} in {chosen[name].dtype}"
                 checks.fail("names", "name quantities that floats distinguish", got, "Enable jax_enable_x64")
         return chosen
 
@@ -207,17 +195,12 @@ class Grid:
             name: Name of the axis.
             results: One PyTree per value of the axis, of equal shapes, with the group's members first.
         """
-        groups = self.split(name)
-        checks.check_same_length(name, len(groups), "results", len(results), "groups")
+        (_, rest), *others = self.split(name)
+        checks.check_same_length(name, len(others) + 1, "results", len(results), "groups")
         axis = self.axes.index(name)
-        rest = [size for i, size in enumerate(self.shape) if i != axis]
 
         def one(*leaves: Any) -> np.ndarray:
-            shapes = {np.shape(leaf) for leaf in leaves}
-            if len(shapes) > 1 or not next(iter(shapes)) or next(iter(shapes))[0] != math.prod(rest):
-                wanted = f"hold arrays of equal shapes, {math.prod(rest)} members first"
-                checks.fail("results", wanted, sorted(shapes))
-            parts = [np.asarray(leaf).reshape((*rest, *leaf.shape[1:])) for leaf in leaves]
+            parts = [rest.unflatten(np.asarray(leaf)) if rest else np.reshape(leaf, leaf.shape[1:]) for leaf in leaves]
             return np.stack(parts, axis).reshape(len(self), *leaves[0].shape[1:])
 
         return jax.tree.map(one, *results)
@@ -227,6 +210,17 @@ def _of_parts(parts: tuple[Mapping[str, np.ndarray], ...]) -> Grid:
     grid = object.__new__(Grid)
     grid._parts = parts
     return grid
+
+
+def _part(quantities: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+    """Return the values of the quantities of one axis, whose members must differ."""
+    part = {name: _values(name, values) for name, values in quantities.items()}
+    (first, values), *others = part.items()
+    for name, more in others:
+        checks.check_same_length(first, len(values), name, len(more), "values")
+    members = list(zip(*(values.tolist() for values in part.values()), strict=True))
+    checks.check_distinct(",".join(part), members if others else values.tolist())
+    return part
 
 
 def _values(name: str, values: Any) -> np.ndarray:
@@ -240,8 +234,3 @@ def _values(name: str, values: Any) -> np.ndarray:
     if array.dtype.kind == "f" and np.isnan(array).any():
         checks.fail(name, "hold no NaN, by which no member is found", array.tolist())
     return array
-
-
-def _check_distinct(part: Mapping[str, np.ndarray]) -> None:
-    members = list(zip(*(values.tolist() for values in part.values()), strict=True))
-    checks.check_distinct(",".join(part), [member if len(part) > 1 else member[0] for member in members])

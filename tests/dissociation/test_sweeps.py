@@ -73,7 +73,7 @@ def test_splitting_and_joining_is_the_identity(name):
     np.testing.assert_array_equal(grid.join(name, results), np.arange(12))
     with pytest.raises(ValueError, match="`results` must have as many groups"):
         grid.join(name, results[:1])
-    with pytest.raises(ValueError, match="`results` must hold arrays of equal shapes"):
+    with pytest.raises(ValueError, match=r"`tree` must hold arrays of . members, .*, got \(20, 2\)"):
         grid.join(name, [np.ones((20, 2))] * len(results))
     with pytest.raises(ValueError, match="`name` must be one of 'seed', got 'width'"):
         (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).split("width")
@@ -129,16 +129,10 @@ def test_wrong_axes_are_refused(make, axes, error, message):
         make(**axes)
 
 
-def test_hyperparameters_that_floats_do_not_distinguish_are_refused():
-    cases = {
-        "16777217": [2**24, 2**24 + 1],
-        "values that are equal": [0.1, 0.1 + 1e-12],
-        "1e-46": [1e-46],
-        "1e.39": [1e39],
-    }
-    for got, values in cases.items():
-        grid = Grid(rate=values, seed=[0])
-        with pytest.raises(ValueError, match=f"`names` must name .* got 'rate', {got} in float32"):
-            grid.hyperparams("rate")
-        with jax.enable_x64(True):
-            assert grid.hyperparams("rate")["rate"].tolist() == values
+@pytest.mark.parametrize("values", [[2**24 + 1], [0.1, 0.1 + 1e-12], [1e-46], [1e39]])
+def test_hyperparameters_that_floats_do_not_distinguish_are_refused(values):
+    grid = Grid(rate=values, seed=[0])
+    with pytest.raises(ValueError, match="`names` must name .* got 'rate', .* in float32"):
+        grid.hyperparams("rate")
+    with jax.enable_x64(True):
+        assert grid.hyperparams("rate")["rate"].tolist() == values
