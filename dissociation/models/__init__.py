@@ -11,7 +11,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from dissociation.models._bilinear import BilinearNetwork, wrap_bilinear
-    from dissociation.models._cnn import CNN, Encoder
+    from dissociation.models._images import CNN, Encoder, ResNet, Transformer
     from dissociation.models._layers import Affine, Convolution
     from dissociation.models._mlp import MLP
     from dissociation.models._representations import (
@@ -20,7 +20,5 @@ if TYPE_CHECKING:
         representations,
         representations_of_example,
     )
-    from dissociation.models._resnet import ResNet
-    from dissociation.models._transformer import Transformer
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -13,7 +13,7 @@ from dissociation._core.checks import check_choice, fail
 from dissociation._core.conversion import as_array, as_numbers
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.models._layers import Initialiser, as_example, check_sizes, draw_weights
+from dissociation.models._layers import as_example, check_sizes, draw_weights
 from dissociation.models._representations import Network, named
 
 GATES: dict[str, Callable[[Array], Array]] = {
@@ -30,28 +30,9 @@ class BilinearLayer(eqx.Module):
 
     left: Float[Array, "o i"]
     right: Float[Array, "o i"]
-    left_bias: Float[Array, " o"] | None
-    right_bias: Float[Array, " o"] | None
-    gate: str = eqx.field(static=True)
-
-    @validated
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        bias: bool = False,
-        gate: str = "none",
-        init: str | Initialiser = "pytorch",
-        key: PRNGKey,
-    ):
-        check_choice("gate", gate, GATES)
-        check_sizes(inputs=inputs, outputs=outputs)
-        keys = jax.random.split(key, 4)
-        self.left, self.right = (draw_weights(init, (outputs, inputs), inputs, key=k) for k in keys[:2])
-        biases = [draw_weights(init, (outputs,), inputs, key=k) if bias else None for k in keys[2:]]
-        self.left_bias, self.right_bias = biases
-        self.gate = gate
+    left_bias: Float[Array, " o"] | None = None
+    right_bias: Float[Array, " o"] | None = None
+    gate: str = eqx.field(static=True, default="none")
 
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
         """Return the output."""
@@ -96,15 +77,12 @@ def wrap_bilinear(
         if shapes not in ([(outputs, width)] * 2, [(outputs, width)] * 2 + [(outputs,)] * 2):
             wanted = f"have two matrices [outputs, {width}], and two biases [outputs] or none, in layer {index}"
             fail("layers", wanted, shapes)
-        left, right, *biases = arrays
+        blocks.append(BilinearLayer(*arrays))
         width = outputs
-        layer = BilinearLayer(1, 1, bias=len(biases) == 2, key=jax.random.PRNGKey(0))
-        names = ("left", "right", "left_bias", "right_bias")[: len(parts)]
-        blocks.append(eqx.tree_at(lambda m, n=names: [getattr(m, name) for name in n], layer, [left, right, *biases]))
     if head.shape[1] != width:
         fail("head", f"have {width} columns, the last layer's outputs", tuple(head.shape))
     # The constructor draws weights: the smallest ones, to be replaced.
-    empty = BilinearNetwork(1, 1, 1, num_layers=len(blocks), residual=residual, key=jax.random.PRNGKey(0))
+    empty = BilinearNetwork(1, 1, 1, residual=residual, key=jax.random.PRNGKey(0))
     parts = [jnp.asarray(embed), tuple(blocks), jnp.asarray(head)]
     return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], empty, parts)
 
@@ -136,7 +114,7 @@ class BilinearNetwork(Network):
         bias: bool = False,
         gate: str = "none",
         residual: bool = False,
-        init: str | Initialiser = "pytorch",
+        init: str = "pytorch",
         key: PRNGKey,
     ):
         """Draw a network.
@@ -149,15 +127,21 @@ class BilinearNetwork(Network):
             bias: If True, layers have biases.
             gate: One of `GATES`.
             residual: If True, every layer adds its input to its output.
-            init: One of `_layers.INITS`, or a function `(key, shape, fan_in) -> array`.
+            init: One of `_layers.INITS`.
             key: Key of the weights.
         """
         check_sizes(inputs=inputs, hidden=hidden, classes=classes, num_layers=num_layers)
+        check_choice("gate", gate, GATES)
         first, last, *keys = jax.random.split(key, num_layers + 2)
-        self.embed = draw_weights(init, (hidden, inputs), inputs, key=first)
-        options = {"bias": bias, "gate": gate, "init": init}
-        self.layers = tuple(BilinearLayer(hidden, hidden, **options, key=k) for k in keys)
-        self.head = draw_weights(init, (classes, hidden), hidden, key=last)
+        shapes = [(hidden, hidden)] * 2 + [(hidden,)] * (2 if bias else 0)
+
+        def layer(key: PRNGKey) -> BilinearLayer:
+            parts = zip(shapes, jax.random.split(key, 4)[: len(shapes)], strict=True)
+            return BilinearLayer(*(draw_weights(init, shape, hidden, k) for shape, k in parts), gate=gate)
+
+        self.embed = draw_weights(init, (hidden, inputs), inputs, first)
+        self.layers = tuple(map(layer, keys))
+        self.head = draw_weights(init, (classes, hidden), hidden, last)
         self.residual = residual
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:

@@ -1,6 +1,5 @@
 """Layers of one example with named initialisation: affine, convolution, pooling."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,23 +14,12 @@ from dissociation._core.conversion import as_array, as_numbers
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 
-Initialiser = Callable[[PRNGKey, tuple[int, ...], int], Array]
-
 INITS = ("pytorch", "lecun")
 """PyTorch's default (uniform in +-1/sqrt(fan_in)), or flax's (normal of variance 1/fan_in, cut at two deviations)."""
 
 
-@validated
-def draw_weights(
-    init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
-) -> Float[Array, "*shape"]:
-    """Draw weights by a name in `INITS` or a function `(key, shape, fan_in) -> array`."""
-    fan_in = check_count("fan_in", fan_in, minimum=1)
-    if not isinstance(init, str):
-        weights = init(key, shape, fan_in)
-        if weights.shape != shape:
-            fail("init", f"give weights of shape {shape}", weights.shape)
-        return weights
+def draw_weights(init: str, shape: tuple[int, ...], fan_in: int, key: PRNGKey) -> Array:
+    """Draw weights by a name in `INITS`."""
     check_choice("init", init, INITS)
     bound = fan_in**-0.5
     if init == "pytorch":
@@ -59,7 +47,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def _draw_bias(init: str, outputs: int, fan_in: int, key: PRNGKey) -> Array:
-    return jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key=key)
+    return jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key)
 
 
 class Affine(eqx.Module):
@@ -77,7 +65,7 @@ class Affine(eqx.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: PRNGKey):
         check_sizes(inputs=inputs, outputs=outputs)
         first, second = jax.random.split(key)
-        self.weight = draw_weights(init, (inputs, outputs), inputs, key=first).T
+        self.weight = draw_weights(init, (inputs, outputs), inputs, first).T
         self.bias = _draw_bias(init, outputs, inputs, second) if bias else None
 
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
@@ -103,7 +91,7 @@ class Convolution(eqx.Module):
         first, second = jax.random.split(key)
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
         fan_in = 25 * (outputs if transposed and init == "pytorch" else inputs)
-        self.weight = draw_weights(init, (5, 5, inputs, outputs), fan_in, key=first)
+        self.weight = draw_weights(init, (5, 5, inputs, outputs), fan_in, first)
         self.bias = _draw_bias(init, outputs, fan_in, second)
 
     def __call__(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "h w o"]:

@@ -144,6 +144,11 @@ class Walk:
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return an operation's results and their mark."""
 
+    def enters(self, equation: Any, marks: list[Any]) -> bool:
+        """Return True if the walk follows the program that an operation calls."""
+        # A loop runs its program many times, so a value in it has no single mark.
+        return equation.primitive.name not in ("scan", "while", "cond")
+
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]) -> list[Any]:
         """Return a pair (value, mark) for every output; constants have mark None."""
         env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
@@ -156,9 +161,7 @@ class Walk:
             pairs = [read(atom) for atom in equation.invars]
             values, own = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             inner = inner_program(equation.params)
-            loops = equation.primitive.name in ("scan", "while", "cond")
-            # A loop runs its program many times, so a value in it has no single mark.
-            if not loops and inner is not None and len(inner.jaxpr.invars) == len(values):
+            if inner is not None and len(inner.jaxpr.invars) == len(values) and self.enters(equation, own):
                 found = self.run(inner.jaxpr, inner.consts, values, own)
             else:
                 results, mark = self.at(equation, values, own)
@@ -169,5 +172,5 @@ class Walk:
 
 def bound(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Apply an operation to `values` and return its results as a list."""
-    results = equation.primitive.bind(*values, **equation.params)
+    results = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
     return list(results) if equation.primitive.multiple_results else [results]

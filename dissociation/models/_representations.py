@@ -141,6 +141,13 @@ class _Look(Walk):
     def __init__(self, layers: list[str]):
         self.layers, self.found = layers, dict[str, Array]()
 
+    def enters(self, equation: Any, marks: list[Any]) -> bool:
+        """Return True if the walk follows the program that an operation calls."""
+        # Inside of it, a custom rule for derivatives would be lost.
+        keeps = equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+        weights = any(mark is not None and mark.kind == "weights" for mark in marks)
+        return super().enters(equation, marks) and (weights or not keeps)
+
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """Return an operation's results and their mark."""
         name = equation.primitive.name
@@ -210,36 +217,12 @@ def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) 
     return place if out.shape[place] == one.shape[axis] else None
 
 
-@representations_of_example.register
-def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
-    def activated(activation: Any, x: Array) -> Array:  # a module may have a row per neuron
-        return eqx.filter_vmap(lambda one, value: one(value))(activation, x)
-
-    layers = list(model.layers)
-    if layers[0].weight.ndim != 2:
-        fail("model", "be one network", f"weights of shape {layers[0].weight.shape}", "`member` picks one")
-    # With `scan`, Equinox stacks hidden layers in one module.
-    if getattr(model, "scan", False) and model.depth > 0:
-        first, stacked, last = layers
-        layers = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(model.depth - 1)), last]
-    hidden = dict[str, Array]()
-    for index, layer in enumerate(layers[:-1]):
-        activation = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, model.activation)
-        x = activated(activation, layer(x))
-        hidden[numbered(f"layers[{min(index, len(model.layers) - 2)}]", hidden)] = x
-    x = layers[-1](x)
-    # Without hidden layers Equinox applies no activation.
-    if hidden:
-        x = model.final_activation(x) if model.out_size == "scalar" else activated(model.final_activation, x)
-    return named(hidden, x)
-
-
 @validated
 def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
     """Return hidden layers and logits of one network for many examples.
 
     Args:
-        model: One network: of `dissociation.models`, an `eqx.nn.MLP`, or any other, see `representations_of_example`.
+        model: One network: of `dissociation.models`, or any other, see `representations_of_example`.
         inputs: Examples, [n, ...].
 
     Returns:

@@ -1,6 +1,7 @@
 """Train bilinear networks on images."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -77,38 +78,39 @@ def train_bilinear(
     batch_size = min(batch_size, len(dataset.train_images))
     epoch_steps = steps_per_epoch(len(dataset.train_images), batch_size, drop_remainder=True)
     data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
-    train = (part[:num_observed] for part in data)
-    observe = LossAndAccuracy(*train, *map(jnp.asarray, (dataset.test_images, dataset.test_labels)))
-    settings = Settings(*map(float, (learning_rate, weight_decay, num_epochs, epoch_steps)))
+    splits = {
+        "train": tuple(part[:num_observed] for part in data),
+        "validation": (jnp.asarray(dataset.test_images), jnp.asarray(dataset.test_labels)),
+    }
+
+    def observe(model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
+        found = dict[str, Array]()
+        for split, examples in splits.items():
+            found[f"{split}_loss"], found[f"{split}_accuracy"] = loss_and_accuracy(model, *examples)
+        return found
+
+    # Traced: other values do not compile again.
+    settings = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    settings |= {"num_epochs": num_epochs, "epoch_steps": epoch_steps}
     return fit(
         models,
-        make_step(NoisyCrossEntropy(jnp.asarray(noise, float)), _optimizer),
+        make_step(noisy_cross_entropy(noise), _optimizer),
         # Batches of one size compile one step.
         Epochs(data, batch_size, drop_remainder=True),
         num_epochs=num_epochs,
         key=fit_key,
-        hyperparams=jax.tree.map(lambda value: jnp.full(num_seeds, value), settings),
+        hyperparams={name: jnp.full(num_seeds, float(value)) for name, value in settings.items()},
         save=Save(observe),
         **options,
     )
 
 
-class Settings(NamedTuple):
-    """Settings of AdamW, [members] each."""
-
-    # Traced: other values do not compile again.
-    learning_rate: Any
-    weight_decay: Any
-    num_epochs: Any
-    epoch_steps: Any
-
-
-def _optimizer(settings: Settings) -> optax.GradientTransformation:
+def _optimizer(settings: dict[str, Any]) -> optax.GradientTransformation:
     def rate(step: ArrayLike) -> Array:
-        epoch = jnp.floor(jnp.asarray(step) / settings.epoch_steps)
-        return 0.5 * settings.learning_rate * (1 + jnp.cos(jnp.pi * epoch / settings.num_epochs))
+        epoch = jnp.floor(jnp.asarray(step) / settings["epoch_steps"])
+        return 0.5 * settings["learning_rate"] * (1 + jnp.cos(jnp.pi * epoch / settings["num_epochs"]))
 
-    return optax.adamw(rate, weight_decay=settings.weight_decay)
+    return optax.adamw(rate, weight_decay=settings["weight_decay"])
 
 
 @validated
@@ -120,28 +122,12 @@ def loss_and_accuracy(
     return jnp.mean(optax.softmax_cross_entropy(logits, labels)), 1 - error_rate(logits, labels)
 
 
-class NoisyCrossEntropy(eqx.Module):
-    """Loss: mean cross entropy of noisy images."""
+def noisy_cross_entropy(noise: Scalar) -> Callable[[BilinearNetwork, tuple[Array, Array], Array], Array]:
+    """Return a loss: mean cross entropy of images with normal noise of this deviation."""
+    scale = jnp.asarray(noise, float)
 
-    noise: Float[Array, ""]
-
-    def __call__(self, model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
-        """Return the loss."""
+    def loss(model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
         images, labels = batch
-        return loss_and_accuracy(model, images + self.noise * normal(key, images.shape, images.dtype), labels)[0]
+        return loss_and_accuracy(model, images + scale * normal(key, images.shape, images.dtype), labels)[0]
 
-
-class LossAndAccuracy(eqx.Module):
-    """Observation of loss and accuracy on training and validation images."""
-
-    train_images: Float[Array, "n d"]
-    train_labels: Float[Array, "n classes"]
-    images: Float[Array, "m d"]
-    labels: Float[Array, "m classes"]
-
-    def __call__(self, model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
-        """Return loss and accuracy of both splits."""
-        train = loss_and_accuracy(model, self.train_images, self.train_labels)
-        validation = loss_and_accuracy(model, self.images, self.labels)
-        names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
-        return dict(zip(names, (*train, *validation), strict=True))
+    return loss

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.models._cnn import Decoder, Encoder
+from dissociation.models._images import Decoder, Encoder
 from dissociation.models._layers import check_sizes
 from dissociation.training._fitting import fit
 from dissociation.training._members import member, stack
@@ -56,7 +56,6 @@ def train_compression(
     # The sampler drops the last, smaller batch of an epoch.
     steps = num_epochs * max(1, len(images) // batch_size)
     trained = fit(
-        # `fit` trains stacked members.
         stack([model]),
         make_step(reconstruction_error, optax.adam(optax.cosine_decay_schedule(2e-3, steps))),
         # Batches of one size compile one step.
@@ -78,9 +77,6 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
 @validated(pixels=("images",))
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
-    """Return codes of images, in slices of 500."""
-    size = min(500, images.shape[0])
-    # Slices bound the memory of the convolutions.
-    padded = jnp.pad(jnp.asarray(images), ((0, -images.shape[0] % size), (0, 0))).reshape(-1, size, 28, 28)
-    codes = [jax.vmap(model.encoder)(part) for part in padded]  # convolutions outside loops: see `training.fit`
-    return jnp.concatenate(codes)[: images.shape[0]]
+    """Return codes of images, in slices of 500, which bound the memory of the convolutions."""
+    parts = jnp.split(jnp.asarray(images).reshape(-1, 28, 28), range(500, images.shape[0], 500))
+    return jnp.concatenate([jax.vmap(model.encoder)(part) for part in parts])  # no loop: see `training.fit`

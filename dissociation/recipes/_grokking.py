@@ -1,7 +1,7 @@
 """Train networks until they grok, at many weight decays at once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ from dissociation.measures._collapse import (
 )
 from dissociation.measures._margins import linear_head
 from dissociation.measures._robustness import error_rate
-from dissociation.models._cnn import CNN
+from dissociation.models._images import CNN
 from dissociation.models._mlp import MLP
 from dissociation.models._representations import representations
 from dissociation.training._fitting import FitResult, fit
@@ -123,12 +123,22 @@ def train_grokking(
     sizes = {"classes": dataset.num_classes, **({"inputs": dataset.num_pixels} if network == "mlp" else {})}
     models = initial_models(init_keys, init_scale, network, {**sizes, **(options or {})})
     images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
-    rates = Rates(grid.hyperparams("weight_decay")["weight_decay"], jnp.full(len(grid), learning_rate, float))
-    observe = Observation(
-        CheapMeasures(images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels)),
-        measures,
-        jnp.asarray(measure_at, int),
-    )
+    rates = grid.hyperparams("weight_decay") | {"learning_rate": jnp.full(len(grid), learning_rate, float)}
+    cheap = CheapMeasures(images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels))
+    asked = jnp.asarray(measure_at, int)
+
+    def observe(model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
+        found: dict[str, Any] = cheap(model)
+        if measures is None:
+            return found
+        expensive: Any = measures
+        # Both branches of `cond` must return the same shapes.
+        like = jax.eval_shape(expensive, model, key)
+        empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
+        found, model = after(found, model)
+        measure = lambda: expensive(model, key)  # noqa: E731
+        return {**found, "expensive": jax.lax.cond(jnp.any(asked == step), measure, lambda: empty)}
+
     return fit(
         models,
         make_step(squared_error, OPTIMIZERS[optimizer]),
@@ -174,17 +184,10 @@ def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]
     return eqx.filter_vmap(build)(keys, scales)
 
 
-class Rates(NamedTuple):
-    """Hyperparameters that differ by member, [members] each."""
-
-    weight_decay: Array
-    learning_rate: Array
-
-
-OPTIMIZERS: dict[str, Callable[[Rates], optax.GradientTransformation]] = {
-    "adamw": lambda rates: optax.adamw(rates.learning_rate, weight_decay=rates.weight_decay),
+OPTIMIZERS: dict[str, Callable[[dict[str, Any]], optax.GradientTransformation]] = {
+    "adamw": lambda rates: optax.adamw(rates["learning_rate"], weight_decay=rates["weight_decay"]),
     # The decay comes first, so that the learning rate multiplies it as in AdamW.
-    "sgd": lambda rates: optax.chain(optax.add_decayed_weights(rates.weight_decay), optax.sgd(rates.learning_rate)),
+    "sgd": lambda h: optax.chain(optax.add_decayed_weights(h["weight_decay"]), optax.sgd(h["learning_rate"])),
 }
 
 
@@ -252,23 +255,3 @@ class CheapMeasures(eqx.Module):
             }
             found |= {name if split == "train" else f"test_{name}": value for name, value in measured.items()}
         return found
-
-
-class Observation(eqx.Module):
-    """Observation: `cheap` measures always, `expensive` measures at `steps` and NaN elsewhere."""
-
-    cheap: CheapMeasures
-    expensive: Any
-    steps: Int[Array, " times"]
-
-    def __call__(self, model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
-        """Return all measures of one network."""
-        found: dict[str, Any] = self.cheap(model)
-        if self.expensive is None:
-            return found
-        like = jax.eval_shape(self.expensive, model, key)
-        # Both branches of `cond` must return the same shapes.
-        empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
-        asked = jnp.any(self.steps == step)
-        found, model = after(found, model)
-        return {**found, "expensive": jax.lax.cond(asked, lambda: self.expensive(model, key), lambda: empty)}

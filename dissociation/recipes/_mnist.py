@@ -16,10 +16,8 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.data._datasets import Dataset, load
 from dissociation.measures._robustness import error_rate
-from dissociation.models._cnn import CNN
+from dissociation.models._images import CNN, ResNet, Transformer
 from dissociation.models._layers import check_sizes
-from dissociation.models._resnet import ResNet
-from dissociation.models._transformer import Transformer
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._progress import MeterFactory, Progress
 from dissociation.training._records import Save

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_count, check_positive, fail, fail_kind
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.models._cnn import Decoder, Encoder
+from dissociation.models._images import Decoder, Encoder
 from dissociation.models._layers import Affine
 
 Network = eqx.Module | Callable[..., Any]

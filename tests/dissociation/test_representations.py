@@ -104,13 +104,17 @@ def test_members_and_derivatives():
     slope = eqx.filter_grad(lambda model: jnp.sum(representations(model, X)["layers[0]"]))(alone)
     positive = np.asarray(representations(alone, X)["layers[0]"]) > 0
     np.testing.assert_allclose(slope.layers[0].bias, positive.sum(0), rtol=1e-5)
+    # A custom rule, as that of a ReLU at 0, is kept.
+    plain = eqx.nn.MLP(4, 3, 5, 2, use_bias=False, key=jax.random.key(0))
+    for call in (jax.vmap(plain), lambda x: representations(plain, x)["logits"]):
+        np.testing.assert_array_equal(jax.grad(lambda x, call=call: jnp.sum(call(x)))(jnp.zeros_like(X)), 0)
 
 
 def test_stacked_models_and_single_examples_are_refused():
     for depth in (0, 2):  # as many members as units: every product would have a shape
         make = lambda key, depth=depth: eqx.nn.MLP(4, 4, 4, depth, key=key)  # noqa: E731
         models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 4))
-        with pytest.raises(ValueError, match=r"`model` must be one network, got weights of shape \(4, 4, 4\)"):
+        with pytest.raises(TypeError, match=r"stacked ones\), got an error: weights of shape \(4, 4, 4\) are those"):
             representations(models, X)
     with pytest.raises(TypeError, match=r"`model` must take one example of shape \(\)"):
         representations(make(jax.random.key(0)), X[0])
