@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int, Real
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from dissociation._core.checks import check_classes, check_count, fail, is_traced
-from dissociation._core.types import Count, PRNGKey, PRNGKeys
+from dissociation._core.checks import check_classes, check_count
+from dissociation._core.types import PRNGKey, PRNGKeys
 from dissociation._core.validation import validated
 
 SIDE = 28
@@ -126,13 +126,11 @@ def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]) 
     return modes @ (draws * decay[:, None])
 
 
-@validated(finite=("templates",))
 def draw_glyph(
-    templates: Float[Array | np.ndarray, "fonts 10 samples samples"],
-    label: Count,
-    *,
+    templates: Float[Array, "fonts 10 samples samples"],
+    label: Int[Array, ""] | int,
     key: PRNGKey,
-    variation: Variation | None = None,
+    variation: Variation,
     border: int = BORDER,
 ) -> Float[Array, " pixels"]:
     """Draw one digit in a random font.
@@ -140,13 +138,6 @@ def draw_glyph(
     Pixel `x` reads the distance field `f` at `u(x) = A (x + e(x) - t)`, with a random matrix `A`, smooth displacement
     `e` and shift `t`. Its value is `clip(ink * clip((f(u(x)) + weight) / blur + 1/2, 0, 1) + noise, 0, 1)`.
     """
-    templates = jnp.asarray(templates)
-    check_count("border", border)
-    if 2 * border >= SIDE:
-        fail("border", f"leave some of {SIDE} rows", border)
-    if not is_traced(label) and not 0 <= int(label) < NUM_CLASSES:
-        fail("label", "be a digit, 0 to 9", label)
-    variation = Variation() if variation is None else variation
     dtype = templates.dtype
     uniform_key, normal_key = jax.random.split(key)
     font, weight, blur, fade, *even = jax.random.uniform(uniform_key, (10,), dtype)
@@ -194,8 +185,9 @@ def draw_glyphs(
         batch_size: Number of images drawn at once, at least 1. It affects memory only.
     """
     check_count("batch_size", batch_size, minimum=1)
+    check_count("border", border, maximum=SIDE // 2 - 1)
     check_classes("labels", labels, NUM_CLASSES)
-    labels = jnp.asarray(labels)
+    labels, variation = jnp.asarray(labels), Variation() if variation is None else variation
     keys = _fold_in_all(key, labels.shape[0])
     return _draw_each(jnp.asarray(templates), labels, keys, variation, border, batch_size)
 
@@ -209,15 +201,14 @@ def _draw_each(
     templates: Float[Array, "fonts 10 samples samples"],
     labels: Int[Array, " n"],
     keys: PRNGKeys,
-    variation: Variation | None,
+    variation: Variation,
     border: int,
     batch_size: int,
 ) -> Float[Array, "n pixels"]:
     """Draw one image per label and key, at most `batch_size` at once."""
 
     def draw(item):
-        label, key = item
-        return draw_glyph(templates, label, key=key, variation=variation, border=border)
+        return draw_glyph(templates, *item, variation, border)
 
     # Batches have one size, the last one padded, because a smaller one would compile a second program.
     num = labels.shape[0]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Real
 
-from dissociation._core.checks import check_count, fail
+from dissociation._core.checks import fail
 from dissociation._core.types import Labels, PRNGKey
 from dissociation._core.validation import validated
 
@@ -18,15 +18,8 @@ NUM_QUARTERS = 4
 """Number of rotations: 0, 90, 180 and 270 degrees."""
 
 
-@validated
-def least_prime_factor(number: int) -> int:
-    """Return the smallest prime that divides `number`, or `number` itself for 0 and 1."""
-    number = check_count("number", number)
-    return next((p for p in range(2, math.isqrt(number) + 1) if number % p == 0), number)
-
-
-COARSE_CLASSES = tuple(sorted({least_prime_factor(digit) for digit in range(10)}))
-"""Digits of the columns of coarse-grained labels: 0, 1, 2, 3, 5, 7."""
+DIGITS_BY_FACTOR = {0: (0,), 1: (1,), 2: (2, 4, 6, 8), 3: (3, 9), 5: (5,), 7: (7,)}
+"""Digits by their least prime factors, which are the columns of coarse-grained labels."""
 
 
 def _side(images: Real[Array, "n ..."]) -> int:
@@ -75,8 +68,7 @@ def rotated_quarters(
 def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
     """Add the label columns [n, 10] of digits with one least prime factor: 4, 6, 8 to 2, and 9 to 3."""
     labels = jnp.asarray(labels)
-    digits = [[d for d in range(10) if least_prime_factor(d) == coarse] for coarse in COARSE_CLASSES]
-    return jnp.stack([sum(labels[:, d] for d in group) for group in digits], axis=1)
+    return jnp.stack([sum(labels[:, digit] for digit in group) for group in DIGITS_BY_FACTOR.values()], axis=1)
 
 
 @validated
