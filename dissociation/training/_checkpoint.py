@@ -54,13 +54,9 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     """Read a tree with the structure of `like`."""
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
-    wanted = dict(_storable_leaves(like))
-    entries = {entry["path"]: entry for entry in meta["leaves"]}
-    if missing := sorted(wanted.keys() - entries.keys()):
-        raise RefusedFile(f"{path} lacks the leaf {missing[0]} ({len(missing)} missing in all).")
-    if extra := sorted(entries.keys() - wanted.keys()):
-        raise RefusedFile(f"{path} holds the leaf {extra[0]}, which `like` lacks ({len(extra)} in all).")
-    values = {}
+    wanted, values = dict(_storable_leaves(like)), {}
+    if different := sorted(wanted.keys() ^ {entry["path"] for entry in meta["leaves"]}):
+        raise RefusedFile(f"{path}: the leaf {different[0]} is {'lacking' if different[0] in wanted else 'unknown'}.")
     for entry in meta["leaves"]:
         blob = contents[offset : offset + entry["bytes"]]
         offset += entry["bytes"]
@@ -117,22 +113,19 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
         return value
     dtype = jnp.dtype(entry["dtype"])
     data = np.frombuffer(blob, dtype).reshape(entry["shape"])
+    given: Any = data
     if entry["kind"] == "key":
-        key = jax.random.wrap_key_data(jnp.asarray(data), impl=entry["implementation"])
-        if not _is_key(like) or key.shape != like.shape or key.dtype != like.dtype:
-            raise RefusedFile(f"{path}: the leaf {name} is a key {key.dtype} of shape {key.shape}, wanted {like}.")
-        return key
-    shape, wanted = np.shape(like), jnp.dtype(getattr(like, "dtype", np.asarray(like).dtype))
-    if tuple(entry["shape"]) != shape or dtype != wanted.newbyteorder("="):
-        raise RefusedFile(
-            f"{path}: the leaf {name} has shape {tuple(entry['shape'])} and dtype {dtype}, wanted {shape} and {wanted}."
-        )
+        given = jax.random.wrap_key_data(jnp.asarray(data), impl=entry["implementation"])
+    shape, wanted = np.shape(like), getattr(like, "dtype", None) or np.asarray(like).dtype
+    if given.shape != shape or given.dtype != (wanted if _is_key(like) else jnp.dtype(wanted).newbyteorder("=")):
+        found = f"shape {given.shape} and dtype {given.dtype}"
+        raise RefusedFile(f"{path}: the leaf {name} has {found}, wanted {shape} and {wanted}.")
     if isinstance(like, np.ndarray | np.generic):
         data = data.astype(wanted)
         return data[()] if isinstance(like, np.generic) else data
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise RefusedFile(f"{path}: the leaf {name} is {dtype}. Enable JAX's 64 bits to read it.")
-    return jnp.asarray(data)
+    return jnp.asarray(given)
 
 
 def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:

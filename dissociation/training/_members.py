@@ -76,15 +76,7 @@ def concatenate(trees: Sequence[Any], axis: int = 0) -> Any:
 
 
 def per_batch(platform: str | None = None) -> int | None:
-    """Return the number of members to map at once: 1 on a CPU, which one member keeps busy, else None (all).
-
-    Args:
-        platform: Platform of the devices; None: JAX's default.
-
-    Example:
-        >>> per_batch("cpu"), per_batch("gpu")
-        (1, None)
-    """
+    """Return the number of members to map at once: 1 on a CPU, which one member keeps busy, else None (all)."""
     return 1 if (platform or jax.default_backend()) == "cpu" else None
 
 
@@ -172,9 +164,7 @@ def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
     except checks.WrongValue:
         raise
     except ValueError as error:
-        shapes = [str(jax.tree.map(lambda leaf: getattr(leaf, "shape", None), tree)) for tree in trees]
-        other = next((shape for shape in shapes if shape != shapes[0]), shapes[-1])
-        raise ValueError(f"`trees` must be alike, got arrays of {shapes[0][:200]} and {other[:200]}.") from error
+        raise ValueError(f"`trees` must be alike, got other structures or shapes: {error}") from error
 
 
 @validated
@@ -192,9 +182,9 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
     checks.check_count("data", data, minimum=1)
     if len(chosen) % data:
         checks.fail("data", f"divide the number of devices ({len(chosen)})", data)
-    if data == 1:
-        return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(AxisType.Auto,))
-    return Mesh(np.array(chosen).reshape(-1, data), (MEMBER_AXIS, DATA_AXIS), axis_types=(AxisType.Auto,) * 2)
+    names = (MEMBER_AXIS,) if data == 1 else (MEMBER_AXIS, DATA_AXIS)
+    shaped = np.array(chosen).reshape((-1, data)[: len(names)])
+    return Mesh(shaped, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def member_devices(mesh: Any) -> int:
@@ -207,9 +197,8 @@ def check_mesh(mesh: Mesh) -> None:
     if mesh.axis_names not in ((MEMBER_AXIS,), (MEMBER_AXIS, DATA_AXIS)):
         wanted = f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most"
         checks.fail("mesh", wanted, mesh.axis_names, "Make it with dissociation.member_mesh")
-    if not mesh.is_multi_process:
-        return
-    checks.fail("mesh", "hold devices of this process", "devices of several", "Pass devices=jax.local_devices()")
+    if mesh.is_multi_process:
+        checks.fail("mesh", "hold devices of this process", "devices of several", "Pass devices=jax.local_devices()")
 
 
 def place_members(tree: Any, mesh: Mesh, spec: PartitionSpec | None = None) -> Any:
@@ -222,9 +211,6 @@ def _each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked:
     """Return `function(shared, stacked)`, called on every device with its members."""
     arrays, static = eqx.partition((shared, stacked), eqx.is_array)
     split = PartitionSpec(MEMBER_AXIS)
-    specs = {"in_specs": (PartitionSpec(), split), "out_specs": split}
-
-    def local(*arrays: Any) -> Any:
-        return function(*eqx.combine(arrays, static))
-
-    return jax.shard_map(local, mesh=mesh, **specs, axis_names={MEMBER_AXIS}, check_vma=False)(*arrays)
+    options = {"in_specs": (PartitionSpec(), split), "out_specs": split, "axis_names": {MEMBER_AXIS}}
+    local = lambda *arrays: function(*eqx.combine(arrays, static))  # noqa: E731
+    return jax.shard_map(local, mesh=mesh, check_vma=False, **options)(*arrays)

@@ -1,3 +1,4 @@
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,23 +33,10 @@ def blank(tree):
     return jax.tree.map(other, tree)
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert (type(a), np.shape(a)) == (type(b), np.shape(b))
-        if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            assert (a == b).all()
-        elif isinstance(a, jax.Array | np.ndarray):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
-        else:
-            assert a == b
-
-
 def test_round_trip(key, tmp_path):
     original = tree(key)
     checkpoint.save(tmp_path / "deep" / "file", original, {"step": 3})
-    assert_same(checkpoint.restore(tmp_path / "deep" / "file", blank(original)), original)
+    assert eqx.tree_equal(checkpoint.restore(tmp_path / "deep" / "file", blank(original)), original, typematch=True)
     assert checkpoint.read_header(tmp_path / "deep" / "file") == {"step": 3}
 
 
@@ -63,34 +51,25 @@ def test_every_kind_of_numbers_comes_back(tmp_path, dtype):
     checkpoint.save(tmp_path / "file", given)
     zeros = {name: np.zeros_like(one) for name, one in given.items()}
     zeros["scalar"] = zeros["scalar"][()]
-    assert_same(checkpoint.restore(tmp_path / "file", zeros), given)
+    assert eqx.tree_equal(checkpoint.restore(tmp_path / "file", zeros), given, typematch=True)
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        np.array(["a", "bc"]),
-        np.array([None, 1]),
-        np.zeros(2, [("a", "f4"), ("b", "i4")]),
-        np.ma.array([1.0, 2.0], mask=[True, False]),
-        jax.ShapeDtypeStruct((2,), jnp.float32),
-    ],
-    ids=lambda leaf: f"{type(leaf).__name__}-{leaf.dtype}",
-)
-def test_what_could_not_be_read_is_refused_by_name(tmp_path, leaf):
-    with pytest.raises(TypeError, match=r"`tree` must hold arrays of numbers or dates, got a .* at \['x'\]\[1\]"):
-        checkpoint.save(tmp_path / "file", {"x": (1, leaf)})
+def test_what_could_not_be_read_is_refused_by_name(tmp_path):
+    masked, struct = np.ma.array([1.0, 2.0], mask=[True, False]), jax.ShapeDtypeStruct((2,), jnp.float32)
+    for leaf in (np.array(["a", "bc"]), np.array([None, 1]), np.zeros(2, [("a", "f4"), ("b", "i4")]), masked, struct):
+        with pytest.raises(TypeError, match=r"`tree` must hold arrays of numbers or dates, got a .* at \['x'\]\[1\]"):
+            checkpoint.save(tmp_path / "file", {"x": (1, leaf)})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t | {"more": jnp.ones(2)}, r"lacks the leaf \['more'\]"),
-        (lambda t: {"numpy": t["numpy"]}, r"holds the leaf \['empty'\], which `like` lacks"),
+        (lambda t: t | {"more": jnp.ones(2)}, r"the leaf \['more'\] is lacking"),
+        (lambda t: {"numpy": t["numpy"]}, r"the leaf \['empty'\] is unknown"),
         (lambda t: t | {"half": t["half"][:1]}, r"the leaf \['half'\] has shape \(2,\).*wanted \(1,\)"),
         (lambda t: t | {"numpy": t["numpy"].astype(np.float32)}, r"\['numpy'\].*float64, wanted \(3,\) and float32"),
-        (lambda t: t | {"key": jax.random.key(0)}, r"the leaf \['key'\] is a key"),
+        (lambda t: t | {"key": jax.random.key(0)}, r"the leaf \['key'\] has shape \(2,\) .*, wanted \(\)"),
         (lambda t: t | {"numbers": (3.0, *t["numbers"][1:])}, r"the leaf \['numbers'\]\[0\] is 3, wanted a float"),
         (lambda t: t | {"long": jax.ShapeDtypeStruct((1,), np.int64)}, r"\['long'\] is int64\. Enable JAX's 64 bits"),
     ],

@@ -61,7 +61,7 @@ def test_stacked_members_come_apart_again(kind):
 def test_nothing_and_other_shapes_are_not_joined(join):
     with pytest.raises(ValueError, match="`trees` must hold at least one PyTree, got none"):
         join([])
-    with pytest.raises(ValueError, match=r"`trees` must be alike, got arrays of .*\(2, 3\).*\(2, 2\)"):
+    with pytest.raises(ValueError, match="`trees` must be alike, got"):
         join([{"w": np.ones((2, 3))}, {"w": np.ones((2, 2))}])
     with pytest.raises(ValueError, match="`trees` must be alike, got"):
         join([{"w": np.ones((2, 3))}, {"v": np.ones((2, 3))}])
