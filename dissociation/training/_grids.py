@@ -3,8 +3,9 @@
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from dissociation._core import checks, files
 from dissociation._core.keys import typed
@@ -22,13 +23,15 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
-from dissociation.training._fitting import dataset_of_fit, fit
+from dissociation.training import _machine as machine
+from dissociation.training._chunk import observe_members, run_chunk
+from dissociation.training._fitting import dataset_of_fit, fit, prepared
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._partition import Partition, Threads, without_layout
-from dissociation.training._plans import Plan, Sweep, makes, planned
-from dissociation.training._progress import MeterFactory, open_meter
-from dissociation.training._records import Callback, History, Save
+from dissociation.training._progress import Meter, MeterFactory, open_meter
+from dissociation.training._records import Callback, History, Save, record_steps
+from dissociation.training._run import Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
@@ -42,6 +45,20 @@ RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "d
 """Names of axes and arrays of results."""
 
 logger = logging.getLogger(__name__)
+
+
+class Plan(NamedTuple):
+    """Groups of members that are trained at once, by index in the grid."""
+
+    groups: tuple[tuple[int, ...], ...]
+    peak_bytes: int  # estimate for the largest group, without the memory of the compiler
+    budget: int
+    devices: int  # of this process, which train members
+
+    def __str__(self) -> str:
+        members, most = sum(map(len, self.groups)), max(map(len, self.groups))
+        size = f"{self.peak_bytes / 2**20:.0f} MiB of {self.budget / 2**20:.0f}"
+        return f"{members} members, {most} at once on {self.devices} device(s), at most {size}"
 
 
 class GridResult(NamedTuple):
@@ -158,12 +175,12 @@ def fit_grid(
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
     values, taken = grid.values, list(inspect.signature(init).parameters)[1:]
     shapes = tuple(name for name in values if name in taken)
-    shape_of = [tuple(values[name][member].item() for name in shapes) for member in range(len(grid))]
+    shape_of = [tuple((name, values[name][member].item()) for name in shapes) for member in range(len(grid))]
     hyperparams = grid.hyperparams(*(name for name in values if name not in (*shapes, "seed")))
     _check_names(grid, step.optimizer, hyperparams, taken)
     length = {"num_steps": num_steps, "num_epochs": num_epochs}
     how = {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
-    sweep = Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, hyperparams, aux, length, save, how)
+    sweep = Sweep(init, step, sampler, grid, keys, order, shape_of, hyperparams, aux, length, save, how)
     identity = {  # `fit` compares the program of each group
         "grid": {"axes": list(grid.axes), "values": {name: column.tolist() for name, column in values.items()}},
         "key": checkpoints.fingerprint(key),
@@ -195,21 +212,123 @@ def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken:
             checks.fail("grid", f"{wanted}, and what the optimiser reads", repr(name))
 
 
+class Sweep(NamedTuple):
+    """Arguments of all groups of `fit_grid`."""
+
+    init: Callable[..., Any]
+    step: Step
+    sampler: Sampler
+    grid: Grid
+    keys: Array
+    order: Array
+    shape_of: list[tuple[tuple[str, Any], ...]]  # quantities that set a model's shape, by member
+    hyperparams: dict[str, Array]  # all other quantities but the seed, [members] each
+    aux: Any
+    length: dict[str, Any]  # number of steps or epochs
+    save: Save
+    how: dict[str, Any]  # mesh and mapping of the members
+
+    def _fresh(self, make: Callable[..., Any], members: Sequence[int]) -> PyTree:
+        """Return what `make`, called as `init` is, returns for members of one shape, stacked."""
+        return _fresh(make, dict(self.shape_of[members[0]]), self.keys[jnp.asarray(members), 0])
+
+    def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
+        """Return initial models and `aux` of members of one shape, stacked."""
+        aux = self._fresh(self.aux, members) if makes(self.aux) else take(self.aux, np.asarray(members))
+        return self._fresh(self.init, members), aux
+
+    def arguments(self, members: Sequence[int]) -> tuple[PyTree, dict[str, Any]]:
+        """Return the models of members of one shape, and the arguments of `fit` that determine their training."""
+        where, (models, aux) = jnp.asarray(members), self.start(members)
+        keys = self.keys[where, 1]
+        own: Any = (self.order, keys) if self.sampler.shared else keys
+        return models, {"aux": aux, "hyperparams": take(self.hyperparams, where) or None, "key": own, **self.length}
+
+
+@eqx.filter_jit
+def _fresh(make: Callable[..., Any], fixed: dict[str, Any], keys: Array) -> PyTree:
+    return eqx.filter_vmap(lambda key: make(key, **fixed))(keys)
+
+
+def makes(aux: Any) -> bool:
+    """Return True if `aux` is a function of one member, not arrays of all members."""
+    return callable(aux) and not jax.tree.leaves(eqx.filter(aux, eqx.is_array))
+
+
+def planned(sweep: Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
+    """Return groups that fit in memory; `keeps` is True if trained models stay in memory."""
+    given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
+    room, alike = given or machine.free_memory([]), dict[Any, list[int]]()
+    for member, shape in enumerate(sweep.shape_of):
+        alike.setdefault(shape, []).append(member)
+    groups, peak, kept, devices = [], 0, 0, 1
+    with closing(open_meter(progress, len(alike), "planning")) as meter:
+        for done, members in enumerate(alike.values()):
+            meter.advance(done, "compiling")  # most of a short sweep's time
+            fixed, each, model, threads = estimated_bytes(sweep, members)
+            kept += model * len(members) if keeps else 0
+            size = min(len(members), (room - fixed - kept) // each)
+            if size < 1:
+                wanted = f"be at least {fixed + kept + each} bytes, which one member takes with its data"
+                checks.fail("memory_budget", wanted, room)
+            size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of equal size share a program
+            devices, peak = max(devices, threads), max(peak, fixed + each * size + kept)
+            groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
+        meter.advance(len(alike), "")
+    return Plan(tuple(groups), peak, room, devices)
+
+
+def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> tuple[int, int, int, int]:
+    """Estimate the memory of members of one shape, from programs of 2 and 4 of them on one device.
+
+    Returns:
+        Bytes of data and programs for any number of members, bytes per member, bytes of a trained model, and the number
+        of devices or worker threads of this process. The compiler's memory is left out.
+    """
+    four, (step, sampler, save) = (list(members) * 4)[:4], (sweep.step, sweep.sampler, sweep.save)
+    models, given = sweep.arguments(four)
+    state, first, total, (order, *own) = prepared(models, step, sampler, **given)
+    programs: list[int] = []
+    for size in (2, 4):
+        few, *keys = take((state, *own), slice(size))
+        keys = order if sampler.shared else order[:size], *keys
+        run = Run(few, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), [])
+        calls: list[Any] = [(run_chunk, run.example())]
+        if run.observe is not None:
+            calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
+        compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
+        programs.append(max(map(machine.program_bytes, compiled)))  # chunk or observation
+    each = max(0, programs[1] - programs[0]) // 2
+    times = len(record_steps(save, [], first, total, sampler.epoch_steps))
+    recorded = (run.info, total - first), (run.observe and run.observe.out, times)
+    history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
+    spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
+    threads = min(jax.local_device_count(), machine.available_cores()) if spread else 1
+    fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
+    # At most three copies of a state are in memory: given, trained and returned.
+    per_member = 3 * _bytes(state) // len(four) + each + history
+    return fixed, per_member, _bytes(state.arrays) // len(four), threads
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
+
+
 def _run(
     sweep: Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
-    steps, parts, how = _Steps(progress, plan), [], kept.how(sweep.how)
-    try:
+    parts, how, num_steps = [], kept.how(sweep.how), sweep.length["num_steps"]
+    if num_steps is None:
+        num_steps = sweep.length["num_epochs"] * sweep.sampler.epoch_steps
+    with closing(open_meter(progress, num_steps * len(plan.groups), str(plan))) as meter:
         for index, members in enumerate(plan.groups):
             models, given = sweep.arguments(members)
-            options = {"save": sweep.save, "callbacks": [steps], "same_program": same_program, **how}
-            options["checkpoint"] = kept.file(index, "ckpt")
+            options = {"save": sweep.save, "same_program": same_program, **how}
+            options |= {"callbacks": [_Steps(meter, index * num_steps)], "checkpoint": kept.file(index, "ckpt")}
             result = fit(models, sweep.step, sweep.sampler, **given, **options)
             parts.append((result.history, result.diverged_at, result.seconds))
             kept.finish(index, (result.models, result.state.aux))
             del models, given, result
-    finally:
-        steps.end()
     order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
     histories, diverged, seconds = zip(*parts, strict=True)
     recorded = [(each.loss, each.observed, each.metrics, own) for each, own in zip(histories, diverged, strict=True)]
@@ -236,25 +355,13 @@ def _trained(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> tuple[P
 
 
 class _Steps(Callback):
-    """One meter over the steps of all groups."""
+    """Advance a sweep's meter by the steps of one group, after `before` steps of others."""
 
-    def __init__(self, progress: str | MeterFactory | None, plan: Plan):
-        self.open = lambda num_steps: open_meter(progress, num_steps * len(plan.groups), str(plan))
-        self.meter: Any = None
-        self.before, self.done = 0, 0
-
-    def begin(self, step: int, num_steps: int, past: Any) -> None:
-        self.before = self.done
-        if self.meter is None:
-            self.meter = self.open(num_steps)
+    def __init__(self, meter: Meter, before: int):
+        self.meter, self.before = meter, before
 
     def advance(self, step: int, loss: np.ndarray) -> None:
-        self.done = self.before + step
-        self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
-
-    def end(self) -> None:
-        if self.meter is not None:
-            self.meter.close()
+        self.meter.advance(self.before + step, f"loss {loss.mean():.3g}" if loss.size else "")
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
         assert meter.steps == sorted(meter.steps)
         assert meter.text == str(result.plan)
-    monkeypatch.setattr("dissociation.training._plans.estimated_bytes", lambda *_: 1 / 0)
+    monkeypatch.setattr("dissociation.training._grids.estimated_bytes", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swept(**given | {"folder": None})
     assert meters[-1].steps == [0]  # before anything is compiled
