@@ -24,12 +24,11 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
-        "measures/_crossing.py:_product_limit_median measures/_crossing.py:log_slope training/_sweeps.py:hyperparams "
-        "_core/frames.py:_check_steps",
+        "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams _core/frames.py:_check_steps",
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
-        "measures/_transfer.py:transfer_errors recipes/_grokking.py:observation_steps "
+        "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:merge_moments _core/frames.py:_runs linear/_families.py:_walk",
@@ -41,7 +40,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
         "measures/_collapse.py:_agreement measures/_robustness.py:error_rate "
-        "similarity/_functional.py:min_max_disagreement measures/_transfer.py:_errors "
+        "similarity/_functional.py:min_max_disagreement measures/_probes.py:_errors "
         "figures/planted.py:_rsms rewrites/_plant_activity.py:_margins",
     "any of equal ones will do":
         "rewrites/_plant_activity.py:lagrangian",

@@ -14,7 +14,7 @@ from dissociation.data._datasets import Dataset
 from dissociation.figures._cache import Arrays, Cache, read_part, save_part
 from dissociation.measures._coordinates import whiten
 from dissociation.measures._hsic import information_plane
-from dissociation.measures._margins import class_plane, linear_head, signed_distance
+from dissociation.measures._margins import class_places, linear_head
 from dissociation.measures._nearest import information, label_information
 from dissociation.measures._smoothed import smoothed_information
 from dissociation.models._representations import representations
@@ -143,10 +143,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
 
 @eqx.filter_jit
 def _places(model: Any, images: Array, first: int, second: int) -> tuple[Array, Array, Array]:
-    weights, biases = linear_head(model)
-    features = representations(model, images)["features"]
-    plane = class_plane(weights, biases, first, second)
-    return signed_distance(features, weights, biases, first, second), plane.coordinates(features), plane.boundary
+    return class_places(representations(model, images)["features"], *linear_head(model), first, second)
 
 
 class SeriesKeeper:

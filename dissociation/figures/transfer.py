@@ -28,8 +28,7 @@ from dissociation.figures._harness import config_of, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell, masked_job
-from dissociation.measures._probes import stable_step_size
-from dissociation.measures._transfer import transfer_errors
+from dissociation.measures._probes import stable_step_size, transfer_errors
 from dissociation.plotting import _axes as plotting
 
 if TYPE_CHECKING:

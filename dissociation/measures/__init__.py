@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from dissociation.measures._hsic import information_plane
     from dissociation.measures._margins import linear_head
     from dissociation.measures._nearest import entropy, entropy_weights, information, label_information
-    from dissociation.measures._probes import crossval_gradient_predict, crossval_softmax_fit, crossval_softmax_predict
+    from dissociation.measures._probes import (
+        crossval_gradient_predict,
+        crossval_softmax_fit,
+        crossval_softmax_predict,
+        transfer_errors,
+    )
     from dissociation.measures._robustness import error_rate, input_noise_error, parameter_noise_error
     from dissociation.measures._smoothed import smoothed_information
-    from dissociation.measures._transfer import transfer_errors
 else:
     __getattr__, __dir__ = attach(__name__)

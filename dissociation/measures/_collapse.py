@@ -22,7 +22,7 @@ _LARGE_OFFSET = 100.0
 
 
 class ClassMoments(Result):
-    """Moments of features by class. A class without samples has count, mean and spread 0 and does not affect measures.
+    """Moments of features by class. A class without samples has zeros and does not affect measures.
 
     Attributes:
         counts: Number of samples n_c, [classes].
@@ -31,7 +31,7 @@ class ClassMoments(Result):
         spread: sum_i |z_i - mu_c|^2 / unit^2 over the samples of a class, [classes].
         norms: sum_i |z_i| over all samples.
         scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T / unit^2 over all samples, [d, d], or None.
-        unit: 1, or a power of two near the largest feature if squares of features may leave the dtype's range.
+        unit: 1, or a power of two near the largest feature if its square may leave the dtype's range.
     """
 
     counts: Float[Array, " classes"]
@@ -66,19 +66,11 @@ class Collapse(Result):
 
 
 class Frame(Result):
-    """Distances of centred class means from a simplex equiangular tight frame, 0 at the frame.
+    """Distances of centred class means from a simplex equiangular tight frame; NaN where they are undefined."""
 
-    All are NaN for a single class or equal means, and the last two also if a centred mean is zero, up to rounding.
-
-    Attributes:
-        equinorm: Standard deviation of the means' norms over their mean norm.
-        equiangularity: Standard deviation of the cosines of all pairs.
-        maximal_angle: Mean of |cos + 1 / (C - 1)| over all pairs.
-    """
-
-    equinorm: Float[Array, ""]
-    equiangularity: Float[Array, ""]
-    maximal_angle: Float[Array, ""]
+    equinorm: Float[Array, ""]  # standard deviation of the means' norms over their mean norm
+    equiangularity: Float[Array, ""]  # standard deviation of the cosines of all pairs
+    maximal_angle: Float[Array, ""]  # mean of |cos + 1 / (C - 1)| over all pairs
 
 
 @validated(finite=("features",), empty=("features", "labels"))
@@ -92,11 +84,8 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
         scatter: If True, compute the [d, d] matrix for `trace_ratio`, at a cost of n d^2.
 
     Returns:
-        The moments. For a traced feature that is not finite or label that is not a class, all but counts, means and
-        norms are NaN.
-
-    Raises:
-        ValueError: If shapes disagree, a feature is not finite, or a label is not below `num_classes`.
+        The moments. For a traced feature that is not finite or label that is not a class, `rest`, `spread` and
+        `scatter` are NaN.
     """
     count = check_count("num_classes", num_classes, minimum=1)
     check_classes("labels", labels, count)
@@ -186,9 +175,9 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
 
 @validated
 def neural_collapse(moments: ClassMoments) -> Collapse:
-    """Return within-class and between-class variance, scale, and the condition number of class means.
+    """Return variances within and between classes, scale, and the condition number of class means.
 
-    `scale`, `rnc1` and `nc2` take uncentred features, as published, and measure a large offset of the features instead.
+    `scale`, `rnc1` and `nc2` take uncentred features, as published.
 
     Args:
         moments: Moments of the features.
@@ -201,8 +190,13 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
         Papyan, Han and Donoho (2020), Prevalence of neural collapse during the terminal phase of deep learning.
     """
-    found, spread = _collapse(moments)
-    _warn_of_offset(moments, spread)
+    found, spread, offset = _collapse(moments)
+    if not is_traced(spread) and spread > 0 and offset > _LARGE_OFFSET * spread:
+        warn(
+            f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: `scale`, `rnc1` and `nc2`,"
+            " which do not subtract their mean, measure this offset. Centre the features first.",
+            UserWarning,
+        )
     if not is_traced(spread) and 0 < spread < 1e-3:
         warn(
             f"Features vary by {float(spread):.2g}, beside which the published constants of `nc1` (1e-8) and `rnc1` "
@@ -212,7 +206,8 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
 
 
 @jax.jit
-def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
+def _collapse(moments: ClassMoments) -> tuple[Collapse, Array, Array]:
+    """Return the measures, the features' spread, and the norm of their mean."""
     number = jnp.sum(moments.counts)
     within = jnp.sum(moments.spread) / number
     centred, _ = _centred(moments, moments.counts)
@@ -228,7 +223,8 @@ def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
         rnc1=within * unit / ((scale / unit) * scale + 1e-10 / unit),
         nc2=_condition_number(moments) + lost,
     )
-    return found, unit * jnp.sqrt(within + between)
+    mean = jnp.sum(moments.counts[:, None] * moments.means, 0) / number
+    return found, unit * jnp.sqrt(within + between), unit * jnp.linalg.norm(mean / unit)
 
 
 def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
@@ -237,19 +233,6 @@ def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, 
     share = jnp.where(present, weights, 0.0)[:, None] / jnp.sum(jnp.where(present, weights, 0.0))
     centred = moments.means - jnp.sum(share * moments.means, 0)[None] + moments.rest
     return jnp.where(present[:, None], centred - jnp.sum(share * centred, 0)[None], 0.0), present
-
-
-def _warn_of_offset(moments: ClassMoments, spread: Array) -> None:
-    if is_traced(moments.means) or is_traced(spread):
-        return
-    mean = jnp.sum(moments.counts[:, None] * moments.means, 0) / jnp.sum(moments.counts)
-    offset = float(np.linalg.norm(np.asarray(mean, np.float64)))
-    if spread > 0 and offset > _LARGE_OFFSET * spread:
-        warn(
-            f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: `scale`, `rnc1` and `nc2`,"
-            " which do not subtract their mean, measure this offset. Centre the features first.",
-            UserWarning,
-        )
 
 
 def _condition_number(moments: ClassMoments) -> Array:
@@ -284,41 +267,21 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     within, classes = moments.scatter / jnp.sum(moments.counts), jnp.sum(present)
     means, undefined = finite_part(means)
     # S_B = M^T M / C with few rows M, so that pinv(S_B) / C = pinv(M) pinv(M)^T.
-    left, values, right = jnp.linalg.svd(jax.lax.stop_gradient(means), full_matrices=False)
-    rounding = max(means.shape) * jnp.finfo(means.dtype).eps
+    known = jax.lax.stop_gradient(means)
+    left, values, right = jnp.linalg.svd(known, full_matrices=False)
+    rounding = max(means.shape) * float(jnp.finfo(means.dtype).eps)
     # Centred means have rank C - 1 at most, even if rounding makes the last singular value positive.
     kept = (values > jnp.maximum(rounding * values[0], smallest)) & (jnp.arange(len(values)) < classes - 1)
-    inverse = product(right.T * jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)[None], left.T)
-    inverse = _pinv_near(means, inverse)
+    # `means` - `known` is zero and carries the derivative.
+    means = product(left * jnp.where(kept, values, 0.0)[None], right) + (means - known)
+    inverse = jnp.linalg.pinv(means, rtol=rounding)
     ratio = jnp.sum(inverse * product(within, inverse))
     spread = (classes > 1) & (jnp.trace(within) > 0)
     return jnp.where(values[0] > smallest, ratio, jnp.where(spread, jnp.inf, jnp.nan)) + undefined
 
 
-def _pinv_near(matrix: Array, inverse: Array) -> Array:
-    """Return `inverse`, the pseudo-inverse of `matrix`, with its derivative at constant rank.
-
-    Source: Golub and Pereyra (1973), The differentiation of pseudo-inverses.
-    """
-    # `matrix` - `here` is zero and carries the derivative.
-    here = jax.lax.stop_gradient(matrix)
-    step = (matrix - here).T
-    outside = step - product(product(step, here), inverse)
-    turned = product(step, product(inverse.T, inverse))
-    return (
-        inverse
-        - product(product(inverse, step.T), inverse)
-        + product(inverse, product(inverse.T, outside))
-        + turned
-        - product(inverse, product(here, turned))
-    )
-
-
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
-    """Return class means minus their unweighted mean over `unit`, True for each present class, and a rounding error.
-
-    Means of absent classes are zero. Centred means up to the rounding error count as zero.
-    """
+    """Return class means minus their mean over `unit`, 0 if absent, True if present, and a size that counts as zero."""
     means, present = _centred(moments, jnp.ones_like(moments.counts))
     means = means / moments.unit
     # Differences of samples are summed, so the rounding is proportional to the samples' distances from their mean.
@@ -337,22 +300,20 @@ def simplex_frame(moments: ClassMoments) -> Frame:
     means, present, smallest = _about_their_mean(moments)
     norms = root(jnp.sum(means**2, 1))
     classes = jnp.sum(present)
-    average = jnp.sum(norms) / classes
+    average = jnp.mean(norms, where=present)
     apart = (classes > 1) & (jnp.max(norms) > smallest)
     directed = apart & jnp.all(~present | (norms > smallest))
-    deviation = root(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
+    deviation = root(jnp.mean((norms - average) ** 2, where=present))
     unit = means / jnp.where(norms > 0, norms, 1.0)[:, None]
     rows, columns = np.triu_indices(means.shape[0], 1)
     cosines = product(unit, unit.T)[rows, columns]
     both = present[rows] & present[columns]
-    pairs = jnp.sum(both)
-    mean = jnp.sum(jnp.where(both, cosines, 0.0)) / pairs
-    variance = jnp.sum(jnp.where(both, (cosines - mean) ** 2, 0.0)) / pairs
-    off = jnp.abs(cosines + 1.0 / (classes - 1))
+    variance = jnp.mean((cosines - jnp.mean(cosines, where=both)) ** 2, where=both)
+    off = jnp.mean(jnp.abs(cosines + 1.0 / (classes - 1)), where=both)
     return Frame(
         equinorm=jnp.where(apart, deviation / jnp.where(apart, average, 1.0), jnp.nan),
         equiangularity=jnp.where(directed, root(variance), jnp.nan),
-        maximal_angle=jnp.where(directed, jnp.sum(jnp.where(both, off, 0.0)) / pairs, jnp.nan),
+        maximal_angle=jnp.where(directed, off, jnp.nan),
     )
 
 

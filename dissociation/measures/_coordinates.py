@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_non_negative, fail
+from dissociation._core.checks import check_count, check_non_negative
 from dissociation._core.keys import named_key
 from dissociation._core.linalg import centre, product
 from dissociation._core.validation import validated
@@ -73,23 +73,17 @@ def whiten(points: Points, num_components: int | None = None, *, rtol: float | N
 
     Args:
         points: Samples, [n, d].
-        num_components: Components, by default d.
+        num_components: Components, at most and by default d.
         rtol: Fraction of the largest deviation below which components are zero; default sqrt(d times rounding), the
             resolution of a covariance (0.005 for 200 dimensions in float32).
 
     Returns:
         Uncorrelated components of variance 1 or 0, [n, num_components].
-
-    Raises:
-        ValueError: If `num_components` is above the dimension.
     """
     if rtol is not None:
         check_non_negative("rtol", rtol)
-    width = points.shape[1]
-    count = width if num_components is None else check_count("num_components", num_components, minimum=1)
-    if count > width:
-        fail("num_components", f"be at most the dimension ({width})", num_components)
-    points = jnp.asarray(points)
+    points, width = jnp.asarray(points), points.shape[1]
+    count = check_count("num_components", width if num_components is None else num_components, minimum=1, maximum=width)
     centred = centre(points)
     values, vectors = jnp.linalg.eigh(product(centred.T, centred) / points.shape[0])
     values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]

@@ -1,7 +1,6 @@
 """Times at which curves cross a threshold, treated as censored survival times."""
 
 import warnings
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,14 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import optimize, stats
 
-from dissociation._core.checks import (
-    check_choice,
-    check_finite,
-    check_level,
-    check_positive,
-    fail,
-    is_traced,
-)
+from dissociation._core.checks import check_choice, check_finite, check_level, check_positive, fail, is_traced
 from dissociation._core.validation import validated
 
 DIRECTIONS = ("above", "below")
@@ -75,9 +67,6 @@ def first_cross(
         threshold: Threshold, in the units of y.
         direction: "above" or "below".
 
-    Raises:
-        ValueError: If lengths differ, x does not increase, or the direction is unknown.
-
     Example:
         >>> first_cross(jnp.array([0.0, 1.0, 2.0]), jnp.array([[0.1, 0.6, 0.9], [0.1, 0.2, 0.3]]), 0.5)
         Array([ 1., nan], dtype=float32)
@@ -96,16 +85,12 @@ def median_crossing(
 ) -> Median:
     """Return Kaplan and Meier's median of crossing times with Brookmeyer and Crowley's interval, on the host.
 
-    At level 0.9 an interval bounded from below needs four samples, one bounded from above five if all have crossed, or
-    more.
+    At level 0.9 an interval bounded from below needs four samples, one bounded from above five if all have crossed.
 
     Args:
         times: Crossing times; NaN for samples that had not crossed when their run ended.
         end: End of all runs or of each.
         level: Coverage of the interval, between 0 and 1; approximate in small samples.
-
-    Returns:
-        Median and interval; an end that the data do not bound is infinite.
 
     Raises:
         ValueError: If there are no times, a time is infinite, an end is not finite or before its crossing, or `level`
@@ -115,17 +100,13 @@ def median_crossing(
         Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median survival time.
     """
     times = np.asarray(times, float)
-    if times.size == 0:
-        fail("times", "hold at least one time", "none")
     check_level(level)
     crossed = ~np.isnan(times)
     check_finite("times", times[crossed])
     check_finite("end", end)
     ends = np.broadcast_to(np.asarray(end, float), times.shape)
     _check_ends(times, ends)
-    # Log-log limits do not exist before the first and after the last crossing. There the interval is bounded by the
-    # probability that all samples lie on one side of the median.
-    one_side = 0.5**times.size
+    one_side = 0.5**times.size  # probability that all samples lie on one side of the median
     bounded = one_side <= 1 - level
     if not crossed.any():
         return Median(np.inf, float(ends.min()) if bounded else -np.inf, np.inf)
@@ -139,29 +120,19 @@ def median_crossing(
         return float(survival.quantiles[below[0]]) if len(below) else np.inf
 
     def limit(curve: Any, after_all: float) -> np.ndarray:
+        # Log-log limits do not exist before the first and after the last crossing.
         beyond = np.where(survival.probabilities > 0, 1.0, after_all)
         return np.where(np.isnan(curve.probabilities), beyond, curve.probabilities)
 
     low = half(limit(limits.low, 0.0)) if bounded else -np.inf
     high = half(limit(limits.high, 0.0 if 2 * one_side <= 1 - level else 1.0))
-    return Median(_product_limit_median(times[crossed], ends[~crossed]), low, high)
+    # The estimate is often exactly 1/2, but for its rounding.
+    return Median(half(np.round(survival.probabilities, 12)), low, high)
 
 
 def _check_ends(times: np.ndarray, ends: np.ndarray) -> None:
     if (late := times > ends).any():
         fail("end", f"be no earlier than the crossing at {times[late][0]:g}", f"{ends[late][0]:g}")
-
-
-def _product_limit_median(crossed: np.ndarray, censored: np.ndarray) -> float:
-    """Return the time at which the product-limit estimate falls to 1/2."""
-    # The estimate is often exactly 1/2, which floats would round.
-    survival = Fraction(1)
-    for time, events in zip(*np.unique(crossed, return_counts=True), strict=True):
-        at_risk = int((crossed >= time).sum() + (censored >= time).sum())
-        survival *= Fraction(at_risk - int(events), at_risk)
-        if survival <= Fraction(1, 2):
-            return float(time)
-    return np.inf
 
 
 @validated

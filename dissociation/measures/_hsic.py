@@ -20,9 +20,7 @@ Features = Float[Array | np.ndarray, "n d"]
 BANDWIDTHS = ("dimension", "median")
 """Kernel bandwidth 2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch.
 
-A median of zero is replaced by the mean, and a mean of zero by 1. For uncorrelated features of variance 1, "median"
-with sigma 5 / sqrt(2) equals "dimension" with the published 5. At sigma = 1 the measure of any features is near its
-largest value.
+For uncorrelated features of variance 1, "median" with sigma 5 / sqrt(2) equals "dimension" with the published 5.
 """
 
 
@@ -32,7 +30,7 @@ class InformationPlane(Result):
     Attributes:
         zx: nHSIC(Z; X), from 0 to batch_size - 1.
         zy: nHSIC(Z; Y), from 0 to C - 1.
-        zx_null: Mean of `zx` over all shuffles of the pairs, which is most of `zx` for kernel matrices of high rank.
+        zx_null: Mean of `zx` over all shuffles of the pairs.
         zy_null: Mean of `zy` over all shuffles of the pairs.
     """
 
@@ -42,7 +40,6 @@ class InformationPlane(Result):
     zy_null: Float[Array, ""]
 
 
-@partial(jax.jit, static_argnames="bandwidth")
 def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Array:
     """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n], with s the dimension or the median squared distance.
 
@@ -53,36 +50,12 @@ def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -
     return jnp.exp(-square / (2 * jnp.asarray(sigma, x.dtype) ** 2 * scale))
 
 
-@jax.jit
 def centred_gram(gram: Array) -> Array:
     """Return H K H with H = I - 1 1^T / n, the kernel matrices of centred features, [..., n, n]."""
     # H removes any constant. Fused products would leave the rounding of a large one.
     gram = gram - gram[..., :1, :1]
     rows = gram - jnp.mean(gram, -1, keepdims=True)
     return rows - jnp.mean(rows, -2, keepdims=True)
-
-
-@jax.jit
-def _in_common(spans: Array) -> Array:
-    """Return the traces of products of the first matrix with the others, [others, ...]."""
-    return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
-
-
-@jax.jit
-def _by_chance(spans: Array) -> Array:
-    """Return the means of `_in_common` over all permutations of samples."""
-    mine, others = spans[:1], centred_gram(spans[1:])
-    traces = [jnp.trace(part, axis1=-2, axis2=-1) for part in (mine, others)]
-    return traces[0] * traces[1] / (spans.shape[-1] - 1)
-
-
-@jax.jit
-def _spans(grams: Array, epsilon: Scalar) -> Array:
-    """Return K (K + eps n I)^{-1} of kernel matrices [..., n, n]."""
-    number = grams.shape[-1]
-    ridge = jnp.asarray(epsilon, grams.dtype) * number * jnp.eye(number, dtype=grams.dtype)
-    inverses = positive_inverse(grams.reshape(-1, number, number) + ridge[None])
-    return (jnp.eye(number, dtype=grams.dtype)[None] - ridge[0, 0] * inverses).reshape(grams.shape)
 
 
 @validated
@@ -100,16 +73,15 @@ def information_plane(
 ) -> InformationPlane:
     """Return nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
 
-    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}) with centred kernel matrices K and L of n samples. It counts
-    directions of sample space that both kernels span, some of them by chance. With bandwidth "dimension" it falls if
-    features shrink, although no information is lost; with "median" it does not depend on their scale.
+    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}) with centred kernel matrices K and L of n samples. With
+    bandwidth "dimension" it falls if features shrink, although no information is lost.
 
     Args:
         features: Features Z, [samples, d].
         inputs: Inputs X, [samples, p].
         labels: One-hot labels Y, [samples, classes], with the linear kernel, not centred.
         key: Random key that shuffles the rows of all three together.
-        batch_size: Samples n of a kernel matrix. The remainder of a pass is dropped.
+        batch_size: Samples n of a kernel matrix, at most all. The remainder of a pass is dropped.
         num_passes: Passes over the samples.
         sigma: Width of the Gaussian kernels of Z and X.
         bandwidth: One of `BANDWIDTHS`.
@@ -117,9 +89,6 @@ def information_plane(
 
     Returns:
         Both values, and their means over shuffled pairs.
-
-    Raises:
-        ValueError: If lengths differ, `batch_size` is above the number of samples, or an option is out of range.
 
     References:
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
@@ -131,8 +100,7 @@ def information_plane(
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
     check_positive("sigma", sigma)
     check_positive("epsilon", epsilon)
-    keys = jax.random.split(key, passes)
-    return _plane(features, inputs, labels, keys=keys, sigma=sigma, epsilon=epsilon, size=size, bandwidth=bandwidth)
+    return _plane(features, inputs, labels, jax.random.split(key, passes), sigma, epsilon, size, bandwidth)
 
 
 @partial(jax.jit, static_argnames=("size", "bandwidth"))
@@ -140,7 +108,6 @@ def _plane(
     features: Array,
     inputs: Array,
     labels: Array,
-    *,
     keys: Array,
     sigma: Scalar,
     epsilon: Scalar,
@@ -149,6 +116,8 @@ def _plane(
 ) -> InformationPlane:
     number = features.shape[0]
     batches = number // size
+    unit = jnp.eye(size, dtype=features.dtype)[None, None]
+    ridge = jnp.asarray(epsilon, features.dtype) * size
 
     def one_pass(key: Array) -> Array:
         order = jax.random.permutation(key, number)[: batches * size].reshape(batches, size)
@@ -158,7 +127,13 @@ def _plane(
             y = labels[rows].astype(z.dtype)
             return jnp.stack([centred_gram(z), centred_gram(x.astype(z.dtype)), product(y, y.T)])
 
-        spans = _spans(jax.vmap(grams, out_axes=1)(order), epsilon)
-        return jnp.mean(jnp.concatenate([_in_common(spans), _by_chance(spans)]), 1)
+        # K (K + eps n I)^{-1} of all three kernel matrices, [3, batches, n, n].
+        spans = unit - ridge * positive_inverse(jax.vmap(grams, out_axes=1)(order) + ridge * unit)
+        mine, others = spans[:1], spans[1:]
+        in_common = jnp.sum(mine * others.swapaxes(-1, -2), (-1, -2))
+        # Their means over all permutations of samples.
+        traces = [jnp.trace(part, axis1=-2, axis2=-1) for part in (mine, centred_gram(others))]
+        by_chance = traces[0] * traces[1] / (size - 1)
+        return jnp.mean(jnp.concatenate([in_common, by_chance]), 1)
 
     return InformationPlane(*jnp.mean(lax.map(one_pass, keys), 0))

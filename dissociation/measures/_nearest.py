@@ -33,9 +33,8 @@ ESTIMATORS = ("entropies", "kraskov")
 class Estimate(Result):
     """Estimate in nats.
 
-    `error` does not include bias. "entropies" resolves a strong relation only as far as it is linear between normal
-    scores or asinh coordinates. "kraskov" underestimates strong relations and many dimensions. Comparing halves of the
-    samples does not detect every bias.
+    "entropies" resolves a strong relation only as far as it is linear between normal scores or asinh coordinates.
+    "kraskov" underestimates strong relations and many dimensions. Not every bias is detected.
 
     `reliable` is False in these cases:
 
@@ -53,8 +52,8 @@ class Estimate(Result):
 
     Attributes:
         value: The estimate; NaN if it is not `reliable`.
-        error: Standard error for independent samples, from the samples' terms or, if larger, from up to 16 parts. For
-            labels it is from terms, and at least H(Y) / n.
+        error: Standard error of independent samples, without bias, from the samples' terms or, if larger, from up to
+            16 parts. For labels it is from terms, and at least H(Y) / n.
         reliable: True if no check finds a bias.
     """
 
@@ -73,14 +72,8 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
     Below 4 dimensions weights are equal.
 
     Args:
-        num_neighbours: Neighbours k.
+        num_neighbours: Neighbours k, more than d / 4.
         dimension: Dimension d.
-
-    Returns:
-        Weights of neighbours 1 to k.
-
-    Raises:
-        ValueError: If k is too small for the dimension.
 
     References:
         Berrett, Samworth and Yuan (2019), Efficient multivariate entropy estimation via k-nearest neighbour distances,
@@ -96,6 +89,7 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
 
 
 @validated
+@partial(jax.jit, static_argnames=("num_neighbours", "block"))
 def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Estimate:
     """Return the differential entropy in nats by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
 
@@ -104,11 +98,8 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
 
     Args:
         points: Samples, [n, d].
-        num_neighbours: Neighbours k.
+        num_neighbours: Neighbours k, more than d / 4 and below n.
         block: Samples compared at once.
-
-    Raises:
-        ValueError: If there are too few samples, or neighbours for the dimension.
 
     Example:
         >>> points = jax.random.normal(jax.random.key(0), (2000, 1))
@@ -116,17 +107,14 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
         >>> bool(jnp.abs(found.value - 1.419) < 3 * found.error)
         True
     """
-    return _entropy(jnp.asarray(points), check_neighbours(num_neighbours, points.shape[0]), block)
-
-
-@partial(jax.jit, static_argnames=("count", "block"))
-def _entropy(points: Array, count: int, block: int) -> Estimate:
+    check_neighbours(num_neighbours, len(points))
     white, logs = whitened(points[permutation(len(points))])
-    groups, terms = num_parts(len(white), count), _entropy_terms(white, count, block) + logs
+    groups, terms = num_parts(len(white), num_neighbours), _entropy_terms(white, num_neighbours, block) + logs
     return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
 
 
 @validated
+@partial(jax.jit, static_argnames=("estimator", "num_neighbours", "block"))
 def information(
     x: Float[Array | np.ndarray, "n p"],
     z: Float[Array | np.ndarray, "n d"],
@@ -149,22 +137,14 @@ def information(
         num_neighbours: Neighbours k. In 4 + 4 dimensions 10 or 20 in place of 5 reduce the error by a third or a half.
         block: Samples compared at once.
 
-    Raises:
-        ValueError: If lengths differ, or an option is out of range.
-
     References:
         Kozachenko and Leonenko (1987); Berrett, Samworth and Yuan (2019).
         Kraskov, Stoegbauer and Grassberger (2004), Estimating mutual information, eq. 8.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    x = jnp.asarray(x)
-    return _information(x, jnp.asarray(z, x.dtype), estimator, check_neighbours(num_neighbours, x.shape[0]), block)
-
-
-@partial(jax.jit, static_argnames=("estimator", "count", "block"))
-def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> Estimate:
-    number, width = x.shape[0], x.shape[1] + z.shape[1]
-    both = jnp.concatenate([x, z], 1)[permutation(number)]
+    check_neighbours(num_neighbours, len(x))
+    number, width, count = x.shape[0], x.shape[1] + z.shape[1], num_neighbours
+    both = jnp.concatenate([x, z.astype(x.dtype)], 1)[permutation(number)]
     ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
     # Normal scores make a strong linear relation of several coordinates slightly nonlinear.
     straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
@@ -233,21 +213,19 @@ def label_information(
         The information in nats, at most the entropy H(Y) of the labels, which separated classes reach. A larger
         estimate is replaced by H(Y) if class sizes and the error explain it, else by NaN.
 
-    Raises:
-        ValueError: If lengths differ, an option or a label is out of range, or a class has too few samples.
-
     References:
         Ross (2014), Mutual information between discrete and continuous data sets.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    count, classes = check_neighbours(num_neighbours, z.shape[0]), check_count("num_classes", num_classes, minimum=1)
-    check_classes("labels", labels, classes)
+    check_neighbours(num_neighbours, len(z))
+    check_classes("labels", labels, check_count("num_classes", num_classes, minimum=1))
     if not is_traced(labels):
-        sizes = np.bincount(np.asarray(labels), minlength=classes)
-        small = np.flatnonzero((sizes > 0) & (sizes <= count))
+        sizes = np.bincount(np.asarray(labels))
+        small = np.flatnonzero((sizes > 0) & (sizes <= num_neighbours))
         if len(small):
-            fail("labels", f"have more than {count} samples of every class", f"{sizes[small[0]]} of class {small[0]}")
-    return _label_information(jnp.asarray(z), jnp.asarray(labels), classes, estimator, count, block)
+            wanted = f"have more than {num_neighbours} samples of every class"
+            fail("labels", wanted, f"{sizes[small[0]]} of class {small[0]}")
+    return _label_information(jnp.asarray(z), jnp.asarray(labels), num_classes, estimator, num_neighbours, block)
 
 
 @partial(jax.jit, static_argnames=("classes", "estimator", "count", "block"))
@@ -304,36 +282,24 @@ def _entropy_terms(points: Array, count: int, block: int) -> Array:
 
 
 def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
-    return jnp.stack([_terms_of_distances(level, width, size) for level, size in zip(squares, sizes, strict=True)])
-
-
-def _terms_of_distances(squares: Array, width: int, sizes: Array) -> Array:
-    """Return each sample's term of the entropy; -inf for coincident samples, if many samples coincide."""
-    count = squares.shape[1]
+    """Return each sample's terms of the entropies, [levels, n]; -inf for coincident samples, if many coincide."""
+    count = squares.shape[2]
     weights = jnp.asarray(entropy_weights(count, width), squares.dtype)
     volume = 0.5 * width * math.log(math.pi) - math.lgamma(0.5 * width + 1)
     ranks = jnp.arange(1, count + 1, dtype=squares.dtype)
     # A few coincident samples are due to rounding and get the smallest distance that occurs.
     apart = squares != 0  # not `> 0`, which would hide NaN
-    least = jnp.min(jnp.where(apart, squares, jnp.inf))
-    tied = jnp.mean(~apart[:, 0]) > _TIES
+    least = jnp.min(jnp.where(apart, squares, jnp.inf), (1, 2), keepdims=True)
+    tied = jnp.mean(~apart[:, :, :1], (1, 2), keepdims=True) > _TIES
     squares = jnp.where(apart, squares, jnp.where(tied, 0.0, least))
-    logs = 0.5 * width * jnp.log(squares) + volume - digamma(ranks)[None]
-    return jnp.sum(weights[None] * logs, 1) + jnp.log(sizes - 1)
+    logs = 0.5 * width * jnp.log(squares) + volume - digamma(ranks)[None, None]
+    return jnp.sum(weights[None, None] * logs, 2) + jnp.log(sizes - 1)
 
 
 def _estimate(
-    terms: Array,
-    groups: int = 1,
-    *,
-    least: float = -math.inf,
-    most: float | Array = math.inf,
-    enough: bool | Array,
+    terms: Array, groups: int = 1, *, least: float = -math.inf, most: float | Array = math.inf, enough: bool | Array
 ) -> Estimate:
-    """Return the estimate from terms of all samples, halves and parts, [levels, n].
-
-    A reliable mean is below `most`, and not three errors below `least`.
-    """
+    """Return the estimate from terms [levels, n], reliable below `most` and above `least` less three errors."""
     number = terms.shape[1]
     value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
     reliable = jnp.isfinite(value) & (value < most) & enough

@@ -17,12 +17,10 @@ _MULTIPLE = 32
 _PARTS = 16
 
 
-def check_neighbours(num_neighbours: int, number: int) -> int:
-    """Return the number of neighbours; raise unless it is below the number of samples."""
-    count = check_count("num_neighbours", num_neighbours, minimum=1)
-    if count >= number:
+def check_neighbours(num_neighbours: int, number: int) -> None:
+    """Raise unless the number of neighbours is below the number of samples."""
+    if check_count("num_neighbours", num_neighbours, minimum=1) >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
-    return count
 
 
 def squared(a: Array, b: Array) -> Array:
@@ -51,17 +49,9 @@ def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
 
 
 def smallest(
-    points: Array,
-    labels: Array | None,
-    count: int,
-    block: int,
-    distance: Callable[[Array, Array], Array],
-    groups: int = 1,
+    points: Array, labels: Array | None, count: int, block: int, distance: Callable[[Array, Array], Array], groups: int
 ) -> Array:
-    """Return the `count` smallest distances of every point to others of its label, [levels, n, count].
-
-    Levels are all samples, halves and parts, see `strides`. Missing neighbours are at infinity.
-    """
+    """Return the `count` smallest distances of every point to others of its label or inf, [levels, n, count]."""
     number = points.shape[0]
     longest = -(-number // groups)
     blocks = -(-longest // check_count("block", block, minimum=1))
@@ -118,7 +108,7 @@ def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: in
     return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:number], found)
 
 
-def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
+def closer(points: Array, radius: Array, block: int, groups: int) -> Array:
     """Return the number of other points strictly within each point's squared radius, [levels, n]."""
     index = jnp.arange(points.shape[0])
     rounding = 8 * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))

@@ -1,10 +1,16 @@
-"""Cross-validated softmax probes, converged or after a fixed number of gradient steps."""
+"""Cross-validated softmax probes, and their errors for increasing numbers of labelled samples."""
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
+from math import ceil
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
@@ -21,10 +27,7 @@ from dissociation.measures._softmax_solver import (
 )
 
 FOLDS = ("stratified", "contiguous")
-"""Folds with classes evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`.
-
-If rows are sorted by class, training parts of contiguous folds lack classes.
-"""
+"""Folds with classes evenly distributed, or contiguous blocks of rows as in scikit-learn's `KFold`."""
 
 
 @validated
@@ -106,22 +109,8 @@ def crossval_softmax_fit(
 
     L-BFGS stops by `gap`, from f - f* <= ||g||^2 / (2 ridge), a bound if the intercept were penalised, too.
 
-    Args:
-        x: Features.
-        y: One-hot labels.
-        num_splits: Folds.
-        ridge: Penalty on the weights, see `crossval_softmax_predict`.
-        folds: "stratified" or "contiguous".
-        key: Random key that shuffles samples before they are distributed.
-        num_samples: Leading samples in use.
-        tol: The `gap` at which a fold stops.
-        max_steps: Largest number of solver steps.
-
-    Returns:
-        The fit. `probabilities` of a fold that is not `converged` are those of its last step.
-
-    Raises:
-        ValueError, TypeError: As `crossval_softmax_predict`.
+    Arguments and errors are those of `crossval_softmax_predict`. `probabilities` of a fold that is not `converged` are
+    those of its last step.
 
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
@@ -137,9 +126,9 @@ def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)
     if tol is None:
         tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
     check_positive("tol", tol)
-    limit = check_count("max_steps", max_steps, minimum=1)
+    check_count("max_steps", max_steps, minimum=1)
     scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
-    return _solve_in_turn(x, y, count, key, *scalars, num_splits=num_splits, folds=folds, limit=limit)
+    return _in_turn(minimise, x, y, count, key, *scalars, num_splits=num_splits, folds=folds, limit=max_steps)
 
 
 @validated
@@ -160,6 +149,8 @@ def crossval_gradient_predict(
     below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], summed over all samples in use,
     with m_f training samples. To compare representations at one learning rate, pass their smallest 1 / L.
 
+    The result and errors are those of `crossval_softmax_predict`.
+
     Args:
         x: Features, which are not standardised.
         y: One-hot labels.
@@ -167,29 +158,18 @@ def crossval_gradient_predict(
         num_steps: Steps; traced.
         step_size: Step of all folds for the mean loss; traced; default 1 / L of each fold. Known steps above 2 / L of
             all samples warn.
-        folds: "stratified" or "contiguous".
+        folds: One of `FOLDS`.
         key: Random key that shuffles samples before they are distributed.
         num_samples: Leading samples in use; later rows of the result are zero.
-
-    Returns:
-        Probabilities in [0, 1] that sum to one in each row, from the fold without the sample.
-
-    Raises:
-        ValueError, TypeError: As `crossval_softmax_predict`.
 
     References:
         Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
     """
     x, y, count = _prepare(x, y, num_splits, num_samples, folds)
-    if step_size is None:
-        step_size = 0.0  # `descend_fixed` takes 1 / L of each fold
-    else:
-        check_positive("step_size", step_size)
-        warn_unstable(x, count, step_size)
-    if not is_traced(num_steps) and int(num_steps) < 0:
-        fail("num_steps", "be at least 0", num_steps)
-    steps, size = jnp.asarray(num_steps, jnp.int32), jnp.asarray(step_size, x.dtype)
-    return _descend_in_turn(x, y, count, key, steps, size, num_splits=num_splits, folds=folds)
+    _check_descent(x, count, num_steps, step_size)
+    # For a size of 0 `descend_fixed` takes 1 / L of each fold.
+    scalars = jnp.asarray(num_steps, jnp.int32), jnp.asarray(0.0 if step_size is None else step_size, x.dtype)
+    return _in_turn(descend_fixed, x, y, count, key, *scalars, num_splits=num_splits, folds=folds)[0]
 
 
 @validated
@@ -199,9 +179,13 @@ def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
 
 
-def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
-    """Warn if a known `step_size` is not stable on the first `count` samples."""
-    if is_traced(x) or is_traced(count) or is_traced(step_size):
+def _check_descent(x: Array, count: Count, num_steps: Count, step_size: Scalar | None) -> None:
+    """Raise if a known number or size of steps is wrong; warn if the size is unstable on the first `count` samples."""
+    if not is_traced(num_steps) and int(num_steps) < 0:
+        fail("num_steps", "be at least 0", num_steps)
+    if step_size is not None:
+        check_positive("step_size", step_size)
+    if step_size is None or any(map(is_traced, (x, count, step_size))):
         return
     limit = 2 * float(stable_step_size(x[: int(count)]))
     if float(step_size) > limit:
@@ -230,14 +214,107 @@ def _prepare(
 
 
 # Jitted here because single operations at a new length would compile dozens of programs.
-@partial(jax.jit, static_argnames=("num_splits", "folds", "limit"))
-def _solve_in_turn(x, y, count, key, ridge, tol, *, num_splits: int, folds: str, limit: int):
+@partial(jax.jit, static_argnames=("solver", "num_splits", "folds", "limit"))
+def _in_turn(solver, x, y, count, key, *scalars, num_splits: int, folds: str, **options) -> tuple[Any, Array]:
+    """Return what the solver returns, and the fold of every sample."""
     ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
     # Mapped members are solved sequentially, each with its number of iterations.
-    return sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol), ids
+    return sequential_vmap(partial(solver, num_splits=num_splits, **options))(x, y, ids, *scalars), ids
 
 
-@partial(jax.jit, static_argnames=("num_splits", "folds"))
-def _descend_in_turn(x, y, count, key, num_steps, step_size, *, num_splits: int, folds: str) -> Array:
-    ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
-    return sequential_vmap(partial(descend_fixed, num_splits=num_splits))(x, y, ids, num_steps, step_size)
+@validated
+def transfer_errors(
+    features: Float[Array | np.ndarray, "n d"],
+    labels: OneHot,
+    *,
+    key: PRNGKey | None,
+    fractions: Sequence[float] = tuple(k / 20 for k in range(1, 21)),
+    num_splits: int = 10,
+    folds: str = "stratified",
+    probe: str = "converged",
+    ridge: Scalar = 1.0,
+    num_steps: Count = 200,
+    step_size: Scalar | None = None,
+    num_buckets: int = 4,
+) -> Float[Array, " budgets"]:
+    """Return the cross-validated error of a probe on int(p n) samples, for every fraction p.
+
+    Each budget contains all smaller ones. Budgets of similar size share one of up to `num_buckets` compiled solvers.
+
+    Args:
+        features: Representation of the samples.
+        labels: Classes [n], or one-hot [n, classes].
+        key: Random key of the order of samples, the same for representations to be compared. None keeps the order of
+            rows, the first of which must hold every class.
+        fractions: Budgets as fractions of n in (0, 1], in any order, of at least `num_splits` samples.
+        num_splits: Folds of the cross-validation.
+        folds: "stratified" or "contiguous".
+        probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
+        ridge: Penalty of the converged probe.
+        num_steps: Steps of the gradient probe.
+        step_size: Step of the gradient probe; default 1 / L of each fold, see `crossval_gradient_predict`.
+        num_buckets: Number of compiled solvers. More take longer to compile and less to run.
+
+    Returns:
+        1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold that did not converge, with a
+        `RuntimeWarning` unless the call is traced.
+    """
+    check_choice("probe", probe, ("converged", "gradient"))
+    check_count("num_splits", num_splits, minimum=2)
+    check_count("num_buckets", num_buckets, minimum=1)
+    features, size = jnp.asarray(features), features.shape[0]
+    counts = [_budget(fraction, size, num_splits) for fraction in fractions]
+    if probe == "converged":
+        check_positive("ridge", ridge)
+        predict = eqx.Partial(crossval_softmax_predict, ridge=ridge, num_splits=num_splits, folds=folds)
+    else:
+        _check_descent(features, size, num_steps, step_size)
+        options = {"num_steps": num_steps, "step_size": step_size}
+        predict = eqx.Partial(crossval_gradient_predict, num_splits=num_splits, folds=folds, **options)
+    if key is not None:
+        order = jax.random.permutation(key, size)
+        features, labels = features[order], jnp.asarray(labels)[order]
+    elif not is_traced(labels):
+        known = np.asarray(labels)
+        missing = np.flatnonzero(np.any(known, 0) & ~np.any(known[: min(counts)], 0))
+        if len(missing):
+            wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
+            fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
+
+    order = sorted(range(len(counts)), key=counts.__getitem__)
+    errors = []
+    for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
+        members = [counts[i] for i in group]
+        # The solver runs on the rows of the group's largest budget, and masks those beyond each smaller one.
+        x, y = features[: members[-1]], jnp.asarray(labels)[: members[-1]]
+        errors.append(_errors(predict, x, y, jnp.asarray(members, jnp.int32)))
+    ordered = jnp.concatenate(errors)[np.argsort(order)]
+    if not is_traced(ordered) and np.any(np.isnan(ordered)):
+        number = int(np.sum(np.isnan(ordered)))
+        advice = "Raise `ridge`." if probe == "converged" else "Lower `step_size`."
+        warn(f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}")
+    return ordered
+
+
+def _budget(fraction: float, size: int, num_splits: int) -> int:
+    """Return the number of samples int(fraction * size); raise if it is too small for the folds."""
+    if not 0 < fraction <= 1:
+        fail("fractions", "lie in (0, 1]", fraction)
+    # In floats 0.29 * 100 is below 29.
+    count = int(round(fraction * size, 6))
+    if count < num_splits:
+        fail("fractions", f"leave at least `num_splits` ({num_splits}) of {size} samples", fraction)
+    return count
+
+
+@eqx.filter_jit
+def _errors(predict: eqx.Partial, x: Array, y: Array, counts: Array) -> Array:
+    """Return the errors of a probe on the first `counts[i]` samples for every i, computed sequentially."""
+
+    def error(count: Array) -> Array:
+        chances = predict(x, y, num_samples=count)
+        right = jnp.argmax(chances, -1) == jnp.argmax(y, -1)
+        wrong = 1.0 - jnp.sum(right & (jnp.arange(x.shape[0]) < count)) / count.astype(x.dtype)
+        return jnp.where(jnp.any(jnp.isnan(chances)), jnp.nan, wrong)
+
+    return lax.map(error, counts)

@@ -1,6 +1,5 @@
 """Error rates under noise on inputs or parameters, for many noise scales at once."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,9 +29,6 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
 
     Returns:
         Error rate from 0 to 1; NaN without samples, or if the largest logit of a sample is not finite.
-
-    Raises:
-        ValueError: If the shapes differ.
 
     Example:
         >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
@@ -69,9 +65,6 @@ def input_noise_error(
     Returns:
         Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the scales
         unless the call is traced.
-
-    Raises:
-        ValueError: If a scale is negative or the shapes do not fit.
     """
     checks.check_non_negative("scales", scales)
     _check_outputs(model, images, labels)
@@ -80,11 +73,7 @@ def input_noise_error(
         still, tail = _apply_first_layer(model, images)
         if still is not images:  # without the bias, which is in `still`
             moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(moving)
-
-    def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
-        return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
-
-    return _over_scales(at, scales, still, moving, tail, jnp.asarray(labels), scales_per_batch=scales_per_batch)
+    return _over_scales(scales, scales_per_batch, still, moving, tail, None, jnp.asarray(labels))
 
 
 @validated
@@ -99,19 +88,15 @@ def parameter_noise_error(
 ) -> Float[Array, " scales"]:
     """Return the error rate of the model with parameters p replaced by `p + scale * noise`, for every scale.
 
+    The result and warnings are those of `input_noise_error`.
+
     Args:
-        model: Function from one image to logits [classes], as in `input_noise_error`.
+        model: Function from one image to logits [classes].
         images: Images, [samples, ...].
         labels: Classes [samples], or one-hot [samples, classes].
         scales: Non-negative noise scales in units of the parameters, [scales].
         noise: A PyTree like `model` with a draw, or None, per parameter, from `rewrites.parameter_noise`.
         scales_per_batch: Scales evaluated at once; None for all.
-
-    Returns:
-        Error rates as in `input_noise_error`.
-
-    Raises:
-        ValueError: If a scale is negative, or `noise` is not shaped like the parameters.
     """
     checks.check_non_negative("scales", scales)
     _check_outputs(model, images, labels)
@@ -120,18 +105,20 @@ def parameter_noise_error(
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
         moving, tail_noise = (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
+    return _over_scales(scales, scales_per_batch, still, moving, tail, tail_noise, jnp.asarray(labels))
 
-    def at(scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array) -> Array:
+
+def _at_scale(scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array) -> Array:
+    """Return the error rate of a network moved along `tail_noise` on inputs moved along `moving`."""
+    if tail_noise is not None:
         noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise)
-        return error_rate(jax.vmap(partial(called, eqx.combine(noisy, tail)))(still + scale * moving), labels)
-
-    fixed = still, moving, tail, tail_noise, jnp.asarray(labels)
-    return _over_scales(at, scales, *fixed, scales_per_batch=scales_per_batch)
+        tail = eqx.combine(noisy, tail)
+    return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
 
 
-def _over_scales(at: Callable[..., Array], scales: Any, *fixed: Any, scales_per_batch: int | None) -> Array:
+def _over_scales(scales: Any, batch_size: int | None, *fixed: Any) -> Array:
     """Return the errors at every scale, and warn of undefined ones."""
-    mapped = bmap(at, in_axes=(0, *(None for _ in fixed)), batch_size=scales_per_batch)
+    mapped = bmap(_at_scale, in_axes=(0, *(None for _ in fixed)), batch_size=batch_size)
     with jax.default_matmul_precision("highest"):
         errors = mapped(jnp.asarray(scales), *fixed)
     if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():

@@ -39,7 +39,6 @@ class SmoothedInformation(Result):
     UNITS = {"zx": "nats", "zy": "nats", "zx_given_y": "nats"}
 
 
-@partial(jax.jit, static_argnames="block")
 def _log_mixtures(
     points: Array, owners: Array, centres: Array, labels: Array, scale: Array, block: int
 ) -> tuple[Array, Array]:
@@ -86,12 +85,9 @@ def smoothed_information(
         labels: Classes from 0, [samples].
         noise: Standard deviation s of the noise, in the units of the features.
         method: One of `METHODS`.
-        key: Random key of the noise of "monte_carlo".
+        key: Random key of the noise, which "monte_carlo" needs.
         num_draws: Draws of the noise per sample.
         block: Samples compared at once with all others.
-
-    Raises:
-        ValueError: If lengths differ, an option is out of range, or "monte_carlo" has no key.
 
     References:
         Goldfeld et al. (2019), Estimating information flow in deep neural networks.

@@ -178,10 +178,8 @@ def inverse(matrix: Array, block: int = 64) -> Array:
     # By products, because the threads of LAPACK's Cholesky wait for each other for seconds on a busy machine.
     size = matrix.shape[0]
     block = min(block, size)
-    padding = -size % block
-    matrix = (
-        jnp.pad(matrix, (0, padding)).at[jnp.arange(size, size + padding), jnp.arange(size, size + padding)].set(1.0)
-    )
+    extra = jnp.arange(size, size + -size % block)
+    matrix = jnp.pad(matrix, (0, len(extra))).at[extra, extra].set(1.0)
 
     def eliminate(index, matrix):
         start = index * block
@@ -280,7 +278,7 @@ class _State(NamedTuple):
 
     weights: Array  # [folds, classes, d + 1]
     logits: Array  # [folds, classes, n], at `weights`, without the offset
-    past_weights: Array  # weights of the last round, at which it computed the next three
+    past_weights: Array  # of the last round, which computed the next three
     past_gradient: Array
     value: Array  # [folds], loss
     square: Array  # [folds], squared norm of the gradient

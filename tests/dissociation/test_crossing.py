@@ -23,8 +23,6 @@ def test_medians_without_censoring_and_with():
     never = median_crossing(np.asarray([1.0, np.nan, np.nan]), 10)
     assert never.value == np.inf
     assert median_crossing(np.full(4, np.nan), 10) == (np.inf, 10, np.inf)
-    one = median_crossing(times, 10)
-    assert one.low <= one.value <= one.high
     halves = np.asarray([np.nan, 1, 3, 2, 4, 4, np.nan, 3, 5, 2])  # a survival of one half is counted
     assert [median_crossing(halves, end).value for end in (5, 99)] == [3, 3]
 
@@ -124,7 +122,6 @@ def test_bad_input_is_refused():
         (lambda: log_slope([2.0, 3.0, 4.0], rising, 3.5), "the crossing at 4, got 3.5"),
         (lambda: log_slope([1.0, np.nan, 2.0], ones, 3.0), "three crossings"),
         (lambda: log_slope([1.0, 0.0, 2.0], ones, 3.0), "`times` must be positive and finite"),
-        (lambda: log_slope([1.0, np.inf, 2.0], ones, 3.0), "`times` must be positive and finite"),
         (lambda: log_slope(ones, [1.0, 2.0, 0.0], 3.0), "`at` must be positive"),
         (lambda: log_slope(ones, rising, 0.0), "`end` must be positive"),
         error=(ValueError, TypeError),

@@ -1,7 +1,10 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from words import refused
 
 from dissociation._core import distances
 from dissociation.measures import information_plane
@@ -116,11 +119,10 @@ def test_a_median_of_zero_is_defined():
 
 def test_bad_input_is_refused():
     x, labels = clusters(40)
-    for options, words in (
-        ({"batch_size": 500}, r"`batch_size` must be at most the number of samples \(40\)"),
-        ({"bandwidth": "mean"}, "'dimension', 'median'"),
-        ({"epsilon": 0.0}, "`epsilon` must be positive"),
-        ({"num_passes": 0}, "`num_passes` must be"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            information_plane(x, x, np.eye(4, dtype=np.float32)[labels], key=KEY, **{"batch_size": 20, **options})
+    measure = partial(information_plane, x, x, labels, key=KEY)
+    refused(
+        (lambda: measure(batch_size=500), r"`batch_size` must be at most the number of samples \(40\)"),
+        (lambda: measure(batch_size=20, bandwidth="mean"), "'dimension', 'median'"),
+        (lambda: measure(batch_size=20, epsilon=0.0), "`epsilon` must be positive"),
+        (lambda: measure(batch_size=20, num_passes=0), "`num_passes` must be"),
+    )

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from sklearn.model_selection import StratifiedKFold as KFoldByClass
 from threadpoolctl import threadpool_limits
+from words import refused
 
 from dissociation import measures
 from dissociation.measures import _probes as probes
@@ -260,14 +263,12 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
 def test_wrong_use():
     x, y = make_data(30, 6, 3)
     for predict in (measures.crossval_softmax_predict, measures.crossval_gradient_predict):
-        for change, message in (
-            ({"num_splits": 31}, "`num_splits` must be at most the number of samples"),
-            ({"folds": "random"}, "`folds` must be one of 'stratified', 'contiguous'"),
-            ({"num_samples": 4}, "`num_samples` must lie between"),
-            ({"y": np.ones((30, 1), np.float32)}, "`y` must be .* got one column"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                predict(**{"x": x, "y": y, "num_splits": 5} | change)
+        call = partial(predict, x, num_splits=5)
+        refused(
+            (lambda call=call: call(y, num_splits=31), "`num_splits` must be at most the number of samples"),
+            (lambda call=call: call(y, folds="random"), "`folds` must be one of 'stratified', 'contiguous'"),
+            (lambda call=call: call(y, num_samples=4), "`num_samples` must lie between"),
+            (lambda call=call: call(np.ones((30, 1), np.float32)), "`y` must be .* got one column"),
+        )
     for wrong in ({"ridge": 0.0}, {"tol": 0.0}):
-        with pytest.raises(ValueError, match="must be positive"):
-            measures.crossval_softmax_predict(x, y, 5, **wrong)
+        refused((lambda wrong=wrong: measures.crossval_softmax_predict(x, y, 5, **wrong), "must be positive"))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dissociation import measures
-from dissociation.measures import _transfer as transfer
+from dissociation.measures._probes import _budget
 
 
 def make_data(n=120, d=6, classes=3):
@@ -34,9 +34,9 @@ def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
 
 def test_default_budgets_are_twentieths():
     x, y = make_data(400, 4)
-    assert [transfer._budget(k / 20, 10_000, 10) for k in range(1, 21)] == [500 * k for k in range(1, 21)]
-    assert transfer._budget(0.57, 100, 10) == 57  # int(0.57 * 100) is 56
-    assert transfer._budget(0.999, 100, 10) == 99
+    assert [_budget(k / 20, 10_000, 10) for k in range(1, 21)] == [500 * k for k in range(1, 21)]
+    assert _budget(0.57, 100, 10) == 57  # int(0.57 * 100) is 56
+    assert _budget(0.999, 100, 10) == 99
     assert measures.transfer_errors(x, y, key=None, num_buckets=1, probe="gradient").shape == (20,)
 
 
