@@ -1,6 +1,7 @@
 """Exact robustness of one-layer bilinear networks: the nearest input of another class, in Euclidean distance."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,30 +13,35 @@ from dissociation._core.linalg import finite_part, product
 from dissociation._core.results import Result
 from dissociation._core.validation import validated
 from dissociation.bilinear._forms import Spectrum, biases_of, check_on_inputs, compact_forms, widened
-from dissociation.bilinear._rounding import Factors, bound_rounding
 from dissociation.models._bilinear import BilinearNetwork
 
 BISECTIONS = 60
 
 
 class Margins(Result):
-    """Margins q(x) = logit_first - logit_second of all pairs of classes, each in its eigenbasis.
+    """Margins q(x) = logit_first - logit_second of all pairs of classes, each in its eigenbasis."""
 
-    Attributes:
-        values: Eigenvalues of the quadratic part, [pairs, r].
-        directions: Orthonormal eigenvectors in input space, [pairs, r, d].
-        linear: Half of the linear part along them, [pairs, r].
-        offset: Constants, [pairs].
-        rounding: Error bounds of the quadratic part, half the linear part and the constant, [pairs, 3].
-        table: Pair index by ordered pair of classes, [classes, classes]; the diagonal is unused.
-    """
-
-    values: Float[Array, "pairs r"]
-    directions: Float[Array, "pairs r d"]
-    linear: Float[Array, "pairs r"]
+    values: Float[Array, "pairs r"]  # eigenvalues of the quadratic part
+    directions: Float[Array, "pairs r d"]  # orthonormal eigenvectors in input space
+    linear: Float[Array, "pairs r"]  # half of the linear part along them
     offset: Float[Array, " pairs"]
-    rounding: Float[Array, "pairs 3"]
-    table: Int[Array, "classes classes"]
+    rounding: Float[Array, "pairs 3"]  # error bounds of quadratic part, half of the linear part, and offset
+    table: Int[Array, "classes classes"]  # pair by classes; the diagonal is unused
+
+
+class _Factors(NamedTuple):
+    """A margin sum_k w_k (l_k . z + b_k)(r_k . z + c_k) + 2 h . z, and sizes of its summands before they cancel."""
+
+    left: Float[Array, "m d"]
+    right: Float[Array, "m d"]
+    left_bias: Float[Array, " m"]
+    right_bias: Float[Array, " m"]
+    weights: Float[Array, " m"]
+    linear: Float[Array, " d"]
+    left_size: Float[Array, " m"]  # norms of rows
+    right_size: Float[Array, " m"]
+    weight_size: Float[Array, " m"]  # absolute values
+    linear_size: Float[Array, " d"]
 
 
 class DistanceCertificate(Result):
@@ -73,7 +79,7 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
             class only.
     """
     if isinstance(source, Spectrum):
-        check_on_inputs("source", source, known=True)
+        check_on_inputs("source", source)
         classes, make = source.values.shape[0], _from_components(source)
     else:
         source = widened(source)
@@ -83,10 +89,9 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
     first, second = np.triu_indices(classes, 1)
     table = np.zeros((classes, classes), np.int32)
     table[first, second] = table[second, first] = np.arange(len(first))
-    pairs = (jnp.asarray(first), jnp.asarray(second))
     # One pair at a time bounds the memory of the eigendecompositions.
-    values, directions, linear, offset, rounding = jax.lax.map(lambda pair: make(*pair), pairs)
-    return Margins(values, directions, linear, offset, rounding, jnp.asarray(table))
+    parts = jax.lax.map(lambda pair: make(*pair), (jnp.asarray(first), jnp.asarray(second)))
+    return Margins(*parts, jnp.asarray(table))
 
 
 def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Array, ...]]:
@@ -107,7 +112,7 @@ def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Arra
         if model.residual:
             linear = 0.5 * product(weights[None], model.embed)[0]
             linear_size = 0.5 * product(size_of[None], jnp.abs(model.embed))[0]
-        factors = Factors(left, right, *biases, weights, linear, left_size, right_size, size_of, linear_size)
+        factors = _Factors(left, right, *biases, weights, linear, left_size, right_size, size_of, linear_size)
         return _in_eigenbasis(forms[first] - forms[second], size, lift, factors)
 
     return make
@@ -123,23 +128,55 @@ def _from_components(spectrum: Spectrum) -> Callable[[Array, Array], tuple[Array
         # The constant coordinate is orthogonal to inputs and needs no factorisation.
         inner = jnp.concatenate([root, rows[:, width:].T])
         bias = rows[:, width] if spectrum.constant else jnp.zeros_like(weights)
-        none, size = jnp.zeros(width, rows.dtype), jnp.zeros_like(weights)
-        factors = Factors(
-            rows[:, :width], rows[:, :width], bias, bias, weights, none, size, size, jnp.abs(weights), none
-        )
+        none, size, rows = jnp.zeros(width, rows.dtype), jnp.zeros_like(weights), rows[:, :width]
+        factors = _Factors(rows, rows, bias, bias, weights, none, size, size, jnp.abs(weights), none)
         return _in_eigenbasis(product(inner * weights[None], inner.T), root.shape[0], lift, factors)
 
     return make
 
 
-def _in_eigenbasis(form: Array, size: int, lift: Array, factors: Factors) -> tuple[Array, ...]:
+def _in_eigenbasis(form: Array, size: int, lift: Array, factors: _Factors) -> tuple[Array, ...]:
     """Return a form on `size` coordinates, or one more for a constant, in its eigenbasis; `lift`: [d, size]."""
     form, undefined = finite_part(form)
     values, vectors = jnp.linalg.eigh(form[:size, :size])
-    zero = jnp.zeros(size, form.dtype)
-    slopes, offset = (form[:size, size], form[size, size]) if form.shape[0] > size else (zero, zero[0])
-    directions, linear = product(lift, vectors).T, product(vectors.T, slopes[:, None])[:, 0]
-    return values + undefined, directions, linear, offset, bound_rounding(factors, values, directions, linear)
+    form = jnp.pad(form, (0, size + 1 - form.shape[0]))
+    slopes, offset = form[:size, size:], form[size, size]
+    directions, linear = product(lift, vectors).T, product(vectors.T, slopes)[:, 0]
+    return values + undefined, directions, linear, offset, _bound_rounding(factors, values, directions, linear)
+
+
+def _bound_rounding(factors: _Factors, values: Array, directions: Array, linear: Array) -> Array:
+    """Return error bounds [3] of quadratic part, half linear part and constant (Higham, 2002, chapter 3)."""
+    f, values, directions, linear = jax.lax.stop_gradient((factors, values, directions, linear))
+    eps = jnp.finfo(values.dtype).eps
+    left, right = jnp.abs(f.left), jnp.abs(f.right)
+    turned = directions.T
+
+    def symmetric(a: Array, b: Array, weighted_a: Array, weighted_b: Array) -> Array:
+        return 0.5 * (product(a.T, weighted_b) + product(b.T, weighted_a))
+
+    weights = f.weights[:, None]
+    image = symmetric(f.left, f.right, weights * product(f.left, turned), weights * product(f.right, turned))
+    # Products, sums and the eigendecomposition are measured together: the matrix is applied to the eigenvectors once
+    # more, factor by factor (Parlett, 1998, The symmetric eigenvalue problem, section 4.5).
+    residual = jnp.linalg.norm(image - turned * values[None])
+    skew = jnp.linalg.norm(product(directions, turned) - jnp.eye(values.shape[0], dtype=values.dtype))
+    # The norm of a matrix without negative entries is at most its largest row sum.
+    sizes = f.weight_size[:, None]
+    ones = jnp.ones((left.shape[1], 1), left.dtype)
+    summands = jnp.max(symmetric(left, right, sizes * product(left, ones), sizes * product(right, ones)))
+    norms = [jnp.linalg.norm(rows, axis=1) for rows in (left, right)]
+    rows = jnp.sqrt(jnp.sum(f.weight_size**2 * ((f.left_size * norms[1]) ** 2 + (norms[0] * f.right_size) ** 2)))
+    # Few numbers may agree by chance, so the rounding of single operations is added.
+    quadratic = 2 * (residual + jnp.max(jnp.abs(values)) * skew) + eps * (summands + rows)
+
+    biases = [jnp.abs(bias)[:, None] for bias in (f.left_bias, f.right_bias)]
+    exact = symmetric(f.left, f.right, weights * f.left_bias[:, None], weights * f.right_bias[:, None])[:, 0]
+    off = jnp.linalg.norm(exact + f.linear - product(turned, linear[:, None])[:, 0])
+    summands = jnp.linalg.norm(symmetric(left, right, sizes * biases[0], sizes * biases[1])[:, 0] + f.linear_size)
+    rows = jnp.linalg.norm(f.weight_size * (f.left_size * biases[1][:, 0] + f.right_size * biases[0][:, 0]))
+    constant = (2 + values.shape[0] ** 0.5) * jnp.sum(sizes * biases[0] * biases[1])
+    return jnp.stack([quadratic, 2 * off + eps * (summands + rows), eps * constant])
 
 
 @validated
@@ -150,15 +187,12 @@ def certified_radius(
 
     Args:
         source: From `margins`.
-        x: One input, finite.
+        x: One finite input, [d].
         label: Class of the input.
 
     Returns:
         The certificate, for the network in exact arithmetic. Use float64 if the allowance is large: when large numbers
         cancel in the logits, or when the distance depends on an eigenvalue near zero.
-
-    Raises:
-        ValueError: If x has another width or is not finite, or the label is no class.
 
     References:
         Conn, Gould and Toint (2000), Trust-region methods, chapter 7; Boyd and Vandenberghe (2004), appendix B.

@@ -25,7 +25,7 @@ class Spectrum(eqx.Module):
         values: Eigenvalues in the chosen order, [outputs, components].
         vectors: Orthonormal eigenvectors, [outputs, components, d], or d + 1 with `constant`.
         constant: True if the last coordinate belongs to an appended 1.
-        space: Space of the eigenvectors, one of `SPACES`, or None if unknown. Certificates need "input".
+        space: Space of the eigenvectors, one of `SPACES`, or None if unknown. Certificates and masks need "input".
     """
 
     values: Float[Array, "outputs components"]
@@ -107,12 +107,11 @@ def decompose(
     compact, lift = compact_forms(model, directions, layer, space)
     values, vectors = jnp.linalg.eigh(compact)
     spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer), space)
-    spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
     # Reordered in the smaller space, as lifted vectors are large.
-    return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))
+    spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+    return Spectrum(spectrum.values, product(spectrum.vectors, lift.T), spectrum.constant, space)
 
 
-@validated
 def compact_forms(
     model: BilinearNetwork, directions: Array | np.ndarray | None, layer: int, space: str
 ) -> tuple[Array, Array]:
@@ -164,7 +163,7 @@ def biases_of(layer: BilinearLayer) -> tuple[Array, Array]:
 
 
 def widened(model: BilinearNetwork) -> BilinearNetwork:
-    """Return one network with weights in float32 at least, in which half precision is exact."""
+    """Return one network with weights in float32 at least."""
     if model.embed.ndim != 2:
         advice = "Map over members by `equinox.filter_vmap`"
         fail("model", "be one network", f"an embedding of shape {model.embed.shape}", advice)
@@ -181,31 +180,21 @@ def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs c
     if importance.shape != spectrum.values.shape:
         fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
-    moved = [
-        jnp.take_along_axis(spectrum.values, order, 1),
-        jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1),
-    ]
-    return eqx.tree_at(lambda s: [s.values, s.vectors], spectrum, moved)
+    values = jnp.take_along_axis(spectrum.values, order, 1)
+    vectors = jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1)
+    return Spectrum(values, vectors, spectrum.constant, spectrum.space)
 
 
 @validated
 def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
-    """Return the leading components of every output: a network of this rank.
+    """Return the spectrum of the leading components of every output: a network of this rank.
 
     Args:
         spectrum: From `decompose`, in any order.
         num_components: k, from 0 (all logits zero) to all.
-
-    Returns:
-        A spectrum of k components; called on an example it returns truncated logits.
-
-    Raises:
-        ValueError: If there are fewer components.
     """
     check_single("spectrum", spectrum)
-    count = check_count("num_components", num_components)
-    if count > spectrum.values.shape[1]:
-        fail("num_components", f"be at most {spectrum.values.shape[1]}", num_components)
+    count = check_count("num_components", num_components, maximum=spectrum.values.shape[1])
     return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space)
 
 
@@ -217,10 +206,10 @@ def check_single(name: str, spectrum: Spectrum) -> None:
         fail(name, wanted, f"shape {spectrum.values.shape}", "Map over stacked ones by `equinox.filter_vmap`")
 
 
-def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> None:
-    """Raise `ValueError` if the spectrum's space is "hidden", or with `known` if it is None."""
+def check_on_inputs(name: str, spectrum: Spectrum) -> None:
+    """Raise `ValueError` if the spectrum's space is not "input"."""
     check_single(name, spectrum)
-    if spectrum.space == "hidden" or (known and spectrum.space is None):
+    if spectrum.space != "input":
         advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
         fail(name, 'be a spectrum with `space="input"`', f"space {spectrum.space!r}", advice)
 
@@ -278,12 +267,8 @@ def adversarial_mask(
         against: Leading components per output that are considered.
         norm: Euclidean norm of the mask.
 
-    Returns:
-        The mask, to be added to inputs.
-
     Raises:
-        ValueError: If output or component are out of range, or the spectrum has a constant coordinate or is in hidden
-            space.
+        ValueError: If an index is out of range, or the spectrum has a constant coordinate or is not on inputs.
 
     References:
         Pearce et al. (2024), section 4.3.
@@ -292,13 +277,8 @@ def adversarial_mask(
     outputs, components, width = spectrum.vectors.shape
     if spectrum.constant:
         fail("spectrum", "be of a network without biases or residual connection", "one with a constant coordinate")
-    against = check_count("against", against, minimum=1)
-    for name, value, limit in (
-        ("against", against - 1, components),
-        ("output", output, outputs),
-        ("component", component, min(against, components)),
-    ):
-        if not 0 <= value < limit:
-            fail(name, f"be within the spectrum's {limit}", value)
+    check_count("against", against, minimum=1, maximum=components)
+    check_count("output", output, maximum=outputs - 1)
+    check_count("component", component, maximum=against - 1)
     mask = jnp.linalg.pinv(spectrum.vectors[:, :against].reshape(-1, width))[:, output * against + component]
     return mask * (norm / jnp.linalg.norm(mask))

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 from scipy import stats
 
-from dissociation._core.checks import check_count, check_level, fail, is_traced
+from dissociation._core.checks import check_count, fail, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey
@@ -56,15 +56,9 @@ def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[A
     """Return |cosine| under the one-to-one matching of leading components that maximises its sum.
 
     Args:
-        a: One spectrum.
+        a: One spectrum, whose order the result has.
         b: Another.
-        num_components: Number of leading components of each.
-
-    Returns:
-        Numbers from 0 to 1, in the order of `a`.
-
-    Raises:
-        ValueError: If there are fewer components.
+        num_components: Number of leading components of each, at most all.
 
     References:
         Kuhn (1955), The Hungarian method for the assignment problem.
@@ -84,30 +78,21 @@ def _matched(similarity: Array) -> Array:
 
 @validated
 def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
-    """Return the cosine of whole quadratic forms in the Frobenius product, with signs.
-
-    <Q_a, Q_b> = sum_ij lambda_i mu_j (v_i . w_j)^2, without either matrix.
+    """Return the signed cosine of whole forms, with <Q_a, Q_b> = sum_ij lambda_i mu_j (v_i . w_j)^2.
 
     Args:
         a: One spectrum.
         b: Another.
-
-    Returns:
-        From -1 to 1 per output.
     """
     inner = jnp.einsum("oi,oij,oj->o", a.values, overlaps(a, b) ** 2, b.values, precision="highest")
     return inner / (jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1))
 
 
-@validated
-def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
-    """Return first and second indices of all pairs: within one ensemble, or with `other` between two."""
+def member_pairs(num_members: int, other: int | None = None) -> np.ndarray:
+    """Return first and second indices of all pairs, [2, pairs]: within one ensemble, or with `other` between two."""
     if other is None:
-        check_count("num_members", num_members, minimum=2)
-        return np.triu_indices(num_members, 1)
-    count = check_count("other", other, minimum=1)
-    first, second = np.indices((check_count("num_members", num_members, minimum=1), count)).reshape(2, -1)
-    return first, second
+        return np.stack(np.triu_indices(num_members, 1))
+    return np.indices((num_members, other)).reshape(2, -1)
 
 
 class Interval(NamedTuple):
@@ -120,38 +105,30 @@ class Interval(NamedTuple):
     __repr__ = printed
 
 
-@validated
-def student_interval(samples: Float[Array | np.ndarray, "n *rest"]) -> Interval:
-    """Return Student's 90 % interval for the mean of independent samples along the first axis."""
-    count, values = check_count("samples", samples.shape[0], minimum=2), jnp.asarray(samples)
-    mean = jnp.mean(values, 0)
-    half = float(stats.t.ppf(0.95, count - 1)) * jnp.std(values, axis=0, ddof=1) / count**0.5
+def student_interval(samples: Array) -> Interval:
+    """Return Student's 90 % interval for the mean of independent samples [n, ...]; NaN for one."""
+    count, mean = samples.shape[0], jnp.mean(samples, 0)
+    half = float(stats.t.ppf(0.95, count - 1)) * jnp.std(samples, axis=0, ddof=1) / count**0.5
     return Interval(mean, mean - half, mean + half)
 
 
-@validated
 def bootstrap_interval(
     statistic: Callable[[Array], Array],
-    num_members: int | tuple[int, ...],
+    groups: tuple[int, ...],
     *,
     key: PRNGKey,
     level: float = 0.9,
     num_resamples: int = 1000,
 ) -> Interval:
-    """Return `statistic` of unit member weights with its percentile bootstrap interval over members."""
-    groups = (num_members,) if isinstance(num_members, int) else num_members
-    for count in groups:
-        check_count("num_members", count, minimum=2)
-    check_count("num_resamples", num_resamples, minimum=1)
-    check_level(level)
+    """Return `statistic` of unit member weights with its percentile interval over members resampled in each group."""
 
     def resample(key: Array, count: int) -> Array:
         drawn = jax.random.randint(key, (num_resamples, count), 0, count)
         return jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn).astype(float)
 
     weights = [resample(jax.random.fold_in(key, index), count) for index, count in enumerate(groups)]
-    # Pairs share members, so members are drawn (Efron and Tibshirani, 1993, An introduction to the bootstrap, section
-    # 13.3). A weight is how often a member was drawn, and a pair weighs the product of its two.
+    # Pairs share members, so members are drawn. A weight is how often a member was drawn, and a pair weighs the product
+    # of its two (Efron and Tibshirani, 1993, An introduction to the bootstrap, section 13.3).
     weights = jnp.concatenate(weights, 1)
     values = jax.vmap(statistic)(weights)
     low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)

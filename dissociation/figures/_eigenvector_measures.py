@@ -217,7 +217,7 @@ def intervals(
     if len(values) == 0 or min(len(mine), len(theirs)) < 2:
         mean = pooled(values)
         return np.stack([np.stack([mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)])] * 2)
-    offset, groups = (0, len(mine)) if others is None else (len(mine), (len(mine), len(theirs)))
+    offset, groups = (0, (len(mine),)) if others is None else (len(mine), (len(mine), len(theirs)))
     statistic = pair_mean(values.mean(1), np.searchsorted(mine, first), np.searchsorted(theirs, second) + offset)
     resampled = bootstrap_interval(statistic, groups, key=named_key("bootstrap of intervals"))
     return np.stack([np.stack(resampled), np.stack(student_interval(values.reshape(-1, values.shape[2])))])

@@ -59,7 +59,7 @@ def projectors(spectrum):
 
 def pairs_interval(values):
     mean = bilinear.pair_mean(values, *similarity.member_pairs(4))
-    return tuple(similarity.bootstrap_interval(mean, 4, key=jax.random.key(1), num_resamples=20))
+    return tuple(similarity.bootstrap_interval(mean, (4,), key=jax.random.key(1), num_resamples=20))
 
 
 X5 = np.asarray([0.3, -1.2, 0.8, 0.5, -0.4])
@@ -68,7 +68,7 @@ TABLE = {
     "positive_inverse": (lambda a: linalg.positive_inverse(a @ a.T + jnp.eye(5)), (5, 5)),
     "collapse": (measures, (12, 6)),
     "collapse far away": (lambda z: measures(z + 100.0)[6:], (12, 6)),
-    "signed_distance": (lambda z, w, b: margins.signed_distance(z, w, b, 0, 2), (6, 4), (3, 4), (3,)),
+    "signed_distance": (lambda z, w, b: margins.class_places(z, w, b, 0, 2)[0], (6, 4), (3, 4), (3,)),
     "decompose": (lambda s: [bilinear.decompose(network(s)).values, projectors(bilinear.decompose(network(s)))], ()),
     "adversarial_mask": (lambda s: jnp.abs(bilinear.adversarial_mask(spectra(s)[0], 1, 0, against=1)), ()),
     "similarities": (lambda s: [similarity.overlaps(*spectra(s)), bilinear.rank_similarity(*spectra(s)),

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from words import refused
 
 from dissociation.bilinear import adversarial_mask, decompose, interaction_tensor, truncate, truncated_outputs
 from dissociation.bilinear._forms import activations, contributions, mean_contribution, reorder
@@ -107,7 +108,7 @@ def test_masks_excite_one_component_alone():
 def test_bad_input_is_refused():
     one, two = network(), network(num_layers=2)
     spectrum = decompose(one)
-    for call, words in (
+    refused(
         (lambda: decompose(network(gate="relu")), "without a gate, got 'relu'"),
         (lambda: decompose(two), "`space` must be 'hidden' for every layer but the first"),
         (lambda: decompose(two, layer=0), "`directions` must be given"),
@@ -115,8 +116,5 @@ def test_bad_input_is_refused():
         (lambda: decompose(one, by="first"), "'magnitude', 'positive', 'negative'"),
         (lambda: truncate(spectrum, 9), "`num_components` must be at most 8"),
         (lambda: reorder(spectrum, np.ones((3, 5), np.float32)), "`importance` must have the shape"),
-        (lambda: reorder(spectrum, np.ones((1, 8), np.float32)), "`importance` must have the shape"),
-        (lambda: adversarial_mask(spectrum, 1, 4, against=4), "`component` must be within the spectrum's 4"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+        (lambda: adversarial_mask(spectrum, 1, 4, against=4), "`component` must be at most 3, got 4"),
+    )

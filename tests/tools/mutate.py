@@ -46,7 +46,7 @@ TESTED_BY = {
     "dissociation.figures._eigenvector_measures": ["dissociation/test_eigenvectors.py"],
     "dissociation.figures._members": ["dissociation/test_figures.py"],
     "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
-    "dissociation.bilinear._rounding": ["dissociation/test_spectral_certificate.py"],
+    "dissociation.bilinear._certificate": ["dissociation/test_spectral_certificate.py"],
     "dissociation._core.results": ["dissociation/test_results.py", "dissociation/test_validation.py"],
     "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
     "koopman._operators._perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
