@@ -21,8 +21,7 @@ from dissociation.figures._manifold_drawing import QUANTITIES, draw, scaled
 from dissociation.figures._manifold_drawing import caption as caption
 from dissociation.figures._manifold_drawing import headline as headline
 from dissociation.figures._manifold_drawing import table as table
-from dissociation.linear._families import FAMILIES, LSS, MRNS, MWNS
-from dissociation.linear._networks import LinearNetwork
+from dissociation.linear._families import FAMILIES, LSS, MRNS, MWNS, LinearNetwork
 from dissociation.linear._noise import Noise, expected_loss, noise_minimiser, simulated_loss
 from dissociation.linear._planting import plant_rsm
 from dissociation.linear._tasks import Task, complete_tree, hierarchy_task, make_task, random_task

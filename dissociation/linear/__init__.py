@@ -13,10 +13,22 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from dissociation.linear._deep import deep_residual, least_norm, least_norm_network
     from dissociation.linear._dynamics import Flow, balanced_network, gradient_flow
-    from dissociation.linear._families import FAMILIES, GLS, LSS, MRNS, MWNS, Family, Placement, Residual, placement
-    from dissociation.linear._networks import LinearNetwork
+    from dissociation.linear._families import (
+        FAMILIES,
+        GLS,
+        LSS,
+        MRNS,
+        MWNS,
+        Family,
+        LinearNetwork,
+        Placement,
+        Residual,
+        deep_residual,
+        least_norm,
+        least_norm_network,
+        placement,
+    )
     from dissociation.linear._noise import (
         Noise,
         SimulatedLoss,

@@ -15,8 +15,7 @@ from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.linear._families import check_network, check_single, polar
-from dissociation.linear._networks import LinearNetwork
+from dissociation.linear._families import LinearNetwork, check_network, check_single, polar
 from dissociation.linear._tasks import Task
 
 _LONGEST = 4.0
@@ -46,11 +45,8 @@ def balanced_network(task: Task, hidden: int, scale: Scalar, *, key: PRNGKey) ->
     Args:
         task: Task.
         hidden: Hidden units.
-        scale: Largest singular value of both layers. Others are uniform below it.
+        scale: Largest singular value of both layers, positive. Others are uniform below it.
         key: Random key.
-
-    Raises:
-        ValueError: If `scale` is not positive.
     """
     check_single(task)
     check_count("hidden", hidden, minimum=1)
@@ -91,11 +87,15 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
     """
     check_network(task, network)
     check_known("they set the number of intervals", times=times)
-    known = np.asarray(times, float)
-    steps = np.diff(known, prepend=0.0)
+    steps = np.diff(np.asarray(times, float), prepend=0.0)
     if (steps < 0).any():
-        fail("times", "increase from 0 on", known.tolist())
-    _check_start(task, network)
+        fail("times", "increase from 0 on", times)
+    white, balanced = _is_white(task), _is_balanced(network)
+    if not is_traced(white) and not white:
+        got = f"rank {len(task.input_values)} of {task.x.shape[1]}, singular values {task.input_values}"
+        fail("task", "have white inputs, X X^T proportional to the identity", got)
+    if not is_traced(balanced) and not balanced:
+        fail("network", "be balanced, W1 W1^T = W2^T W2", "another start")
     # Intervals are divided equally, so that there is one program for all.
     most = float(steps.max(initial=0.0)) / _LONGEST * jnp.max(_growth(task)) + 1
     divisions = most.astype(int) if is_traced(most) else int(most)
@@ -107,31 +107,17 @@ def _growth(task: Task) -> Array:
     return task.map_values * task.input_values[0] ** 2 / task.x.shape[0]
 
 
-def _white_cut(task: Task) -> float:
-    return float(jnp.finfo(task.x.dtype).eps) ** 0.7
+def _is_white(task: Task) -> Array:
+    """Return True if the inputs' singular values are equal and none is missing."""
+    values, cut = task.input_values, float(jnp.finfo(task.x.dtype).eps) ** 0.7
+    return (jnp.max(values) / jnp.min(values) - 1 <= cut) & (values.shape[0] == task.x.shape[1])
 
 
-def _unevenness(task: Task) -> Array:
-    """Return the relative spread of the inputs' singular values, infinite if directions are missing."""
-    values = task.input_values
-    missing = jnp.inf if values.shape[0] < task.x.shape[1] else 0.0
-    return jnp.max(values) / jnp.min(values) - 1 + missing
-
-
-def _imbalance(network: LinearNetwork) -> Array:
-    """Return |W1 W1^T - W2^T W2| relative to the larger squared norm."""
+def _is_balanced(network: LinearNetwork) -> Array:
+    """Return True if W1 W1^T = W2^T W2 up to rounding."""
     first, second = network.weights
     size = jnp.maximum(jnp.sum(first**2), jnp.sum(second**2))
-    return jnp.linalg.norm(product(first, first.T) - product(second.T, second)) / jnp.where(size > 0, size, 1.0)
-
-
-def _check_start(task: Task, network: LinearNetwork) -> None:
-    uneven, wrong = _unevenness(task), _imbalance(network)
-    if not is_traced(uneven) and uneven > _white_cut(task):
-        got = f"rank {len(task.input_values)} of {task.x.shape[1]}, singular values {np.asarray(task.input_values)}"
-        fail("task", "have white inputs, X X^T proportional to the identity", got)
-    if not is_traced(wrong) and wrong > 1e-5:
-        fail("network", "be balanced, W1 W1^T = W2^T W2", f"a relative difference of {float(wrong):.3g}")
+    return jnp.linalg.norm(product(first, first.T) - product(second.T, second)) <= 1e-5 * size
 
 
 @eqx.filter_jit
@@ -146,17 +132,17 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
     decaying = half * jnp.concatenate([task.map_right, -task.map_left])
     stacked = jnp.concatenate([first.T, second])
 
-    def spread(step: Array, matrix: Array, function: Callable[[Array], Array], at_zero: Array) -> Array:
-        """Return f(F step) @ matrix, given f on eigenvalues and f(0)."""
+    def spread(step: Array, matrix: Array, function: Callable[[Array], Array]) -> Array:
+        """Return f(F step) @ matrix, given f with f(0) = 1 on eigenvalues."""
         up, down = (product(basis.T, matrix) for basis in (growing, decaying))
-        plus, minus = (function(sign * rates * step) - at_zero for sign in (1.0, -1.0))
-        return at_zero * matrix + product(growing * plus[None], up) + product(decaying * minus[None], down)
+        plus, minus = (function(sign * rates * step) - 1.0 for sign in (1.0, -1.0))
+        return matrix + product(growing * plus[None], up) + product(decaying * minus[None], down)
 
     def advance(step: Array, weights: Array) -> Array:
         """Return R with R R^T = P after a step, from Q with Q Q^T = P before."""
-        grown = spread(step, weights, jnp.exp, jnp.ones((), weights.dtype))
+        grown = spread(step, weights, jnp.exp)
         # J(t) = t phi(2 F t) with phi(z) = (e^z - 1) / z.
-        summed = spread(step, weights, lambda z: _phi(2 * z), jnp.ones((), weights.dtype))
+        summed = spread(step, weights, lambda z: _phi(2 * z))
         inner = jnp.eye(weights.shape[1], dtype=weights.dtype) + white * step * product(weights.T, summed)
         factor = jnp.linalg.cholesky(0.5 * (inner + inner.T))
         return jax.scipy.linalg.solve_triangular(factor, grown.T, lower=True).T
@@ -166,8 +152,7 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
         return weights, product(weights, weights.T)
 
     _, grams = lax.scan(to_time, stacked, steps)
-    fits = (_unevenness(task) <= _white_cut(task)) & (_imbalance(network) <= 1e-5)
-    grams = jnp.where(fits, grams, jnp.nan)
+    grams = jnp.where(_is_white(task) & _is_balanced(network), grams, jnp.nan)
     return Flow(grams[:, inputs:, :inputs], grams[:, :inputs, :inputs], grams[:, inputs:, inputs:])
 
 

@@ -1,5 +1,8 @@
-"""Four families of two-layer linear networks that solve a task: membership, samples, walks, nearest networks."""
+"""Families of linear networks that solve a task: membership, samples, walks, nearest networks; deep networks."""
 
+import itertools
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import equinox as eqx
@@ -15,8 +18,37 @@ from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.linear._networks import LinearNetwork
 from dissociation.linear._tasks import Task
+from dissociation.models._layers import as_example
+
+
+class LinearNetwork(eqx.Module):
+    """Linear network W_l ... W_1 x for one example, without biases.
+
+    Attributes:
+        weights: Weights [outputs, inputs] of the layers, the first one first.
+    """
+
+    weights: tuple[Float[Array, "..."], ...]
+
+    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " outputs"]:
+        """Return the output."""
+        x = as_example("x", x, self.weights[0].shape[-1])
+        return reduce(lambda h, weight: weight @ h, self.weights, x)
+
+    @property
+    def map(self) -> Float[Array, "outputs inputs"]:
+        """Return the matrix of the whole network."""
+        shapes = [weight.shape for weight in self.weights]
+        if not shapes or any(one[-2] != following[-1] for one, following in itertools.pairwise(shapes)):
+            fail("weights", "be [outputs, inputs] of layers that follow each other", shapes)
+        return reduce(lambda first, weight: product(weight, first), self.weights)
+
+    def hidden(self, x: Float[Array | np.ndarray, "samples inputs"]) -> Float[Array, "samples hidden"]:
+        """Return the activity of the first hidden layer."""
+        if x.shape[-1] != self.weights[0].shape[-1]:
+            fail("x", f"have {self.weights[0].shape[-1]} columns, the network's inputs", x.shape)
+        return product(jnp.asarray(x), self.weights[0].swapaxes(-1, -2))
 
 
 class Residual(NamedTuple):
@@ -66,9 +98,6 @@ class Family(eqx.Module):
             spread: Size of all other free parts relative to the task's own, 0 to 3. Rounding grows with it: in float32
                 the largest residual of 500 GLS of rank 8 with 16 units was 2e-6 at 1, 4e-5 at 2 and 4e-3 at 3.
             key: Random key.
-
-        Raises:
-            ValueError: If there are fewer hidden units than the task's rank, or `spread` is not from 0 to 3.
         """
         check_hidden(task, hidden)
         _check_part("spread", spread, 3)
@@ -85,15 +114,11 @@ class Family(eqx.Module):
 
         Args:
             task: Task.
-            hidden: Hidden units.
+            hidden: Hidden units, at least `task.rank`.
             num_steps: Networks, the first included.
             rate: Fraction by which a parameter decays in a step, from 0 to 1. At 1 moving parameters are independent.
-            spread: As in `sample`.
+            spread: As in `sample`. It and `rate` are not checked if traced.
             key: Random key.
-
-        Raises:
-            ValueError: If there are fewer hidden units than the task's rank, or `rate` is not from 0 to 1. A traced
-                rate is not checked.
         """
         check_hidden(task, hidden)
         check_count("num_steps", num_steps, minimum=1)
@@ -103,27 +128,52 @@ class Family(eqx.Module):
         return _walk(self.name, task, hidden, num_steps, rate, spread, key)
 
     @validated
+    @eqx.filter_jit
     def residual(self, task: Task, network: LinearNetwork) -> Residual:
-        """Return the distance of a network from the family's conditions.
-
-        Raises:
-            ValueError: If the network does not have two layers of the task's sizes.
-        """
+        """Return the distance of a network from the family's conditions."""
         check_network(task, network)
-        return _residual(self.name, task, network)
+        found, excess = network.map, jnp.zeros((), task.x.dtype)
+        if self.name in ("GLS", "MRNS"):
+            found = product(product(found, task.input_basis), task.input_basis.T)
+        if self.name in MINIMAL:
+            first, second = network.weights
+            measured = product(task.x, first.T) if self.name == "MRNS" else first
+            values, _, _ = _factors(self.name, task)
+            excess = (jnp.sum(measured**2) + jnp.sum(second**2)) / (2 * jnp.sum(values)) - 1
+        return Residual(jnp.linalg.norm(found - task.best_map) / jnp.linalg.norm(task.map_values), excess)
 
     @validated
+    @eqx.filter_jit
     def project(self, task: Task, network: LinearNetwork) -> LinearNetwork:
         """Return the nearest network of MRNS or MWNS; of GLS or LSS, the nearest one with the same first layer.
 
         Distances are Euclidean over all weights. In GLS and LSS weights are NaN if the first layer does not carry the
         inputs that the task needs, up to rounding.
-
-        Raises:
-            ValueError: If the network does not have two layers of the task's sizes, or too few hidden units.
         """
-        check_width(task, network)
-        return _project(self.name, task, network)
+        hidden = check_network(task, network)
+        if hidden < task.rank:
+            fail("network", f"have at least {task.rank} hidden units, the rank of the best map", hidden)
+        first, second = network.weights
+        if self.name in MINIMAL:
+            values, read, write = _factors(self.name, task)
+            root = jnp.sqrt(values)[None]
+            frame = polar(product(first, read.T * root) + product(second.T, write * root))
+            unseen = product(first, task.unseen) if self.name == "MRNS" else None
+            return _frame_network(task, frame, self.name, unseen)
+        # Bases in place of projectors: unseen directions are cut exactly.
+        basis = task.input_basis if self.name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
+        left, values, right = jnp.linalg.svd(product(first, basis), full_matrices=False)
+        eps, norm = jnp.finfo(first.dtype).eps, jnp.linalg.norm(first)
+        kept = values > max(first.shape) * eps * norm
+        needed = product(basis.T, task.map_right)
+        carried = product(jnp.where(kept[:, None], right, 0.0), needed)
+        least = jnp.min(values, where=kept, initial=jnp.inf)
+        slack = jnp.minimum(16 * eps * jnp.maximum(1.0, norm / least), eps**0.5)  # rounding of `right`
+        missing = jnp.linalg.norm(needed - product(right.T, carried)) > slack
+        wrong = product(task.best_map - network.map, basis)
+        inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)
+        change = product(product(wrong, right.T) * inverse[None], left.T)
+        return LinearNetwork((first, second + jnp.where(missing, jnp.nan, change)))
 
     @validated
     def rsm(self, task: Task) -> Float[Array, "samples samples"]:
@@ -184,13 +234,6 @@ def check_network(task: Task, network: LinearNetwork) -> int:
     return hidden
 
 
-def check_width(task: Task, network: LinearNetwork) -> None:
-    """Raise if a network does not have two layers of the task's sizes, or fewer hidden units than the task's rank."""
-    hidden = check_network(task, network)
-    if hidden < task.rank:
-        fail("network", f"have at least {task.rank} hidden units, the rank of the best map", hidden)
-
-
 def _parts(name: str, task: Task, hidden: int) -> dict[str, tuple[int, int, Array | float | None]]:
     """Return the rows and columns of free parameters, and squared norms of parts of the task's own weights."""
     rank, unseen = task.rank, task.unseen.shape[1]
@@ -207,7 +250,7 @@ def _parts(name: str, task: Task, hidden: int) -> dict[str, tuple[int, int, Arra
 
 
 def _draw(name: str, task: Task, hidden: int, key: PRNGKey, count: int) -> Array:
-    """Return Gaussian numbers, [count, free parameters]. One draw compiles several times faster than one per part."""
+    """Return Gaussian numbers, [count, free parameters], in one draw, which compiles quickly."""
     size = sum(rows * columns for rows, columns, _ in _parts(name, task, hidden).values())
     return jax.random.normal(key, (count, size), task.x.dtype)
 
@@ -229,15 +272,20 @@ def polar(matrix: Array) -> Array:
     return product(left, right)
 
 
+def _factors(name: str, task: Task) -> tuple[Array, Array, Array]:
+    """Return values [r] of a minimal family, and the bases [r, inputs] and [outputs, r] that R reads and writes."""
+    if name == "MRNS":
+        return task.target_values, task.read_in, task.target_left
+    return task.map_values, task.map_right.T, task.map_left
+
+
 def _frame_network(task: Task, frame: Array, name: str, unseen: Array | None = None) -> LinearNetwork:
     """Return the MRNS or MWNS with an orthonormal frame R, [hidden, rank]."""
-    if name == "MWNS":
-        root = jnp.sqrt(task.map_values)[None]
-        return LinearNetwork((product(frame * root, task.map_right.T), product(task.map_left * root, frame.T)))
-    root = jnp.sqrt(task.target_values)[None]
-    first = product(frame * root, task.read_in)
+    values, read, write = _factors(name, task)
+    root = jnp.sqrt(values)[None]
+    first = product(frame * root, read)
     first = first if unseen is None else first + product(unseen, task.unseen.T)
-    return LinearNetwork((first, product(task.target_left * root, frame.T)))
+    return LinearNetwork((first, product(write * root, frame.T)))
 
 
 def _solution(name: str, task: Task, free: dict[str, Array]) -> LinearNetwork:
@@ -294,60 +342,6 @@ def _walk(
     return jax.vmap(lambda drawn: _solution(name, task, _free(name, task, hidden, spread, drawn)))(steps)
 
 
-def _restricted(name: str, task: Task, weights: Array) -> Array:
-    """Return the projection of the rows of a matrix on the inputs that a family binds."""
-    if name in ("LSS", "MWNS"):
-        return weights
-    return product(product(weights, task.input_basis), task.input_basis.T)
-
-
-def _norm_and_minimum(name: str, task: Task, network: LinearNetwork) -> tuple[Array, Array]:
-    """Return the squared norm that a minimal family minimises, and its minimum."""
-    first, second = network.weights
-    measured = product(task.x, first.T) if name == "MRNS" else first
-    values = task.target_values if name == "MRNS" else task.map_values
-    return jnp.sum(measured**2) + jnp.sum(second**2), 2 * jnp.sum(values)
-
-
-@eqx.filter_jit
-def _residual(name: str, task: Task, network: LinearNetwork) -> Residual:
-    wrong = _restricted(name, task, network.map) - task.best_map
-    excess = jnp.zeros((), wrong.dtype)
-    if name in MINIMAL:
-        norm, minimum = _norm_and_minimum(name, task, network)
-        excess = norm / minimum - 1
-    return Residual(jnp.linalg.norm(wrong) / jnp.linalg.norm(task.map_values), excess)
-
-
-@eqx.filter_jit
-def _project(name: str, task: Task, network: LinearNetwork) -> LinearNetwork:
-    first, second = network.weights
-    if name == "MWNS":
-        root = jnp.sqrt(task.map_values)[None]
-        return _frame_network(
-            task, polar(product(first, task.map_right * root) + product(second.T, task.map_left * root)), name
-        )
-    if name == "MRNS":
-        root = jnp.sqrt(task.target_values)[None]
-        read = product(first, task.read_in.T * root) + product(second.T, task.target_left * root)
-        return _frame_network(task, polar(read), name, product(first, task.unseen))
-    # Bases in place of projectors: unseen directions are cut exactly.
-    basis = task.input_basis if name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
-    left, values, right = jnp.linalg.svd(product(first, basis), full_matrices=False)
-    cut = max(first.shape) * jnp.finfo(first.dtype).eps * jnp.linalg.norm(first)
-    kept = values > cut
-    needed = product(basis.T, task.map_right)
-    carried = product(jnp.where(kept[:, None], right, 0.0), needed)
-    least = jnp.min(values, where=kept, initial=jnp.inf)
-    slack = 16 * jnp.finfo(first.dtype).eps * jnp.maximum(1.0, jnp.linalg.norm(first) / least)  # rounding of `right`
-    slack = jnp.minimum(slack, jnp.finfo(first.dtype).eps ** 0.5)
-    missing = jnp.linalg.norm(needed - product(right.T, carried)) > slack
-    wrong = product(task.best_map - network.map, basis)
-    inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)
-    change = product(product(wrong, right.T) * inverse[None], left.T)
-    return LinearNetwork((first, second + jnp.where(missing, jnp.nan, change)))
-
-
 class Placement(NamedTuple):
     """Distances of a network from four families; see `placement`.
 
@@ -373,16 +367,61 @@ def placement(task: Task, network: LinearNetwork) -> Placement:
 
     Distances from GLS and LSS are NaN as long as the first layer does not carry the inputs that the task needs. During
     training of a network narrower than the inputs that is so until it converges.
-
-    Raises:
-        ValueError: As `Family.project`.
     """
-    check_width(task, network)
     total = jnp.sqrt(sum(jnp.sum(weight**2) for weight in network.weights))
     distances, residuals = [], []
-    for name in FAMILIES:
-        nearest = _project(name, task, network)
+    for family in FAMILIES.values():
+        nearest = family.project(task, network)
         moved = [jnp.sum((a - b) ** 2) for a, b in zip(nearest.weights, network.weights, strict=True)]
         distances.append(jnp.sqrt(sum(moved)) / total)
-        residuals.append(_residual(name, task, network))
+        residuals.append(family.residual(task, network))
     return Placement(jnp.stack(distances), jax.tree.map(lambda *parts: jnp.stack(parts), *residuals))
+
+
+@validated
+def least_norm(task: Task, depth: int) -> Float[Array, ""]:
+    """Return the least sum |W_i|^2 of a network of `depth` layers with map W*: depth * sum_k s_k^(2 / depth).
+
+    References:
+        Shang et al. (2020), Unified scalable equivalent formulations for Schatten quasi-norms.
+    """
+    check_single(task)
+    check_count("depth", depth, minimum=1)
+    return depth * jnp.sum(task.map_values ** (2 / depth))
+
+
+@validated
+@eqx.filter_jit
+def least_norm_network(task: Task, widths: Sequence[int], *, key: PRNGKey) -> LinearNetwork:
+    """Return a random deep network of least norm with map W*, with equal singular values in all layers.
+
+    W_1 = R_1 S^(1/l) V^T, W_i = R_i S^(1/l) R_(i-1)^T and W_l = U S^(1/l) R_(l-1)^T, with uniform orthonormal R_i.
+
+    Args:
+        task: Task.
+        widths: Units of the hidden layers, at least `task.rank` each.
+        key: Random key.
+    """
+    check_single(task)
+    for place, width in enumerate(widths):
+        check_hidden(task, width, f"widths[{place}]")
+    keys = jax.random.split(key, max(len(widths), 1))
+    shapes = [(width, task.rank) for width in widths]
+    drawn = [polar(jax.random.normal(k, shape, task.x.dtype)) for k, shape in zip(keys, shapes, strict=False)]
+    root = task.map_values[None] ** (1 / (len(widths) + 1))
+    frames = [task.map_right, *drawn, task.map_left]
+    return LinearNetwork(
+        tuple(product(after * root, before.T) for before, after in zip(frames[:-1], frames[1:], strict=True))
+    )
+
+
+@validated
+def deep_residual(task: Task, network: LinearNetwork) -> Residual:
+    """Return the distance of a network of any depth from those of least norm with map W*."""
+    check_single(task)
+    whole = network.map
+    if whole.shape != task.best_map.shape:
+        fail("network", f"have a map of shape {task.best_map.shape}", whole.shape)
+    norm = sum(jnp.sum(weight**2) for weight in network.weights)
+    missed = jnp.linalg.norm(whole - task.best_map) / jnp.linalg.norm(task.map_values)
+    return Residual(missed, norm / least_norm(task, len(network.weights)) - 1)

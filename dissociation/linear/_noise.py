@@ -9,13 +9,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_non_negative, fail, is_traced
+from dissociation._core.checks import check_count, check_non_negative, check_single, fail, is_traced
 from dissociation._core.linalg import product, rank_cut
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.linear._families import LSS, check_hidden, check_network, polar
-from dissociation.linear._networks import LinearNetwork
+from dissociation.linear._families import LSS, LinearNetwork, check_hidden, check_network, polar
 from dissociation.linear._tasks import Task, check_semidefinite
 
 
@@ -23,9 +22,9 @@ class Noise(NamedTuple):
     """Standard deviations of independent Gaussian noise, drawn anew for every evaluation of the loss.
 
     Attributes:
-        inputs: Of every entry of X.
-        first: Of every entry of W1.
-        second: Of every entry of W2.
+        inputs: Deviation of entries of X.
+        first: Deviation of entries of W1.
+        second: Deviation of entries of W2.
     """
 
     inputs: Scalar = 0.0
@@ -34,12 +33,7 @@ class Noise(NamedTuple):
 
 
 class SimulatedLoss(NamedTuple):
-    """Mean loss over draws of noise.
-
-    Attributes:
-        mean: Mean.
-        error: Standard error of the mean.
-    """
+    """Mean loss over draws of noise, and its standard error."""
 
     mean: Float[Array, ""]
     error: Float[Array, ""]
@@ -53,8 +47,7 @@ NONE = Noise()
 def _checked(noise: Noise) -> Noise:
     for name, value in noise._asdict().items():
         check_non_negative(f"noise.{name}", value)
-        if jnp.ndim(value):
-            fail(f"noise.{name}", "be one number", f"shape {jnp.shape(value)}", "Map several by `jax.vmap`")
+        check_single(f"noise.{name}", value)
     return Noise(*map(jnp.asarray, noise))  # floats would be static
 
 
@@ -69,9 +62,6 @@ def expected_loss(task: Task, network: LinearNetwork, noise: Noise = NONE) -> Fl
         task: Task.
         network: Network of two layers.
         noise: Standard deviations; zeros give the loss.
-
-    Raises:
-        ValueError: If a deviation is negative, or the network does not fit.
 
     References:
         Braun, Grant and Saxe (2025), section 4, for inputs and weights apart.
@@ -111,9 +101,6 @@ def simulated_loss(
         noise: Standard deviations.
         num_draws: Draws, at least 2.
         key: Random key.
-
-    Raises:
-        ValueError: If a deviation is negative, there are too few draws, or the network does not fit.
     """
     check_network(task, network)
     check_count("num_draws", num_draws, minimum=2)
@@ -158,13 +145,12 @@ def noise_minimiser(task: Task, hidden: int, noise: Noise, *, key: PRNGKey) -> L
     """
     check_hidden(task, hidden)
     sizes = _checked(noise)
-    known = [value for value in noise[1:] if not is_traced(value)]
-    zero = [float(value) == 0 for value in known]
-    if any(zero) and not (all(zero) and len(zero) == 2):
+    zero = [float(value) == 0 for value in noise[1:] if not is_traced(value)]
+    if zero == [True, True]:
+        return LSS.sample(task, hidden, key=key)
+    if any(zero):
         advice = "The loss falls without end as one layer shrinks and the other grows"
         fail("noise", "have noise on both layers, or on neither", tuple(noise), advice)
-    if zero and all(zero):
-        return LSS.sample(task, hidden, key=key)
     return _minimiser(task, hidden, sizes, key)
 
 
@@ -196,9 +182,6 @@ def least_loss(task: Task, hidden: int, noise: Noise) -> Float[Array, ""]:
     """Return the least expected loss of a GLS under noise: that of `noise_minimiser`, or the infimum.
 
     (c + s_x^2 |W*|^2 + 2 s_1 s_2 sqrt(d_out tr S) nuc(W* S^(1/2)) + s_1^2 s_2^2 d_h d_out tr S) / 2.
-
-    Raises:
-        ValueError: If a deviation is negative, or `hidden` is below `task.rank`.
     """
     check_hidden(task, hidden)
     return _least(task, hidden, _checked(noise))
@@ -229,10 +212,6 @@ def fresh_loss(
         teacher: T, for instance `task.best_map`.
         covariance: C, default the identity.
         noise: Standard deviations.
-
-    Raises:
-        ValueError: If the network does not have two layers, shapes do not fit, C is not symmetric and positive
-            semidefinite, or a deviation is negative.
     """
     if len(network.weights) != 2:
         fail("network", "have two layers", len(network.weights))
@@ -264,9 +243,6 @@ def second_readout_loss(
         network: Network.
         x: Inputs.
         y: Targets of the second task.
-
-    Raises:
-        ValueError: If shapes do not fit.
     """
     hidden = network.hidden(jnp.asarray(x))
     left, values, _ = jnp.linalg.svd(hidden, full_matrices=False)

@@ -8,8 +8,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_known, check_positive, fail
 from dissociation._core.validation import validated
-from dissociation.linear._families import check_hidden, check_single
-from dissociation.linear._networks import LinearNetwork
+from dissociation.linear._families import LinearNetwork, check_hidden, check_single
 from dissociation.linear._tasks import Task, check_semidefinite
 
 
@@ -42,24 +41,17 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
         pattern: Activity [samples, hidden], with at least `task.rank` units.
         least: Least singular value in needed directions, as a fraction of the pattern's largest.
 
-    Raises:
-        ValueError: If there are too few hidden units, another number of samples, zeros alone, or `least` is not
-            positive.
-        TypeError: If an array is traced.
-
     References:
         Braun, Grant and Saxe (2025), section 3 and figure 5.
     """
     check_known("its rank is found on the host", pattern=pattern, task=task)
-    target, size = np.asarray(pattern, float), float(np.linalg.norm(np.asarray(pattern, float), 2))
-    if len(target) != len(task.x) or not size:
-        fail(
-            "pattern", f"have one row per sample ({len(task.x)}), and not be zero", f"shape {target.shape}, norm {size}"
-        )
     check_single(task)
-    if target.shape[1] < task.rank:
-        fail("pattern", f"have at least {task.rank} columns, the rank of the best map", target.shape)
+    target = np.asarray(pattern, float)
+    if len(target) != len(task.x) or not target.any():
+        fail("pattern", f"have one row per sample ({len(task.x)}), and not be zero", f"shape {target.shape}")
+    check_hidden(task, target.shape[1], "pattern.shape[1]")
     check_positive("least", least)
+    size = float(np.linalg.norm(target, 2))
     codes, samples = np.asarray(task.target_right, float), np.asarray(task.sample_basis, float)
     needed = target.T @ codes  # [hidden, rank]
     within = samples @ (samples.T @ target)
@@ -93,10 +85,6 @@ def plant_rsm(
 
     Returns:
         The network, with the bound and the distance of its activity from a root of the matrix, of `hidden` columns.
-
-    Raises:
-        ValueError: If the matrix is not symmetric and positive semidefinite, or has another size.
-        TypeError: If an array is traced.
     """
     check_known("its eigenvalues are found on the host", rsm=rsm)
     check_hidden(task, hidden)

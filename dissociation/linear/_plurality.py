@@ -57,9 +57,6 @@ def plurality(
         num_pairs: Pairs.
         spread: As in `Family.sample`.
         key: Random key.
-
-    Raises:
-        ValueError: If there are too few hidden units, or numbers of samples differ.
     """
     second = task if other is None else other
     if len(second.x) != len(task.x):

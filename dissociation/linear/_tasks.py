@@ -1,6 +1,7 @@
 """Linear regression tasks with their decompositions."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import equinox as eqx
@@ -144,15 +145,10 @@ def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any)
         "map_left": left @ turn, "map_values": strengths, "map_right": inputs @ directions[:rank].T,
         "target_left": left, "target_values": sizes, "target_right": codes,
         "read_in": (right.T / values) @ inputs.T,
-        "irrelevant": inputs @ directions[rank:].T, "unseen": _complement(inputs),
+        "irrelevant": inputs @ directions[rank:].T, "unseen": np.linalg.qr(inputs, mode="complete")[0][:, number:],
         "unexplained": np.sum((targets - (codes * sizes) @ left.T) ** 2) / len(given),
     }  # fmt: skip
     return Task(**{name: jnp.asarray(array, dtype) for name, array in arrays.items()}, rtol=rtol)
-
-
-def _complement(basis: np.ndarray) -> np.ndarray:
-    """Return orthonormal columns orthogonal to orthonormal columns."""
-    return np.linalg.qr(basis, mode="complete")[0][:, basis.shape[1] :]
 
 
 @validated
@@ -179,13 +175,8 @@ def random_task(
             that of Gaussian inputs.
         noise: Standard deviation of noise on targets, which raises the rank of the best map.
         key: Random key.
-
-    Raises:
-        ValueError: If a rank is larger than possible, `condition` is below 1 or `noise` is negative.
-        TypeError: If the key is traced.
     """
-    sizes = {"num_samples": num_samples, "num_inputs": num_inputs, "num_outputs": num_outputs}
-    for name, size in sizes.items():
+    for name, size in (("num_samples", num_samples), ("num_inputs", num_inputs), ("num_outputs", num_outputs)):
         check_count(name, size, minimum=1)
     most = min(num_samples, num_inputs)
     inner = most if input_rank is None else check_count("input_rank", input_rank, minimum=1, maximum=most)
@@ -195,13 +186,7 @@ def random_task(
     check_known("tasks are made on the host", key=key)
     if condition is not None and not 1 <= condition < np.inf:
         fail("condition", "be at least 1", condition)
-    shapes = (
-        (num_samples, inner),
-        (inner, num_inputs),
-        (num_inputs, rank),
-        (rank, num_outputs),
-        (num_samples, num_outputs),
-    )
+    shapes = [*pairwise((num_samples, inner, num_inputs, rank, num_outputs)), (num_samples, num_outputs)]
     ends = np.cumsum([rows * columns for rows, columns in shapes])
     drawn = np.split(np.asarray(jax.random.normal(key, (int(ends[-1]),)), float), ends[:-1])
     first, second, *maps, noises = (part.reshape(shape) for part, shape in zip(drawn, shapes, strict=True))
@@ -228,10 +213,6 @@ def teacher_task(
         weights: Weights of the teacher, [outputs, inputs] each, the first layer first.
         noise: Standard deviation of noise on targets.
         key: Random key of the noise.
-
-    Raises:
-        ValueError: If weights do not fit, or `make_task` refuses the data.
-        TypeError: If an argument is traced.
     """
     check_non_negative("noise", noise)
     check_known("tasks are made on the host", x=x, weights=weights, key=key)
