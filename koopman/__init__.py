@@ -43,9 +43,17 @@ if TYPE_CHECKING:
     from koopman._operators._fit import fit
     from koopman._operators._forecast import matrix_powers, predict, risk, score
     from koopman._operators._generator import fit_generator
-    from koopman._operators._kernels import RBF, Laplacian, Linear, Matern, Polynomial, median_distance
-    from koopman._operators._nystroem import choose_centres, nystroem_map
-    from koopman._operators._operator import Operator
+    from koopman._operators._kernels import (
+        RBF,
+        Laplacian,
+        Linear,
+        Matern,
+        Operator,
+        Polynomial,
+        choose_centres,
+        median_distance,
+        nystroem_map,
+    )
     from koopman._operators._pairs import Moments, delay_embed, lagged_pairs, merge_moments, moments, scan_moments
     from koopman._operators._spectrum import (
         decompose,
@@ -59,9 +67,4 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        train_autoencoders="Call train_encoders(lambda key: Autoencoder(5, init='lecun', key=key), 'reconstruction', "
-        "lagged_pairs(trajectories), key=key)",
-        train_classifiers="Call train_encoders(network, 'classes', (states, labels), key=key)",
-    )
+    __getattr__, __dir__ = attach(__name__)

@@ -21,6 +21,7 @@ WHOLE = {  # modules in which all of them are of integers or of rows, in dissoci
 ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
         "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
+        "koopman/datasets/_exact.py:conjugate_order "
         "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
@@ -54,10 +55,6 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "bilinear/_forms.py:reorder figures/planted.py:_marks",
     "a generic projection, which ties equal rows alone":
         "rewrites/_canonical.py:canonical",
-    "pairs are found by distance":
-        "koopman/datasets/_exact.py:conjugate_order",
-    "a draw":
-        "koopman/_operators/_nystroem.py:_by_leverage",
     "bytes":
         "training/_checkpoint.py:_read_meta",
 }  # fmt: skip

@@ -23,35 +23,29 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=1)
 
 
+_warn_once, _hint_once = cache(_warn), cache(warn)
+
+
 def warn_narrowed(*arrays: Array | np.ndarray) -> None:
     """Warn, once per process, if NumPy's float64 data are computed in float32 because x64 mode is off."""
     given = any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays)
     if given and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
-        _warn_narrowed()
-
-
-@cache
-def _warn_narrowed() -> None:
-    _warn(
-        "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
-        "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass .astype(numpy.float32)."
-    )
+        _warn_once(
+            "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
+            "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass .astype(numpy.float32)."
+        )
 
 
 def hint_columns(x: Array | np.ndarray, rank: Any) -> None:
     """Warn, once per process, if the operator has more directions than there are pairs."""
     # The usual cause is transposed data.
     if not any(map(is_traced, (x, rank))) and min(x.shape[1], rank or x.shape[1]) > x.shape[0]:
-        _hint_columns()
-
-
-@cache
-def _hint_columns() -> None:
-    warn(
-        "There are fewer pairs than directions of the operator, and eigenvalues of the rest are zero. If snapshots are "
-        "in columns, [features, time], pass the transpose x.T; if in rows, [time, features], a lower rank is enough.",
-        UserWarning,
-    )
+        _hint_once(
+            "There are fewer pairs than directions of the operator, and eigenvalues of the rest are zero. If snapshots "
+            "are in columns, [features, time], pass the transpose x.T; if in rows, [time, features], a lower rank is "
+            "enough.",
+            UserWarning,
+        )
 
 
 def refuse_large_gram(x: Array, matrices: int) -> None:
@@ -177,16 +171,6 @@ def warn_regression(
                 f"(F = {ratio:.2g}), as for data with an offset, which spoils eigenvalues and forecasts. If they have "
                 "one, pass center=True, which carries an intercept. It needs explicit features: no `kernel`."
             )
-
-
-def warn_small_columns(squares: Any, alpha: Any) -> None:
-    """Warn of columns so small that the default `alpha`, in proportion to all columns, suppresses them."""
-    hidden = np.flatnonzero((np.asarray(squares) > 0) & (np.asarray(squares) < 3 * float(alpha)))
-    if len(hidden):
-        _warn(
-            f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` ({len(hidden)} such): "
-            "principal components are taken in the units of the columns. Bring them to one size."
-        )
 
 
 def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> None:

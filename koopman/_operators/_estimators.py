@@ -3,7 +3,6 @@
 C_x = X^T X / n and C_xy = X^T Y / n, not centred by default.
 """
 
-import dataclasses
 from abc import abstractmethod
 from functools import partial
 from typing import ClassVar
@@ -16,19 +15,21 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count, check_non_negative, is_traced
+from dissociation._core.checks import check_count, check_non_negative, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_unconverged
 from koopman._operators._kernels import plain_number
-from koopman._operators._solvers import SOLVERS, Leading, chosen_solver, find_eigenpairs, find_left_vectors
 from koopman._operators._subspaces import (
     Basis,
     FeatureRegression,
     KernelRegression,
     Rank,
+    chosen_solver,
     eigenpairs,
+    find_eigenpairs,
+    find_left_vectors,
     halved,
     leading_of,
     mixing,
@@ -52,17 +53,10 @@ class Estimator(eqx.Module):
     def __init__(self, rank: Rank | None, alpha: Scalar | None, solver: str | None):
         if alpha is not None:
             check_non_negative("alpha", alpha)
-        if solver is not None:
-            check_choice("solver", solver, dict.fromkeys(SOLVERS + self.kernel_solvers))
         known = rank is not None and not is_traced(rank)
         self.size = check_count("rank", plain_number(rank), minimum=1) if known else None
         self.masked = None if known or rank is None else jnp.asarray(rank)
         self.alpha, self.solver = alpha, solver
-
-    def __check_init__(self):
-        arrays = {f.name for f in dataclasses.fields(self) if not f.metadata.get("static")} - {"alpha", "masked"}
-        if arrays:
-            raise TypeError(f"Fields of an estimator must be static, `eqx.field(static=True)`, got {sorted(arrays)}.")
 
     @property
     def rank(self) -> int | Array | None:
@@ -213,8 +207,8 @@ class PrincipalComponents(_Principal, Estimator):
         if problem.solver == "dense":
             size, (whiten, deviations) = problem.size, problem.by_route(FeatureRegression.axes)
             return Basis(whiten[:, :size], deviations[:size], deviations[size:], deviations[:size][-1] ** 2)
-        vectors, values, rest, residual = problem.by_route(FeatureRegression.leading)
-        return Basis(vectors, values, rest, values[-1] ** 2, residual)
+        found = problem.by_route(FeatureRegression.leading)
+        return found._replace(variance=found.values[-1] ** 2)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """Differentiate U = V G^(-1/2) with the leading directions V, G = V^T (C_x + alpha I) V."""
@@ -270,9 +264,9 @@ class ReducedRank(Estimator):
         whiten, deviations, gain, turned = problem.whitening(crossed=True)
         rows = turned(problem.y)
         number = min(problem.size, *rows.shape)
-        vectors, values, rest, residual = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
+        found = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
         variance = deviations[min(problem.size, deviations.shape[0]) - 1] ** 2
-        return Basis(product(whiten, vectors), values, rest, variance, residual)
+        return found._replace(vectors=product(whiten, found.vectors), variance=variance)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """Differentiate the eigenvectors of W^T C_xy C_yx W."""
@@ -342,17 +336,17 @@ def _from_moments(problem: FeatureRegression) -> Basis:
     def factored(square: Array, cross: Array, alpha: Array) -> Basis:
         factor = jnp.linalg.cholesky(square + alpha * jnp.eye(square.shape[0], dtype=square.dtype))
         rows = jax.scipy.linalg.solve_triangular(factor, cross, lower=True)
-        vectors, values, rest, residual = find_left_vectors(rows, size, solver=solver)
-        vectors = jax.scipy.linalg.solve_triangular(factor, vectors, lower=True, trans=1)
+        found = find_left_vectors(rows, size, solver=solver)
+        vectors = jax.scipy.linalg.solve_triangular(factor, found.vectors, lower=True, trans=1)
         variance = find_left_vectors(square, size, solver="randomized").values[-1]
-        return Basis(vectors, values, rest, variance, residual)
+        return found._replace(vectors=vectors, variance=variance)
 
     # Under a `vmap` over `alpha` all values share the eigenvectors of C_x, which replace the Cholesky factor.
     def shared(square: Array, cross: Array, alpha: Array) -> Basis:
         squares, vectors = jnp.linalg.eigh(square)
         gain = lax.rsqrt(jnp.maximum(squares, 0.0) + alpha)
-        found, values, rest, residual = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
-        return Basis(product(vectors, gain[:, None] * found), values, rest, squares[-size], residual)
+        found = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
+        return found._replace(vectors=product(vectors, gain[:, None] * found.vectors), variance=squares[-size])
 
     solved = custom_vmap(factored)
 
@@ -365,7 +359,7 @@ def _from_moments(problem: FeatureRegression) -> Basis:
     return solved(product(problem.x.T, problem.x), product(problem.x.T, problem.y), problem.alpha)
 
 
-def _rooted(leading: Leading, vectors: Array, variance: Array) -> Basis:
+def _rooted(leading: Basis, vectors: Array, variance: Array) -> Basis:
     """Return a basis of `vectors`, with the square roots of the leading values."""
     values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) for part in (leading.values, leading.rest))
     return Basis(vectors, values, rest, variance, leading.residual)

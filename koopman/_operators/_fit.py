@@ -10,25 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_non_negative, check_single, fail, is_traced
+from dissociation._core.checks import check_choice, check_single, fail, is_traced
 from dissociation._core.linalg import product, scale_of
 from dissociation._core.splits import permutation
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import (
-    ROWS,
-    hint_columns,
-    warn_directions,
-    warn_large_alpha,
-    warn_offset,
-    warn_regression,
-    warn_small_columns,
+from koopman._operators import _diagnostics as diagnostics
+from koopman._operators._estimators import Estimator, check_factor, refuse_singular, span
+from koopman._operators._kernels import (
+    Kernel,
+    KernelMap,
+    Linear,
+    LinearMap,
+    Operator,
+    as_module,
+    gram,
+    kernel_alpha,
+    nystroem_map,
+    own_gram,
+    unshrinking,
 )
-from koopman._operators._estimators import Estimator, refuse_singular, span
-from koopman._operators._kernel_operators import fit_with_kernel
-from koopman._operators._kernels import Linear, kernel_alpha
-from koopman._operators._nystroem import Kernel, nystroem_map
-from koopman._operators._operator import KernelMap, LinearMap, Operator, unshrinking
 from koopman._operators._pairs import (
+    Given,
     Moments,
     as_known,
     check_square,
@@ -38,8 +40,7 @@ from koopman._operators._pairs import (
     gram_root,
     mean_of,
 )
-from koopman._operators._solvers import SOLVERS
-from koopman._operators._subspaces import Basis, FeatureRegression, latent
+from koopman._operators._subspaces import SOLVERS, Basis, FeatureRegression, KernelRegression, latent
 
 ROUTES = ("auto", "qr", "covariance")
 
@@ -57,7 +58,6 @@ def fit(
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     center: bool = False,
     route: str = "auto",
-    rtol: float | None = None,
 ) -> Operator:
     """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
@@ -79,9 +79,6 @@ def fit(
             of C_x's largest eigenvalue. "auto" is "covariance" in float64 with at least 64 features, twice as many
             pairs, and all eigenvalues of C_x above 2e-10 tr(C_x) (for all members of a `vmap`); else "qr". Not for a
             kernel without centres.
-        rtol: Relative size below which a singular value of the features counts as zero. It makes "auto" "qr". Default:
-            d times rounding ("qr"), or the root of 8 times rounding ("covariance"). Not for a kernel without centres,
-            for which dense solvers take the latter.
 
     Returns:
         The fitted operator, a function of features or states as in `x`.
@@ -114,13 +111,19 @@ def fit(
     check_choice("route", route, ROUTES)
     check_single("alpha", estimator.alpha)
     check_single("rank", estimator.rank)
-    if rtol is not None:
-        check_non_negative("rtol", rtol)
     if kernel is None:
         if centres is not None:
             fail("kernel", "be given with `centres`", "None")
-        problem, shape = _problem(x, y, observable, center)
-        operator = _fit(estimator, problem, shape, None, estimator.solver or estimator.feature_solver, route, rtol)
+        if isinstance(x, Moments):
+            if y is not None or observable is not None or center:
+                wanted = "stand alone when it is `Moments`: they hold successors, observable and means"
+                fail("x", wanted, "more arguments")
+            problem, shape = _from_moments(x)
+        elif y is None:
+            fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
+        else:
+            problem, shape = _from_pairs(x, y, observable, center)
+        operator = _fit(estimator, problem, shape, None, estimator.solver or estimator.feature_solver, route)
         _warn_regression(estimator, operator, x, y, center)
         return operator
     if isinstance(x, Moments) or y is None:
@@ -129,11 +132,10 @@ def fit(
     if center:
         fail("center", "be False with a kernel", center, "Take the states about their mean")
     if centres is not None:
-        return _fit_on_centres(estimator, x, y, kernel, centres, observable, route, rtol)
-    for name, value, only in (("route", "qr" if route == "auto" else route, "qr"), ("rtol", rtol, None)):
-        if value != only:
-            fail(name, f"be {only!r} for a kernel without `centres`", repr(value))
-    operator = fit_with_kernel(estimator, x, y, kernel, observable)
+        return _fit_on_centres(estimator, x, y, kernel, centres, observable, route)
+    if route == "covariance":
+        fail("route", "be 'qr' for a kernel without `centres`", repr(route))
+    operator = _fit_with_kernel(estimator, x, y, kernel, observable)
     _warn_regression(estimator, operator, x, y, False, kernel)
     return operator
 
@@ -153,26 +155,8 @@ class _Problem(NamedTuple):
     pairs: Array | int  # number of pairs
 
 
-def _problem(
-    x: Array | np.ndarray | Moments, y: Array | np.ndarray | None, observable: Array | np.ndarray | None, center: bool
-) -> tuple[_Problem, tuple[int, ...]]:
-    if isinstance(x, Moments):
-        if y is not None or observable is not None or center:
-            fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
-        return _from_moments(x)
-    if y is None:
-        fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
-    return _from_pairs(x, y, observable, center)
-
-
 def _fit(
-    estimator: Estimator,
-    problem: _Problem,
-    shape: tuple[int, ...],
-    fallback: Array | None,
-    solver: str,
-    route: str,
-    rtol: float | None,
+    estimator: Estimator, problem: _Problem, shape: tuple[int, ...], fallback: Array | None, solver: str, route: str
 ) -> Operator:
     (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
     asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
@@ -184,9 +168,9 @@ def _fit(
     rounding = float(jnp.finfo(dtype).eps)
     # The QR factor of the data does not square the condition number, which float32 needs.
     few = isinstance(number, int) and number < 2 * width
-    if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or few):
+    if route == "auto" and (rounding > 1e-12 or width < 64 or few):
         route = "qr"
-    regression = FeatureRegression(problem.x, problem.y, alpha, active, size, solver, route, rtol)
+    regression = FeatureRegression(problem.x, problem.y, alpha, active, size, solver, route)
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
         check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
@@ -195,17 +179,15 @@ def _fit(
             got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
             fail("x", "hold features that vary", got)
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
-        cutoff = rtol if rtol is not None else (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
+        cutoff = (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
         refuse_singular(estimator, regression, values, cutoff, "the covariance of `x`", "C_x")
     basis = span(estimator, regression)
     operator, cutoff = _assemble(problem, regression, basis, units, shape, given)
     if known and not is_traced(estimator.rank):
         if fallback is not None:
             which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
-            warn_large_alpha(alpha, basis.variance, trace, which, units[0])
-        if asked is None and not level:
-            warn_small_columns(jnp.sum(problem.x**2, 0), alpha)
-        warn_directions(operator, basis, float(cutoff), estimator.rank)
+            diagnostics.warn_large_alpha(alpha, basis.variance, trace, which, units[0])
+        diagnostics.warn_directions(operator, basis, float(cutoff), estimator.rank)
     return operator
 
 
@@ -237,14 +219,7 @@ def _in_units(
 
 
 def _fit_on_centres(
-    estimator: Estimator,
-    x: Array | np.ndarray,
-    y: Array | np.ndarray,
-    kernel: Kernel,
-    centres: Array | np.ndarray,
-    observable: Array | np.ndarray | None,
-    route: str,
-    rtol: float | None,
+    estimator: Estimator, x: Given, y: Given, kernel: Kernel, centres: Given, observable: Given | None, route: str
 ) -> Operator:
     x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
     features = nystroem_map(kernel, centres)
@@ -253,7 +228,7 @@ def _fit_on_centres(
     with warnings.catch_warnings():  # the caller has no such columns; `nystroem_map` has warned
         warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
         problem, _ = _from_pairs(features_x, features_y, flat, center=False)
-    fitted = _fit(estimator, problem, shape, fallback, estimator.solver or "auto", route, rtol)
+    fitted = _fit(estimator, problem, shape, fallback, estimator.solver or "auto", route)
     rows = (x, y) if len(centres) >= x.shape[1] else (features_x, features_y)
     _warn_regression(estimator, fitted, *rows, False, kernel)
 
@@ -265,9 +240,7 @@ def _fit_on_centres(
     return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, lifted)
 
 
-def _from_pairs(
-    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
-) -> tuple[_Problem, tuple[int, ...]]:
+def _from_pairs(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[_Problem, tuple[int, ...]]:
     given, (x, y, flat, shape) = x, checked_pairs(x, y, observable, as_known)
     number, scale = x.shape[0], np.asarray(x.shape[0] ** -0.5, x.dtype)
     means, zeros = zip(*((mean_of(part)[0], np.zeros(part.shape[1], x.dtype)) for part in (x, y, flat)), strict=True)
@@ -277,7 +250,7 @@ def _from_pairs(
         # By the rounded mean, which the operator subtracts too.
         parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
     else:
-        warn_offset(given)
+        diagnostics.warn_offset(given)
     x, y, *shown = few_rows(*parts)
     offset, offset_y, offset_o = offsets
     drift = offset_y - offset
@@ -300,13 +273,55 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
     return _Problem(x, y, observable, offset, offset_y, mean, drift, about, one, seen.count), mean.shape
 
 
+def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, observable: Given | None) -> Operator:
+    """Fit by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n."""
+    x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
+    # Measured numbers of matrices: a full eigendecomposition takes more.
+    diagnostics.refuse_large_gram(x, 7 if estimator.rank is None else 3)
+    kernel, number = as_module(kernel), x.shape[0]
+    solver, solvers = estimator.solver or "auto", estimator.kernel_solvers
+    size, active, solver = latent(estimator.rank, number, "samples", solver, solvers)
+    gram_x, gram_y = own_gram(kernel, x) / number, own_gram(kernel, y) / number
+    if not is_traced(gram_x):
+        check_square("kernel", float(jnp.trace(gram_x)), "a mean of k(x, x)", gram_x.dtype)
+        diagnostics.warn_constant(x, gram_x)
+    gram_x, gram_y, unit, trace = _kernel_in_units(gram_x, gram_y)
+    given = estimator.alpha is not None
+    alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit if given else kernel_alpha(kernel, trace)
+    known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
+    if solver == "auto":
+        solver = estimator.choose_kernel_solver(gram_x, alpha, size)
+        if solver == "krylov" and estimator.inverts_all and isinstance(kernel, Linear) and not given:
+            solver = "spectral"  # the default `alpha` of rounding is too small for a factor
+    problem = KernelRegression(gram_x, gram_y, alpha, active, size, solver)
+    basis = span(estimator, problem)
+    if known and estimator.inverts_all and solver == "krylov":
+        check_factor(problem, basis)
+    elif known and given and float(alpha) == 0.0:
+        # Principal components have the leading eigenvalues of K in their basis, and ridge all.
+        whole = estimator.inverts_all
+        squares = np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
+        refuse_singular(estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K")
+    fields = _kernel_fields(problem, basis, gram(kernel, y, x), flat, unit)
+    maps = {name: KernelMap(kernel, states, fields.pop(name)) for name, states in (("encode", x), ("dual", y))}
+    operator = Operator(**maps, **fields, observable_shape=shape, given=given)
+    if known and not is_traced(estimator.rank):
+        which = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
+        diagnostics.warn_large_alpha(alpha, basis.variance, trace, which, unit)
+        diagnostics.warn_directions(operator, basis, problem.cutoff**0.5, estimator.rank)
+    return operator
+
+
+@jax.jit
+def _kernel_in_units(gram_x: Array, gram_y: Array) -> tuple[Array, Array, Array, Array]:
+    """Return both matrices in a unit of features, the unit, and the trace of K; squares are then in range."""
+    unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
+    gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
+    return gram_x, gram_y, unit, jnp.trace(gram_x)
+
+
 def _warn_regression(
-    estimator: Estimator,
-    operator: Operator,
-    x: Data,
-    y: Array | np.ndarray | None,
-    center: bool,
-    kernel: Kernel | None = None,
+    estimator: Estimator, operator: Operator, x: Data, y: Given | None, center: bool, kernel: Kernel | None = None
 ) -> None:
     """Warn, for explicit features or a linear kernel, if `alpha` or a missing intercept spoils the regression."""
     if is_traced(operator.core) or is_traced(operator.alpha):
@@ -316,26 +331,24 @@ def _warn_regression(
     eps = float(jnp.finfo(operator.core.dtype).eps)
     if isinstance(x, Moments):
         count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
-        root = np.asarray(x.root, float)[: 2 * width]
-        now, later = (np.pad(root[:, at : at + width], ((0, 1), (0, 0))) for at in (0, width))
-        # Moments hold only the products of a column of ones with the data: its part in the span of x, that in the span
-        # of y beyond, and the norm of the rest, which gets a further row.
-        total, block = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None), later[width:-1]
-        ones = np.linalg.lstsq(now[:width].T, total[:width])[0]
-        rest = total[width : 2 * width] - later[:width].T @ ones
-        rounding = 8 * width * eps * np.linalg.norm(later) / max(np.linalg.norm(block), np.finfo(float).tiny)
-        ones = np.append(ones, np.linalg.lstsq(block.T, rest, rcond=float(rounding))[0])
+        root = np.asarray(x.root, float)[: 2 * width, : 2 * width]
+        mean, rest = (np.asarray(part, float)[1 : 1 + 2 * width] for part in x.total)
+        # Moments hold only the products of a column of ones with the data. What lies beyond their span gets a row.
+        ones = np.linalg.lstsq(root.T, count * (mean + rest), rcond=8 * width * eps)[0]
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
+        now, later = np.split(np.pad(root, ((0, 1), (0, 0))), 2, 1)
     else:
-        hint_columns(x, estimator.rank)
-        some = np.sort(permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])])
+        diagnostics.hint_columns(x, estimator.rank)
+        some = np.sort(permutation(x.shape[0])[: max(diagnostics.ROWS, 4 * x.shape[1])])
         now, later = (np.asarray(part, float)[some] for part in (x, y))
         if center:
             now, later = now - now.mean(0), later - later.mean(0)
         count, width, ones, slack = len(some), x.shape[1], np.ones(len(some)), 1e-20
     alpha = float(operator.alpha) if operator.given else None
     size = width if estimator.inverts_all or estimator.rank is None else operator.core.shape[0]
-    warn_regression(now, later, None if center else ones, count=count, slack=slack, eps=eps, alpha=alpha, size=size)
+    diagnostics.warn_regression(
+        now, later, None if center else ones, count=count, slack=slack, eps=eps, alpha=alpha, size=size
+    )
 
 
 @partial(jax.jit, static_argnames=("shape", "given"))
@@ -352,31 +365,66 @@ def _assemble(
     unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
     latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
-    latent_y, across = product(problem.y, basis), product(latent_x, unshrinking(penalty))
-    dual = product(problem.y.T, across)
-    gram_x = product(latent_x.T, latent_x)
+    weights, moments = _latent_moments(latent_x, product(problem.y, basis), penalty, 1)
+    dual = product(problem.y.T, weights)
     # If columns of the successors differ in units, small singular values may be directions.
     heights = jnp.max(jnp.abs(problem.y), 0)
     uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
-    held = jnp.where(uneven, jnp.diagonal(gram_x + penalty) > 0.5, values > cutoff * jnp.max(values))
+    regular = jnp.diagonal(moments["gram_x"] + penalty)
     operator = Operator(
+        **moments,
         encode=LinearMap(problem.offset, basis / unit),
         dual=LinearMap(problem.offset_y, dual * unit),
-        core=product(across.T, latent_y),
         drift=product(problem.drift[None], basis / unit)[0],
-        readout=dual.T * unit if problem.observable is None else product(across.T, problem.observable),
+        readout=dual.T * unit if problem.observable is None else product(weights.T, problem.observable),
         mean_observable=problem.mean_observable,
         mean_latent=product(problem.mean[None], basis / unit)[0],
-        gram_x=gram_x,
-        gram_y=product(latent_y.T, latent_y),
-        cross_gram=product(latent_x.T, latent_y),
         dual_gram=product(dual.T, dual) * unit * unit,
         basis_gram=product(basis.T, basis) / unit / unit,
-        penalty=penalty,
         singular_values=values * unit,
         alpha=alpha * share * unit * unit,
-        effective_rank=jnp.sum(held),
+        effective_rank=jnp.sum(jnp.where(uneven, regular > 0.5, values > cutoff * jnp.max(values))),
         observable_shape=shape,
         given=given,
     )
     return operator, cutoff
+
+
+@jax.jit
+def _kernel_fields(
+    problem: KernelRegression, basis: Basis, across: Array, flat: Array, unit: Array
+) -> dict[str, Array]:
+    """Return the fields of an operator, with coefficients of the latent functions and of their duals for its maps."""
+    number = problem.x.shape[0]
+    # U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
+    latent_x = product(problem.x, basis.vectors) * number**0.5
+    coefficients = basis.vectors / unit / unit * number**-0.5
+    basis_gram = product(basis.vectors.T, latent_x) * number**-0.5
+    latent_y = product(across, coefficients)
+    weights, moments = _latent_moments(latent_x, latent_y, problem.alpha * basis_gram, number)
+    return moments | {
+        "encode": coefficients,
+        "dual": weights,
+        "drift": jnp.zeros(latent_x.shape[1], latent_x.dtype),
+        "readout": product(weights.T, flat),
+        "mean_observable": jnp.zeros(flat.shape[1:], flat.dtype),
+        "mean_latent": jnp.mean(latent_x, 0),
+        "dual_gram": product(weights.T, product(problem.y, weights)) * number * unit * unit,
+        "basis_gram": basis_gram / unit / unit,
+        "singular_values": basis.values * unit,
+        "alpha": problem.alpha * unit * unit,
+        "effective_rank": jnp.sum(basis.values > problem.cutoff**0.5 * jnp.max(basis.values)),
+    }
+
+
+def _latent_moments(latent_x: Array, latent_y: Array, penalty: Array, number: int) -> tuple[Array, dict[str, Array]]:
+    """Return weights of the samples in the regression on the latent functions, and its moments."""
+    weights = product(latent_x, unshrinking(penalty)) / number
+    moments = {
+        "core": product(weights.T, latent_y),
+        "gram_x": product(latent_x.T, latent_x) / number,
+        "gram_y": product(latent_y.T, latent_y) / number,
+        "cross_gram": product(latent_x.T, latent_y) / number,
+        "penalty": penalty,
+    }
+    return weights, moments

@@ -17,14 +17,16 @@ from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_narrowed
-from koopman._operators._operator import LinearMap, Operator
+from koopman._operators._kernels import LinearMap, Operator
+from koopman._operators._pairs import Rows
 from koopman._operators._spectrum import decompose, modes
 
+Path = Annotated[Float[Array | np.ndarray, "time *o"] | Sequence[Float[Array | np.ndarray, "_ *o"]], InTime()]
 Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
 
 
 @validated
-def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Steps = 1) -> Float[Array, "..."]:
+def predict(operator: Operator, x: Rows, steps: Steps = 1) -> Float[Array, "..."]:
     """Return E[o(x_{t + steps}) | x_t] of the fit's observable, by default the features.
 
     Args:
@@ -106,14 +108,11 @@ def _check_integers(name: str, known: np.ndarray) -> None:
 def matrix_powers(
     matrix: Float[Array | np.ndarray, "r r"], exponents: Int[Array | np.ndarray, " t"]
 ) -> Float[Array, "t r r"]:
-    """Return powers of one matrix, by one squaring per binary digit of the largest exponent, or 31 if traced.
+    """Return powers [t, r, r] of one matrix, by one squaring per binary digit of the largest exponent, or 31 if traced.
 
     Args:
         matrix: A square matrix, [r, r].
-        exponents: Non-negative integers, [t].
-
-    Returns:
-        The powers, [t, r, r]; NaN for a negative traced exponent.
+        exponents: Non-negative integers, [t]. A negative traced one gives NaN.
 
     Raises:
         ValueError: If a known exponent is negative, or beyond JAX's integers.
@@ -143,18 +142,13 @@ def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
 
 
 @validated
-def risk(
-    operator: Operator, x: Float[Array | np.ndarray, "n d"], y: Float[Array | np.ndarray, "n d"]
-) -> Float[Array, ""]:
-    """Return E |phi(y) - G^* phi(x)|^2, the mean squared error of the forecast in the space of the features.
+def risk(operator: Operator, x: Rows, y: Rows) -> Float[Array, ""]:
+    """Return E |phi(y) - G^* phi(x)|^2, the mean squared error of the forecast, in squared units of the features.
 
     Args:
         operator: A fitted operator.
         x: Features of the states (states, for a kernel operator), [n, d].
         y: Features of the successors, [n, d].
-
-    Returns:
-        A non-negative number in the units of the squared features.
 
     References:
         Kostic et al. (2022), eq. 4.
@@ -200,8 +194,7 @@ def score(
     *,
     lag: int = 1,
     steps: int = 1,
-    observable: Annotated[Float[Array | np.ndarray, "time *o"] | Sequence[Float[Array | np.ndarray, "_ *o"]], InTime()]
-    | None = None,
+    observable: Path | None = None,
     metric: Callable[[Array, Array], Array] = r2_score,
 ) -> Array:
     """Return a metric of the states at t + lag * steps and their forecasts from t.

@@ -14,7 +14,7 @@ from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_large_alpha, warn_narrowed, warn_offset
 from koopman._operators._pairs import check_square, default_alpha, gram_root
-from koopman._operators._perturbation import couplings
+from koopman._operators._spectrum import couplings
 
 
 class Generator(NamedTuple):

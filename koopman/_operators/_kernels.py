@@ -1,6 +1,7 @@
-"""Kernels: modules that map two arrays of states, [n, d] and [m, d], to their matrix of kernel values [n, m].
+"""Kernels, maps of states to features, and the fitted operators that consist of them.
 
-Any such function serves as a kernel. Parameters may be traced.
+A kernel maps two arrays of states, [n, d] and [m, d], to their matrix of kernel values [n, m]. Any such function serves
+as a kernel. Parameters may be traced.
 """
 
 from abc import abstractmethod
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dissociation._core.checks import (
     check_count,
@@ -24,12 +25,14 @@ from dissociation._core.checks import (
     is_traced,
 )
 from dissociation._core.conversion import describe
-from dissociation._core.linalg import product, scale_of
+from dissociation._core.distances import root
+from dissociation._core.linalg import product, psd_power, scale_of
 from dissociation._core.splits import permutation
-from dissociation._core.types import Scalar
+from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_narrowed
+from koopman._operators._diagnostics import warn_constant, warn_narrowed
 
+Kernel = Callable[[Array, Array], Array]
 States = Float[Array | np.ndarray, "n d"]
 
 
@@ -149,14 +152,14 @@ class Function(eqx.Module):
         return self.function(x, y)
 
 
-def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
+def as_module(kernel: Kernel) -> Any:
     """Return a kernel that is a PyTree unchanged, and a plain function as a `Function`."""
     if isinstance(kernel, type):
         fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
     return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
 
 
-def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
+def gram(kernel: Kernel, x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
     """Return the matrix of kernel values; raise if its type or shape is wrong."""
     values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
     if not isinstance(values, Array | np.ndarray | np.generic | float):
@@ -170,7 +173,7 @@ def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Flo
     return values
 
 
-def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) -> Array:
+def own_gram(kernel: Kernel, x: Float[Array, "n d"]) -> Array:
     """Return `gram` of states with themselves; raise if known values are not those of a positive kernel."""
     values = gram(kernel, x, x)
     if is_traced(values):
@@ -187,7 +190,7 @@ def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) ->
     return values
 
 
-def kernel_alpha(kernel: Callable[[Array, Array], Array], trace: Float[Array, ""]) -> Float[Array, ""]:
+def kernel_alpha(kernel: Kernel, trace: Float[Array, ""]) -> Float[Array, ""]:
     """Return the default regularisation, 1e-6 times the mean of k(x, x), or rounding for a linear kernel."""
     # A linear kernel is equivalent to explicit features.
     return 8 * float(jnp.finfo(trace.dtype).eps) * trace if isinstance(kernel, Linear) else 1e-6 * trace
@@ -195,14 +198,11 @@ def kernel_alpha(kernel: Callable[[Array, Array], Array], trace: Float[Array, ""
 
 @validated(finite=("x",))
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
-    """Return the median Euclidean distance of two states, the usual length scale of an RBF kernel.
+    """Return the median Euclidean distance of two states, the usual length scale of an RBF kernel, in units of x.
 
     Args:
         x: States, [n, d], two or more and finite.
         max_samples: Largest number of states to compare, drawn by a fixed permutation.
-
-    Returns:
-        A length in the units of x.
 
     References:
         Gretton et al. (2012), A kernel two-sample test, section 8.
@@ -240,12 +240,147 @@ def _distances(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, "
     # By differences, because the root of a product's rounding would not be small.
     @jax.checkpoint  # otherwise a gradient stores all n m d differences
     def from_one(one: Array) -> Array:
-        square = jnp.sum((one[None] - y) ** 2, 1)
-        apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
-        return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+        return root(jnp.sum((one[None] - y) ** 2, 1))
 
     return lax.map(from_one, x)
 
 
 def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     return product(jnp.asarray(x), jnp.asarray(y).T)
+
+
+class LinearMap(eqx.Module):
+    """Map x -> (x - offset) matrix of features. `offset` is their mean if they are centred, else zero."""
+
+    offset: Float[Array, " d"]
+    matrix: Float[Array, "d r"]
+
+    @validated
+    def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
+        if x.shape[1] != self.matrix.shape[0]:
+            fail("x", f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted", np.shape(x))
+        return product(jnp.asarray(x) - self.offset[None], self.matrix)
+
+
+class KernelMap(eqx.Module):
+    """Map x -> k(x, centres) coefficients of states."""
+
+    kernel: Kernel
+    centres: Float[Array, "m d"]
+    coefficients: Float[Array, "m r"]
+
+    @validated
+    def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
+        if x.shape[1] != self.centres.shape[1]:
+            fail("x", f"have shape [n, {self.centres.shape[1]}], as the operator was fitted", np.shape(x))
+        return product(gram(self.kernel, jnp.asarray(x), self.centres), self.coefficients)
+
+
+@validated(finite=("centres",))
+def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> KernelMap:
+    """Return the map from states [n, d] to Nystroem features [n, m], whose products are k(x, Z) k(Z, Z)^(-1) k(Z, y).
+
+    Args:
+        kernel: Kernel of `koopman`, or a function of two arrays of states.
+        centres: Z, [m, d], for instance from `choose_centres`.
+
+    Warns:
+        UserWarning: If k(Z, Z) varies by less than its rounding.
+
+    Raises:
+        ValueError: If centres are not finite, or the kernel's values are invalid.
+        TypeError: If the kernel does not return an array of real numbers.
+
+    References:
+        Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
+    """
+    warn_narrowed(centres)
+    centres = jnp.asarray(centres)
+    kernel = as_module(kernel)
+    values = own_gram(kernel, centres)
+    if not is_traced(values):
+        warn_constant(centres, values)
+    return KernelMap(kernel, centres, psd_power(values, -0.5))
+
+
+@validated(finite=("x",))
+def choose_centres(x: States, num_centres: int, *, key: PRNGKey) -> Int[Array, " m"]:
+    """Return indices [m] of samples, drawn uniformly and without repetition, as centres.
+
+    Args:
+        x: States, [n, d].
+        num_centres: m, from 1 to n.
+        key: Key of the draw.
+    """
+    count, number = check_count("num_centres", num_centres, minimum=1), x.shape[0]
+    if count > number:
+        fail("num_centres", f"be at most the number of samples ({number})", num_centres)
+    # Split, so that a key draws the centres that it drew in earlier versions.
+    return jax.random.permutation(jax.random.split(key)[0], number)[:count]
+
+
+# M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c. Four steps of
+# iterated Tikhonov regularisation, by F, leave b^4 (Engl, Hanke and Neubauer 1996, Regularization of inverse problems,
+# section 5.1).
+class Operator(eqx.Module):
+    """Fitted evolution operator of rank r, U^T (C_x + alpha I) U = I (Kostic et al. 2022).
+
+        B = alpha U^T U,   F = I + B + B^2 + B^3,   M = U^T C_xy U,   K = F M,   D = F E[u(x_t) o(x_{t+1})^T],
+        E[o(x_{t+s}) | x_t]  =  [1, u(x_t)] T^(s-1) [mean of o; D],   T = [[1, m], [0, K]],
+        m = (mean of y - mean of x) U if centred, else m and the mean of o are zero.
+
+    Attributes:
+        encode: u, from features (or states, for a kernel) [n, d] to [n, r].
+        dual: phi -> <C_yx U F, phi>, from features to [n, r].
+        core: K: [r, r].
+        drift: m: [r].
+        readout: D, for the flattened observable: [r, o].
+        mean_observable: Mean of the observable, zero unless centred: [o].
+        mean_latent: E[u(x)], zero if centred: [r].
+        gram_x: U^T C_x U, which is I - B: [r, r].
+        gram_y: U^T C_y U: [r, r].
+        cross_gram: M: [r, r].
+        dual_gram: F U^T C_xy C_yx U F: [r, r].
+        basis_gram: U^T U: [r, r].
+        penalty: B: [r, r].
+        singular_values: Singular values of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square roots of C_x's
+            eigenvalues for principal components and ridge: [r]. A full-rank fit with `alpha` None or zero first divides
+            columns by powers of two near their sizes.
+        alpha: Tikhonov regularisation.
+        effective_rank: Number of singular values above rounding; the other latent functions are zero or rounding.
+        observable_shape: Shape of one observable.
+        given: If False, `alpha` is the default.
+    """
+
+    encode: LinearMap | KernelMap
+    dual: LinearMap | KernelMap
+    core: Float[Array, "r r"]
+    drift: Float[Array, " r"]
+    readout: Float[Array, "r o"]
+    mean_observable: Float[Array, " o"]
+    mean_latent: Float[Array, " r"]
+    gram_x: Float[Array, "r r"]
+    gram_y: Float[Array, "r r"]
+    cross_gram: Float[Array, "r r"]
+    dual_gram: Float[Array, "r r"]
+    basis_gram: Float[Array, "r r"]
+    penalty: Float[Array, "r r"]
+    singular_values: Float[Array, " r"]
+    alpha: Float[Array, ""]
+    effective_rank: Int[Array, ""]
+    observable_shape: tuple[int, ...] = eqx.field(static=True)
+    given: bool = eqx.field(static=True, default=True)
+
+    def __repr__(self) -> str:
+        if is_traced(self.alpha) or jnp.ndim(self.alpha):
+            return eqx.tree_pformat(self)
+        rank, held = self.core.shape[0], int(self.effective_rank)
+        dropped = f", {rank - held} of {rank} directions dropped" if held < rank else ""
+        said = "given" if self.given else "default"
+        return f"Operator(rank={rank}, alpha={float(self.alpha):.3g} ({said}){dropped}, {self.core.dtype})"
+
+
+def unshrinking(penalty: Float[Array, "r r"]) -> Float[Array, "r r"]:
+    """Return F = I + B + B^2 + B^3: F (I - B) = I - B^4."""
+    eye = jnp.eye(penalty.shape[0], dtype=penalty.dtype)
+    return product(eye + penalty, eye + product(penalty, penalty))

@@ -20,7 +20,8 @@ from koopman._operators._diagnostics import warn_narrowed, warn_offset
 
 Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
 Placed = TypeVar("Placed")
-
+Given = Array | np.ndarray
+Rows = Float[Given, "n d"]
 
 _QUICK_QR = 2**27  # rows times columns squared of a QR in about 0.1 s, as compiling takes
 
@@ -49,15 +50,13 @@ def lagged_pairs(
 
     Args:
         trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any lengths and one
-            state shape; or with `trajectory_axis` one array of equally long ones. For one trajectory of images pass
-            `[images]`. Lists of numbers or of rows of numbers are one trajectory. A frame is one trajectory if its
-            index has even steps, and one per run if its index is (run, time).
+            state shape, such as `[images]`; or with `trajectory_axis` one array of equally long ones. Lists of numbers
+            or of rows of numbers are one trajectory. A frame is one trajectory if its index has even steps, and one per
+            run if its index is (run, time).
         lag: Steps from x to y, at least 1.
         max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, and each trajectory gives the
-            pairs of its first time - max_lag states. Successors at a traced lag, which must be floating point, are NaN
-            if it is out of range.
-        trajectory_axis: Axis of trajectories in the array, 0 for those of `koopman.datasets`; the first other axis is
-            time.
+            pairs of its first time - max_lag states. Successors, then floating point, are NaN at a lag out of range.
+        trajectory_axis: Axis of trajectories in the array, 0 for `koopman.datasets`; the first other axis is time.
 
     Returns:
         All pairs, by trajectory and time.
@@ -119,8 +118,8 @@ def delay_embed(
         trajectory_axis: Axis of trajectories in the array.
 
     Returns:
-        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of trajectories, and
-        [trajectories, time - (q - 1) s, q d] with `trajectory_axis`.
+        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of trajectories, and a
+        further first axis with `trajectory_axis`.
 
     Warns:
         UserWarning: If trajectories too short for one row are skipped.
@@ -205,10 +204,7 @@ def _joined(stack: Any) -> Any:
 
 
 def checked_pairs(
-    x: Array | np.ndarray,
-    y: Array | np.ndarray,
-    observable: Array | np.ndarray | None,
-    place: Callable[[Any], Placed],
+    x: Given, y: Given, observable: Given | None, place: Callable[[Any], Placed]
 ) -> tuple[Placed, Placed, Placed, tuple[int, ...]]:
     """Return checked x [n, d], y [n, d], the observable (default: y) as [n, o], and the shape of one observable."""
     for name, array in (("x", x), ("y", y), ("observable", observable)):
@@ -289,10 +285,10 @@ class Moments(eqx.Module):
 
 @validated(finite=("x", "y", "observable"))
 def moments(
-    x: Float[Array | np.ndarray, "n d"],
-    y: Float[Array | np.ndarray, "n dy"],
+    x: Rows,
+    y: Float[Given, "n dy"],
     *,
-    observable: Float[Array | np.ndarray, "n o"] | None = None,
+    observable: Float[Given, "n o"] | None = None,
     center: bool = False,
 ) -> Moments:
     """Return the moments of pairs in memory.
@@ -309,9 +305,7 @@ def moments(
     return _moments(*_parts(x, y, observable, center), center)
 
 
-def _parts(
-    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
-) -> tuple[Array, Array, Array]:
+def _parts(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[Array, Array, Array]:
     """Return x, y and the observable (default: y) as JAX arrays, and warn of rounding."""
     observable = y if observable is None else observable
     warn_narrowed(x, y, observable)
@@ -335,9 +329,7 @@ def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], c
     return Moments(total[0], total[1:start], total[start:middle], total[middle:], rest, root, center)
 
 
-def mean_of(
-    x: Float[Array | np.ndarray, "n d"],
-) -> tuple[Float[Array | np.ndarray, " d"], Float[Array | np.ndarray, " d"]]:
+def mean_of(x: Rows) -> tuple[Float[Given, " d"], Float[Given, " d"]]:
     """Return the mean of every column, and its rounding error."""
     # The first mean carries the rounding of a large offset; the mean of the remainder does not.
     if isinstance(x, np.ndarray):
@@ -393,16 +385,13 @@ def scan_moments(
     observable: Float[Array | np.ndarray, "batches n o"] | None = None,
     center: bool = False,
 ) -> Moments:
-    """Return the moments of stacked batches, one batch at a time in a compiled loop.
+    """Return the `moments` of stacked batches, one batch at a time in a compiled loop.
 
     Args:
         x: Features of the states, [batches, n, d].
         y: Features of the successors, [batches, n, dy].
         observable: Quantities to predict, [batches, n, o]. Default: `y`.
         center: If True, moments are about the means.
-
-    Returns:
-        The `moments` of all rows, up to rounding. For data larger than memory use `merge_moments`.
 
     Raises:
         ValueError: If known data are not finite (the error names the batch and the row).

@@ -6,15 +6,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Complex, Float
+from jaxtyping import Array, Bool, Complex, Float, Inexact
 
 from dissociation._core.checks import check_positive
+from dissociation._core.distances import root
 from dissociation._core.linalg import product, psd_power, scale_of
 from dissociation._core.ties import snapped
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from koopman._operators._operator import Operator
-from koopman._operators._perturbation import couplings, slopes
+from koopman._operators._kernels import Operator
+from koopman._operators._pairs import Rows
+from koopman._operators._subspaces import refused
 
 
 class Spectrum(NamedTuple):
@@ -48,13 +50,10 @@ class Spectrum(NamedTuple):
 @validated
 @eqx.filter_jit
 def eigenvalues(operator: Operator) -> Complex[Array, " r"]:
-    """Return the eigenvalues of K by falling modulus, conjugates adjacent.
+    """Return the complex eigenvalues [r] of K, per lag, by falling modulus and with conjugates adjacent.
 
     Args:
-        operator: A fitted operator.
-
-    Returns:
-        Complex eigenvalues per lag, [r]. Latent functions beyond a traced rank give zeros, last.
+        operator: A fitted operator. Its latent functions beyond a traced rank give zeros, last.
     """
     return eigenpairs(operator.core)[0]
 
@@ -88,7 +87,7 @@ def decompose(operator: Operator) -> Spectrum:
         eigenvalues=values,
         right=right,
         left=left,
-        residuals=_root(square),
+        residuals=root(square),
         condition=jnp.linalg.norm(left, axis=0) * jnp.sqrt(norms),
         shrinkage=1 - (penalty / norms) ** 4,
     )
@@ -112,16 +111,8 @@ def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
     return largest / jnp.abs(largest)
 
 
-def _root(squares: Array) -> Array:
-    """Return square roots of numbers that rounding may have made negative, with zero value and gradient there."""
-    known = squares > 0
-    return jnp.where(known, jnp.sqrt(jnp.where(known, squares, 1.0)), 0.0)
-
-
 @validated
-def right_eigenfunctions(
-    operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
-) -> Complex[Array, "n r"]:
+def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None = None) -> Complex[Array, "n r"]:
     """Return psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1), with E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t).
 
     The constant is zero for operators that are not centred, and at lambda_i = 1.
@@ -140,9 +131,7 @@ def right_eigenfunctions(
 
 
 @validated
-def left_eigenfunctions(
-    operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
-) -> Complex[Array, "n r"]:
+def left_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None = None) -> Complex[Array, "n r"]:
     """Return xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i; zero for an eigenvalue of zero.
 
     Args:
@@ -187,15 +176,12 @@ class Modes(NamedTuple):
 
 @validated
 def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | None = None) -> Modes:
-    """Return the Koopman modes of the observable that the operator was fitted with.
+    """Return the Koopman modes of the observable that the operator was fitted with, in the order of the spectrum.
 
     Args:
         operator: A fitted operator.
         time_step: Time from x to y in the pairs, positive: lag times sampling interval.
         spectrum: Result of `decompose`, if known.
-
-    Returns:
-        Amplitudes and times, in the order of the spectrum.
 
     References:
         Kostic et al. (2022), eq. 5.
@@ -228,17 +214,16 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
 @validated
 @eqx.filter_jit
 def singular_values(operator: Operator) -> Float[Array, " r"]:
-    """Return the singular values of G as an operator on the space of the features, in falling order.
+    """Return the singular values [r] of G as an operator on the space of the features, in falling order.
+
+    Derivatives are not finite if singular values coincide.
 
     Args:
         operator: A fitted operator.
-
-    Returns:
-        Non-negative values, [r]; derivatives are not finite if they coincide.
     """
     # G G^* = U (U^T C_xy C_yx U) U^T has the eigenvalues of (U^T U)(U^T C_xy C_yx U).
     half = psd_power(operator.basis_gram, 0.5)
-    return _root(_symmetric_eigenvalues(product(half, product(operator.dual_gram, half))))
+    return root(_symmetric_eigenvalues(product(half, product(operator.dual_gram, half))))
 
 
 @jax.custom_jvp
@@ -300,6 +285,20 @@ def _unresolved(values: Array, condition: Array, matrix: Array) -> Array:
     noise = 64 * jnp.finfo(matrix.dtype).eps * jnp.linalg.norm(matrix) * condition
     near = jnp.abs(values[None] - values[:, None]) <= jnp.maximum(noise[None], noise[:, None])
     return near & ~jnp.eye(values.shape[0], dtype=bool)
+
+
+def couplings(
+    perturbation: Inexact[Array, "k r"], gap: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]
+) -> Inexact[Array, "k r"]:
+    """Return perturbation / gap, the change of eigenvectors j (columns) along i (rows), zero for i = j."""
+    itself = jnp.eye(*gap.shape, dtype=bool)
+    return jnp.where(itself, 0.0, refused(perturbation / jnp.where(itself | unresolved, 1.0, gap), unresolved))
+
+
+def slopes(perturbation: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]) -> Inexact[Array, " r"]:
+    """Return derivatives of eigenvalues j, the diagonal; not finite if coinciding ones are coupled."""
+    coupled = jnp.where(unresolved, refused(perturbation, unresolved), 0.0)
+    return jnp.diagonal(perturbation)[: perturbation.shape[1]] + jnp.sum(coupled, 0)
 
 
 def _eig_on_host(matrix: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

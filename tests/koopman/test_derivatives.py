@@ -10,7 +10,9 @@ import pytest
 from differences import directional
 
 from koopman import (
+    RBF,
     Linear,
+    Polynomial,
     PrincipalComponents,
     ReducedRank,
     Ridge,
@@ -67,6 +69,13 @@ def of_dependent(estimator, x, y, alpha):
     return out | {"risk": risk(operator, x[20:], y[20:])}
 
 
+def of_kernel(estimator, kernel, number, x, y, alpha):
+    """With a kernel, or on centres. A polynomial's matrix is singular, and must not turn gradients to NaN."""
+    operator = fit(estimator(alpha=alpha), x[:20], y[:20], kernel=kernel, centres=number and x[:number])
+    out = {"operator.singular_values": operator.singular_values[:2], "risk": risk(operator, x[20:], y[20:])}
+    return out | {"predict": predict(operator, x[20:], 3)}
+
+
 def of_moments(core, gram_y, readout):
     """The decomposition in the coordinates of the latent functions."""
     operator = fit(Ridge(0.2), X, Y)
@@ -91,6 +100,13 @@ def of_generator(x, jac, diffusion, alpha, shift):
 
 
 KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
+KERNELS = {
+    "ridge": (Ridge, Polynomial(2), None),
+    "pcr by krylov": (partial(PrincipalComponents, 2, solver="krylov"), RBF(1.0), None),
+    "reduced_rank": (partial(ReducedRank, 2, solver="dense"), Polynomial(2), None),
+    "reduced_rank by krylov": (partial(ReducedRank, 2, solver="krylov"), RBF(1.0), None),
+    "ridge on centres": (Ridge, RBF(2.0), 8),
+}
 CORE = np.asarray([[0.8, -0.3, 0.1], [0.4, 0.7, 0.0], [0.2, 0.1, 0.3]])
 TABLE = {
     **{name: (partial(of_operator, kind), (X, Y, 0.3)) for name, kind in KINDS.items()},
@@ -98,6 +114,7 @@ TABLE = {
         f"{name} of dependent features": (partial(of_dependent, kind), (X[:, [0, 1, 2, 0]], Y[:, [0, 1, 2, 0]], 0.1))
         for name, kind in KINDS.items()
     },
+    **{f"kernel {name}": (partial(of_kernel, *options), (X, Y, 0.1)) for name, options in KERNELS.items()},
     "centred": (partial(of_operator, Ridge, center=True), (X, Y + 1.0, 0.3)),
     "moments": (of_moments, (CORE, 2 * np.eye(3) + 0.1 * CORE @ CORE.T, RNG.normal(size=(3, 2)))),
     "generator": (of_generator, (X, JAC, 0.7, 0.1, 2.0)),

@@ -1,14 +1,11 @@
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from compiled import compilations
 from trajectories import follow
-from words import refused
 
 from koopman import (
     PrincipalComponents,
@@ -207,16 +204,6 @@ def test_small_angles_keep_their_digits():
     np.testing.assert_allclose(found, wanted, rtol=0.02)
 
 
-def test_all_pairs_are_one_program(key, caplog):
-    operators = RANDOM.normal(size=(5, 3, 3)).astype(np.float32)
-
-    def run(scale):
-        return pairwise_dynamical_distance(scale * operators, key=key, num_starts=5, num_steps=90)
-
-    assert compilations(caplog, lambda: run(1))
-    assert not compilations(caplog, lambda: run(2))
-
-
 def test_pairs_at_once_are_the_pairs_one_by_one(key, x64):
     """As on an accelerator, in chunks that do not divide their number."""
     matrices = RANDOM.normal(size=(4, 3, 3))
@@ -265,9 +252,6 @@ def test_traced_matrices_that_are_not_finite_give_nan(key, x64):
     a = np.eye(3)
     bad = a.copy()
     bad[1, 2] = np.nan
-    found = dynamical_similarity._align(*dynamical_similarity._stacked(a, bad), key, 32, 100, "frobenius")
-    assert np.isnan([found.distance, found.lower_bound, found.gradient]).all()
-    assert not found.converged
     table = jax.jit(lambda m: pairwise_dynamical_distance(m, key=key))(np.stack([a, bad, 2 * a]))
     np.testing.assert_array_equal(np.isnan(table), [[False, True, False], [True] * 3, [False, True, False]])
     np.testing.assert_allclose(table[0, 2], 3**0.5, rtol=1e-12)
@@ -290,17 +274,6 @@ def test_searches_that_cannot_be_trusted_say_so(key):
     # One start and its mirror image are no evidence, but where the bound is met.
     with pytest.warns(UserWarning, match="2 of 3 distances may not"):
         pairwise_dynamical_distance(np.stack([a, b, a]), key=key, num_starts=1)
-
-
-def test_wrong_arguments_are_refused(key):
-    align, three, two = partial(align_dynamics, np.eye(2), key=key), np.ones((2, 3, 3)), np.ones((2, 2, 2))
-    refused(
-        (lambda: align(np.eye(2), num_starts=0), "`num_starts` must be at least 1"),
-        (lambda: align(np.eye(2), num_steps=0), "`num_steps` must be at least 1"),
-        (lambda: align(np.eye(2), form="euclidean"), "`form` must be one of 'frobenius', 'angular'"),
-        (lambda: align(np.eye(3)), "`b` must be of shape"),
-        (lambda: pairwise_dynamical_distance(three, two, key=key), "`others` must be of shape"),
-    )
 
 
 def spiral(seed=0):

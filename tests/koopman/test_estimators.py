@@ -9,8 +9,7 @@ from koopman import RBF, PrincipalComponents, ReducedRank, Ridge, fit, risk
 from koopman._operators import _estimators as estimators
 from koopman._operators._diagnostics import warn_unconverged
 from koopman._operators._estimators import Estimator
-from koopman._operators._solvers import find_eigenpairs, find_left_vectors
-from koopman._operators._subspaces import Basis
+from koopman._operators._subspaces import Basis, find_eigenpairs, find_left_vectors
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4)).astype(np.float32)

@@ -5,8 +5,6 @@ import pytest
 import scipy.linalg
 
 from koopman import fit_generator
-from koopman.datasets import prinz_spectrum
-from koopman.datasets._langevin import prinz_potential
 
 THETA, SIGMA = 0.7, 1.3
 
@@ -84,41 +82,19 @@ def compressed(rows):
     return np.sqrt(30 * np.maximum(squares, 0))[:, None] * vectors.T
 
 
-def prinz_samples():
-    """Inverse of the distribution function on a grid, and the standard deviation."""
-    grid = np.linspace(-2, 2, 20_001)
-    with jax.enable_x64(True):
-        density = np.exp(-np.asarray(prinz_potential(grid)) / 10)
-    level = np.cumsum(density) / density.sum()
-    draw = lambda rng: np.interp(rng.uniform(size=20_000), level, grid)  # noqa: E731
-    return draw, np.sqrt((density @ grid**2) / density.sum())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("ornstein_uhlenbeck", np.float32), ("prinz", np.float64)])
-def test_thirty_bumps_at_any_alpha(name, dtype, precision):
+def test_thirty_bumps_at_any_alpha():
     """Added to C alone, alpha made directions that the samples hardly hold slow: 0, -.006, -.025, ... for 0, -1, -2."""
-    if name == "prinz":
-        draw, deviation = prinz_samples()
-        diffusion, reach, tolerance = 100.0, 3 * deviation, 0.1
-        rates = np.log(prinz_spectrum(time_step=1e-3, num_components=3).eigenvalues)[1:] / 1e-3
-    else:
-        deviation, diffusion, reach, tolerance, rates = 1.0, 1.0, 5.0, 0.05, np.asarray([-1.0, -2.0])
-        draw = lambda rng: rng.normal(size=20_000)  # noqa: E731
-    fit = jax.jit(
-        lambda x, jac, part: (
-            fit_generator(x, jac, rank=4, diffusion=diffusion, alpha=part * jnp.sum(x**2) / x.size).eigenvalues
-        )
-    )
+    fit = jax.jit(lambda x, jac, part: fit_generator(x, jac, rank=4, alpha=part * jnp.sum(x**2) / x.size).eigenvalues)
     for width in (0.35, 0.6, 1.0):
         found = []
         for seed in range(10):
-            x, jac = bumps(draw(np.random.default_rng(seed)), reach, width * deviation)
-            x, jac = compressed(x).astype(dtype), compressed(jac[:, :, 0])[:, :, None].astype(dtype)
+            x, jac = bumps(np.random.default_rng(seed).normal(size=20_000), 5.0, width)
+            x, jac = (np.float32(part) for part in (compressed(x), compressed(jac[:, :, 0])[:, :, None]))
             found.append([fit(x, jac, part) for part in (1e-8, 1e-6, 1e-4)])
         found = np.asarray(found, float)  # [draws, alphas, rates]
-        assert np.abs(found[:, :, 0] / rates[0]).max() < 0.005
-        np.testing.assert_allclose(np.median(found, 0)[:, 1:3], [rates] * 3, rtol=tolerance)
+        assert np.abs(found[:, :, 0]).max() < 0.005
+        np.testing.assert_allclose(np.median(found, 0)[:, 1:3], [[-1.0, -2.0]] * 3, rtol=0.05)
 
 
 def test_few_samples_in_a_tail_are_told_by_their_support(x64):

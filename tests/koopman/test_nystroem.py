@@ -14,7 +14,6 @@ from koopman import (
     PrincipalComponents,
     ReducedRank,
     Ridge,
-    choose_centres,
     decompose,
     eigenvalues,
     fit,
@@ -81,62 +80,6 @@ def test_all_samples_as_centres_are_the_exact_kernel(kind, x64):
         np.testing.assert_allclose(risk(found, x, y), risk(exact, x, y), rtol=1e-5)
 
 
-def test_leverage_scores_find_the_rare_states():
-    rng = np.random.default_rng(1)
-    # 20 of 1000 states are far from all others: uniform centres miss most of them.
-    x = np.concatenate([0.1 * rng.normal(size=(980, 2)), 5.0 * rng.normal(size=(20, 2))]).astype(np.float32)
-    options = {"kernel": RBF(0.5), "alpha": 1e-4}
-    keys = jax.random.split(jax.random.key(2), 8)
-    found = {
-        method: np.mean([np.sum(choose_centres(x, 60, key=k, method=method, **options) >= 980) for k in keys])
-        for method in ("uniform", "leverage")
-    }
-    assert found["uniform"] < 3
-    assert found["leverage"] > 2 * found["uniform"]
-    chosen = choose_centres(x, 60, key=keys[0], method="leverage", **options)
-    assert len(set(np.asarray(chosen).tolist())) == 60
-
-
-def test_units_of_the_kernel_do_not_choose_the_centres():
-    x, kernel = states(200), RBF(0.5)
-    small, large = (lambda a, b, unit=unit: unit * kernel(a, b) for unit in (2.0**-40, 2.0**40))
-    chosen = [choose_centres(x, 20, key=jax.random.key(0), method="leverage", kernel=k) for k in (kernel, small, large)]
-    for other in chosen[1:]:
-        np.testing.assert_array_equal(other, chosen[0])
-    explicit = choose_centres(x, 20, key=jax.random.key(0), method="leverage", kernel=kernel, alpha=1.0)
-    assert set(explicit.tolist()) != set(chosen[0].tolist())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "solver", "kernel", "number"),
-    [
-        ("ridge", "dense", Polynomial(2), None),  # K is singular, and its null space must not turn gradients to NaN
-        ("pcr", "krylov", RBF(1.0), None),
-        ("reduced_rank", "dense", Polynomial(2), None),
-        ("reduced_rank", "krylov", RBF(1.0), None),
-        ("ridge", "dense", RBF(2.0), 8),
-    ],
-)
-def test_gradients_against_finite_differences(kind, solver, kernel, number, x64):
-    """Of estimators, which are pytrees, and of data."""
-    x, y = (np.asarray(a) for a in lagged_pairs(states(30)))
-    steps = np.random.default_rng(3).normal(size=(2, 20, 3))
-    estimator = KINDS[kind] if kind == "ridge" else partial(KINDS[kind], solver=solver)
-
-    @jax.jit
-    def value(estimator, move):
-        a, b = (jnp.asarray(part[:20]) + move * step for part, step in zip((x, y), steps, strict=True))
-        operator = fit(estimator, a, b, kernel=kernel, centres=number and a[:number])
-        size = jnp.sum(operator.singular_values[:2])
-        return risk(operator, x[20:], y[20:]) + jnp.sum(predict(operator, x[20:], 3) ** 2) + size
-
-    slope, along = jax.jit(jax.grad(value, (0, 1)))(estimator(alpha=0.1), 0.0)
-    ends = ((1e-5, 0.0), (0.0, 1e-5))
-    numeric = [(value(estimator(alpha=0.1 + a), b) - value(estimator(alpha=0.1 - a), -b)) / 2e-5 for a, b in ends]
-    np.testing.assert_allclose([slope.alpha, along], numeric, rtol=1e-5)
-
-
 @pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
 def test_ranks_by_masking(kind, x64):
     x, y = (np.asarray(a) for a in lagged_pairs(states(25)))
@@ -187,8 +130,6 @@ def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples, x64):
         weights = weights + np.linalg.solve(values(x, x) + samples * 1e-5 * np.eye(samples), left_over)
     wanted = values(at, x) @ weights
     np.testing.assert_allclose(predict(found, at), wanted, atol=1e-5)
-    with pytest.warns(UserWarning, match="orthonormal only to"):
-        fit(Ridge(1e-15), x, np.asarray(x), kernel=RBF(3.0))
 
 
 @pytest.mark.slow

@@ -50,25 +50,19 @@ def test_pairs_and_delays_that_cannot_be_are_refused():
     refused(
         (lambda: lagged_pairs(STACK), r"`trajectories` must name the axis.*Pass trajectory_axis=0"),
         (lambda: lagged_pairs(STACK[:1, :, 0]), r"`trajectories` must name the axis.*Pass trajectory_axis=0"),
-        (lambda: jax.jit(lagged_pairs)(STACK), "Pass trajectory_axis=0"),
         (lambda: delay_embed(STACK, 3), r"`trajectory` must name the axis.*Pass trajectory_axis=0"),
         (lambda: lagged_pairs(STACK.tolist()), r"list of arrays, got nested lists of shape .*\. Pass numpy.asarray"),
-        (lambda: lagged_pairs(STACK, trajectory_axis=4), "`trajectory_axis` must be an axis"),
         (lambda: lagged_pairs(STACK, trajectory_axis=-5), "`trajectory_axis` must be an axis"),
         (lambda: lagged_pairs(list(STACK), trajectory_axis=0), "`trajectory_axis` must be None for a list"),
         (lambda: lagged_pairs(RUN[:, 0], trajectory_axis=0), "with another for time"),
         (lambda: lagged_pairs(RUN[:3], 3), r"`trajectories` must be longer than the lag \(3\), got 3 samples"),
-        (lambda: lagged_pairs([RUN[:1], RUN[:2]], 2), r"longer than the lag \(2\), got 2 samples at most"),
         (lambda: lagged_pairs([RUN, np.ones((5, 3))]), r"states of shape \(2,\)"),
         (lambda: lagged_pairs([]), r"`trajectories` must be longer than the lag \(1\), got 0"),
         (lambda: lagged_pairs([np.full(3, 2**40)]), r"\[0\]` must hold integers .*got 1099511627776.*jax_enable_x64"),
         (lambda: lagged_pairs(RUN, 0), "`lag`"),
         (lambda: lagged_pairs(RUN, 0, max_lag=4), "`lag` must be at least 1"),
         (lambda: lagged_pairs(RUN, 5, max_lag=4), r"`lag` must be at most `max_lag` \(4\)"),
-        (lambda: lagged_pairs([ROWS, ROWS]), "`trajectories"),
-        (lambda: lagged_pairs([1.0, [2.0, 3.0]]), "`trajectories"),
         (lambda: lagged_pairs([RUN[:, 0], [1.0, 2.0]]), "`trajectories"),
-        (lambda: lagged_pairs([["a"]]), "`trajectories"),
         (lambda: delay_embed(RUN, 6), r"`trajectory` must be longer than \(num_delays - 1\) \* stride \(5\), got 5"),
         (lambda: delay_embed(RUN, 0), "must be at least 1"),
         (lambda: delay_embed(RUN, 2, stride=0), "must be at least 1"),
@@ -88,8 +82,6 @@ def test_lags_can_be_swept():
         else:
             assert np.isnan(second).all()
     np.testing.assert_array_equal(lagged_pairs(trajectories, 4, max_lag=4).y, lagged_pairs(trajectories, 4).y)
-    with pytest.warns(UserWarning, match=r"Skipped 1 of 2 trajectories that are not longer than the lag \(6\)"):
-        assert lagged_pairs(trajectories, 1, max_lag=6).x.shape == (3, 2)
     with pytest.raises(TypeError, match="floating point where `lag` is traced"):
         jax.jit(lambda lag: lagged_pairs(np.arange(9), lag, max_lag=4))(1)
 
@@ -263,15 +255,6 @@ def test_lists_of_several_dtypes_lose_no_digit_in_silence(kinds, start, error, x
                     call()
 
 
-def test_float64_rounds_large_integers_with_a_word(x64):
-    large = [np.arange(2**60, 2**60 + 5), np.arange(5, dtype=np.float32)]
-    words = r"^`trajectories\[0\]` .*: float64 keeps 0 digits of it\. Subtract [^,]*$"
-    with pytest.warns(RuntimeWarning, match=words):
-        lagged_pairs(large)
-    with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
-        moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
-
-
 @pytest.mark.cpu  # a GPU looks for NaN where the data are
 def test_known_trajectories_compile_nothing(caplog):
     runs = [np.random.default_rng(n).normal(size=(n, 2)).astype(np.float32) for n in range(60, 80)]
@@ -313,16 +296,16 @@ def test_float64_that_becomes_float32_is_said_once():
         lambda: fit_generator(states, states[..., None], rank=1),
     )
     for call in calls:
-        diagnostics._warn_narrowed.cache_clear()
+        diagnostics._warn_once.cache_clear()
         with pytest.warns(UserWarning, match="float64 are computed in float32.*jax_enable_x64"):
             call()
     with warnings.catch_warnings(action="error"):
         calls[0]()
-        diagnostics._warn_narrowed.cache_clear()
+        diagnostics._warn_once.cache_clear()
         lagged_pairs(states.astype(np.float32))
         with jax.enable_x64(True):
             calls[0]()
-    diagnostics._warn_narrowed.cache_clear()
+    diagnostics._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(("center", "offset", "atol"), [(False, 2.0, 2e-5), (True, -3e4, 5e-5)])

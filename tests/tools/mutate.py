@@ -49,10 +49,8 @@ TESTED_BY = {
     "dissociation.bilinear._certificate": ["dissociation/test_spectral_certificate.py"],
     "dissociation._core.results": ["dissociation/test_results.py", "dissociation/test_validation.py"],
     "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
-    "koopman._operators._perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
-    "koopman._operators._subspaces": ["koopman/test_operators.py"],
+    "koopman._operators._subspaces": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
     "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
-    "koopman._operators._kernel_operators": ["koopman/test_nystroem.py"],
 }
 RULES = "indexing rules operations flow axes"
 SYMMETRY = ["dissociation/test_groups.py", "dissociation/test_indexing.py", "dissociation/test_symmetry.py"]
