@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, check_non_negative, fail
 from dissociation._core.linalg import centre, nuclear_norm, product, psd_power
-from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_offset
 
@@ -28,9 +28,8 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         -sum_i s_i^p,     s_i the singular values of C_x^{-1/2} C_xy C_y^{-1/2},     p in {1, 2}
 
     The s_i are the canonical correlations of x and y, invariant to linear maps of the features. Uncentred, a constant
-    function in their span counts: five one-hot states in a perfect cycle score 5, centred 4. Centred and with p = 2, n
-    independent pairs score d^2 / (n - 1) on average. Directions of a covariance below a relative cut-off (3e-6 in
-    float32) are omitted, with finite gradients; scores at a condition number of 1e5 are then accurate to 1e-3.
+    function in their span counts. Centred and with p = 2, n independent pairs score d^2 / (n - 1) on average.
+    Directions of a covariance below a relative cut-off (3e-6 in float32) are omitted, with finite gradients.
 
     Args:
         x: Features of the states, [n, d].
@@ -51,10 +50,9 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, VAMP-r score.
 
-    Example:
-        >>> states = jnp.tile(jnp.eye(5), (2, 1))
-        >>> vamp_loss(states, jnp.roll(states, 1, axis=0), center_covariances=False).round(4)
-        Array(-5., dtype=float32)
+    >>> states = jnp.tile(jnp.eye(5), (2, 1))
+    >>> vamp_loss(states, jnp.roll(states, 1, axis=0), center_covariances=False).round(4)
+    Array(-5., dtype=float32)
     """
     _check_schatten_norm(schatten_norm)
     _check_enough("x", x, x.shape[1], center_covariances)
@@ -90,8 +88,7 @@ def vamp_score(
 
         | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs.
 
-    At full rank and with regular training covariances this is minus `vamp_loss` of the test data: pass a rank below d
-    to test the fit.
+    At full rank this is minus `vamp_loss` of the test data: pass a rank below d to test the fit.
 
     Args:
         x: Training features, [n, d].
@@ -149,14 +146,12 @@ def dpnets_loss(
         -|C_x^{-1/2} C_xy C_y^{-1/2}|_F^2 + metric_deformation / (2 d) (R(C_x) + R(C_y)),
         R(C) = tr(C^2 - C - log C) >= 0,   zero only for C = I
 
-    The relaxed score |C_xy|_F^2 / (|C_x| |C_y|), with operator norms, needs no inverse. It is a lower bound, equal for
-    covariances that are multiples of I. The paper's weight is gamma = metric_deformation / (2 d).
-
     Args:
         x: Features of the states, [n, d].
         y: Features one lag later, [n, d].
-        relaxed: If True, take the relaxed score.
-        metric_deformation: Weight of R, non-negative, perhaps traced.
+        relaxed: If True, take the lower bound |C_xy|_F^2 / (|C_x| |C_y|) of the score, with operator norms, which needs
+            no inverse.
+        metric_deformation: Weight of R, 2 d times the paper's, non-negative, perhaps traced.
         center_covariances: If True, the means are subtracted.
 
     Returns:
@@ -278,8 +273,8 @@ def energy_loss(
         "pooled":   E_{s,t} k(s, t)^2 - 2 tr(C),    k(s, t) = <x(s), x(t)> + a sum_k <d_k x(s), d_k x(t)>
 
     The minimum of the energy form is -sum_{i < d} (1 + a e_i)^{-2}, with the smallest eigenvalues e_i of -L; minimisers
-    span their eigenfunctions. The pooled form, kooplearn's, does not rank eigenfunctions: on an interval with
-    reflecting ends {1, cos 2t} has a lower loss than {1, cos t}. Both first terms are biased upwards, by order 1 / n.
+    span their eigenfunctions. The pooled form, kooplearn's, does not rank eigenfunctions. Both first terms are biased
+    upwards, by order 1 / n.
 
     Args:
         x: Features of samples of the invariant distribution, [n, d].
@@ -321,21 +316,15 @@ def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
 
 @validated
 @jax.jit
-def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
+def orthonormal_fro_reg(x: Features) -> Loss:
     """Return an unbiased estimate of the distance of features from orthonormal and centred.
 
         1/d (|C - I|_F^2 + 2 |m|^2)  =  1/d (tr C^2 - 2 tr C + d + 2 |m|^2),     C the covariance, m the mean of x
 
-    With K the inner products of the centred samples,
-
-        tr C^2  ~  1 / (n (n - 3)) [sum_{i != j} K_ij^2 + (tr K)^2 / ((n - 1) (n - 2)) - 2 / (n - 2) sum_i K_ii^2],
-
-    the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples.
+    The estimate of tr C^2 is the average of ((x_i - x_j) . (x_k - x_l))^2 / 4 over all quadruples of different samples.
 
     Args:
         x: Features, [n, d], n at least 4.
-        key: Key of n random quadruples in place of all, which have a larger variance and cost n d in place of
-            n d min(n, d), for hundreds of features.
 
     Returns:
         The estimate, which may be negative.
@@ -352,14 +341,8 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     trace = jnp.sum(norms) / (n - 1)
     # tr of the squared sample covariance is too large by about ((tr C)^2 + tr C^2) / n for normal samples, because it
     # pairs each sample with itself, as does a product with a permuted batch (kooplearn).
-    if key is None:
-        square = _off_diagonal_squares(centred, centred) - 2.0 / (n - 2) * jnp.sum(norms**2)
-        square = (square + (n - 1) / (n - 2) * trace**2) / float(n * (n - 3))
-    else:
-        # Two steps of a random cycle share no sample. For 64 samples of 5 features the deviation is six times larger.
-        cycle = jax.random.permutation(key, centred)
-        steps = cycle - jnp.roll(cycle, 1, 0)
-        square = jnp.mean(jnp.sum(steps * jnp.roll(steps, 2, 0), 1) ** 2) / 4
+    square = _off_diagonal_squares(centred, centred) - 2.0 / (n - 2) * jnp.sum(norms**2)
+    square = (square + (n - 1) / (n - 2) * trace**2) / float(n * (n - 3))
     mean = jnp.sum(jnp.mean(x, 0) ** 2) - trace / n
     return (square - 2 * trace + d + 2 * mean) / d
 

@@ -26,13 +26,6 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def build_encoder(encoder: Network | None, features: int, init: str, *, key: PRNGKey) -> Any:
-    """Return `encoder`, or by default the encoder of images of 28 x 28 pixels."""
-    if encoder is None:
-        return Encoder(features, init=init, key=key)
-    return build_network("encoder", encoder, key=key)
-
-
 def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
     """Return `network`, or if it is a function its value at `key`, with JAX arrays."""
     wanted = "be an Equinox module that takes one example, or a function from a key to one"
@@ -46,6 +39,12 @@ def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
     if not isinstance(made, eqx.Module) or not callable(made):
         fail_kind(name, wanted, type(made).__name__ if made is network else f"a function to {type(made).__name__}")
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made)
+
+
+def _encoder(encoder: Network | None, features: int, init: str, key: PRNGKey) -> Any:
+    if encoder is None:
+        return Encoder(features, init=init, key=key)
+    return build_network("encoder", encoder, key=key)
 
 
 class FeatureMap(eqx.Module):
@@ -92,7 +91,7 @@ class FeatureMap(eqx.Module):
             check_positive("feature_norm", feature_norm)
         first, second = jax.random.split(key)
         self.feature_norm = feature_norm
-        self.encoder = build_encoder(encoder, features, init, key=first)
+        self.encoder = _encoder(encoder, features, init, first)
         self.lagged_head = Affine(features, features, bias=False, init=init, key=second)
 
     def __call__(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
@@ -105,10 +104,6 @@ class FeatureMap(eqx.Module):
             return features
         # Clipped, because the root has no finite derivative at zero.
         return features * (self.feature_norm * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24)))
-
-    def lagged(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
-        """Return the lagged head's features of a state."""
-        return self.lagged_head(self(state))
 
 
 class Autoencoder(eqx.Module):
@@ -134,7 +129,6 @@ class Autoencoder(eqx.Module):
         encoder: Network | None = None,
         decoder: Network | None = None,
         orthogonal: bool = False,
-        upsampling: str = "nearest",
         init: str = "pytorch",
         key: PRNGKey,
     ):
@@ -147,16 +141,15 @@ class Autoencoder(eqx.Module):
             decoder: Network from [features] to one state, or a function from a key to one. Default: the decoder of such
                 images.
             orthogonal: If True, the linear dynamics are orthogonal throughout training.
-            upsampling: Upsampling of the default decoder, "nearest" or "bilinear".
             init: Initial weights of the default encoder and decoder, "pytorch" or "lecun". The dynamics always have
                 PyTorch's.
             key: Key of the weights.
         """
         check_count("features", features, minimum=1)
         keys = jax.random.split(key, 3)
-        self.encoder = build_encoder(encoder, features, init, key=keys[0])
+        self.encoder = _encoder(encoder, features, init, keys[0])
         if decoder is None:
-            self.decoder = Decoder(features, upsampling=upsampling, init=init, key=keys[1])
+            self.decoder = Decoder(features, init=init, key=keys[1])
         else:
             self.decoder = build_network("decoder", decoder, key=keys[1])
         # A direction that the data do not excite keeps its initial eigenvalue, which must be below 1 (here about 0.6).

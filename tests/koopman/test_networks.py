@@ -18,7 +18,6 @@ def test_feature_maps_have_norm_one_and_a_finite_slope_at_zero():
     np.testing.assert_allclose(jnp.linalg.norm(features, axis=1), 1, atol=1e-6)
     longer = FeatureMap(feature_norm=3.0, key=jax.random.key(0))
     np.testing.assert_allclose(jax.vmap(longer)(IMAGES), 3 * features, rtol=1e-5)
-    np.testing.assert_allclose(model.lagged(IMAGES[0]), model.lagged_head.weight @ features[0], atol=1e-6)
     head = lambda m: (m.encoder.head.weight, m.encoder.head.bias)  # noqa: E731
     dead = eqx.tree_at(head, model, replace_fn=jnp.zeros_like)
     slopes = eqx.filter_grad(lambda m: jnp.sum(m(IMAGES[0])))(dead)
@@ -67,9 +66,8 @@ def test_what_is_no_network_is_named(network):
 
 def test_an_encoder_of_another_width_is_named():
     model = FeatureMap(7, encoder=eqx.nn.Linear(4, 3, key=jax.random.key(1)), key=jax.random.key(0))
-    for call in (model, model.lagged):
-        with pytest.raises(ValueError, match=r"`encoder` must make a vector of 7 features, .*got shape \(3,\)"):
-            call(jnp.ones(4))
+    with pytest.raises(ValueError, match=r"`encoder` must make a vector of 7 features, .*got shape \(3,\)"):
+        model(jnp.ones(4))
     norm = FeatureMap(3, encoder=model.encoder, feature_norm=np.float32(2), key=jax.random.key(0))
     assert type(norm.feature_norm) is float
     with pytest.raises(TypeError, match="`orthogonal`"):
