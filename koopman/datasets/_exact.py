@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
 from dissociation._core.checks import fail
+from dissociation._core.ties import snapped
 from dissociation._core.validation import validated
 
 
@@ -33,24 +34,11 @@ class ExactSpectrum(NamedTuple):
 
 def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
     """Return the order of eigenvalues of a real operator by falling modulus, with conjugate pairs adjacent."""
-    # Sorting by modulus alone would separate pairs whose moduli differ by rounding.
     values = np.asarray(eigenvalues, np.complex128)
-    height = np.where(np.abs(np.imag(values)) <= 1e-13 * np.abs(values), 0, np.imag(values))
-    lower = [int(i) for i in np.flatnonzero(height < 0)]
-    order = []
-    for i in np.lexsort((-np.real(values), -np.abs(values))):
-        if height[i] >= 0:
-            order.append(int(i))
-        if height[i] > 0 and lower:
-            order.append(lower.pop(int(np.argmin(np.abs(values[lower] - np.conj(values[i]))))))
-    return np.array([*order, *lower], int)
-
-
-@validated(finite=("states",))
-def column(states: Float[Array | np.ndarray, "n 1"]) -> Float[np.ndarray, " n"]:
-    """Return states on a line as a vector of float64."""
-    # NumPy, to compute in float64 even if JAX's x64 mode is off.
-    return np.asarray(states, np.float64)[:, 0]
+    # Moduli that differ by rounding count as equal, which keeps pairs adjacent.
+    size = np.abs(values)
+    modulus, real = snapped(size, size), snapped(values.real, size)
+    return np.lexsort((-values.imag, -real, -modulus))
 
 
 @validated(finite=("states",))
@@ -58,4 +46,5 @@ def rows(states: Float[Array | np.ndarray, "n d"], width: int) -> Float[np.ndarr
     """Return states of `width` coordinates in float64."""
     if states.shape[1] != width:
         fail("states", f"have shape [n, {width}]", f"shape {states.shape}")
+    # NumPy, to compute in float64 even if JAX's x64 mode is off.
     return np.asarray(states, np.float64)

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from scipy.interpolate import CubicSpline
+from scipy.linalg import eigh_tridiagonal
 
 from dissociation._core.checks import check_count, check_non_negative, check_positive, fail
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from koopman.datasets._exact import ExactSpectrum, column
+from koopman.datasets._exact import ExactSpectrum, rows
 from koopman.datasets._trajectories import run_trajectories, walk
 
-Points = Float[Array | np.ndarray, "n 1"]
 SQRT_2 = math.sqrt(2.0)
 CUT_OFF = 36.0  # in kT: exp(-36) is the epsilon of float64
 
@@ -49,9 +50,6 @@ def overdamped_langevin(
         sigma: Strength of the noise, 0 or more.
         time_step: Time between recorded states, positive.
         substeps: Steps of the scheme per recorded step, 1 or more.
-
-    Raises:
-        ValueError: If a number is out of range, or the potential does not return one.
 
     References:
         Maruyama (1955), Continuous Markov processes and stochastic equations.
@@ -121,8 +119,7 @@ def langevin_spectrum(
         the invariant density, positive at the upper end; this density.
 
     Raises:
-        ValueError: If an argument is out of range, or the potential is undefined, does not return one number, or is too
-            steep for the cells.
+        ValueError: If the potential is undefined, does not return one number, or is too steep for the cells.
 
     References:
         Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072.
@@ -138,7 +135,7 @@ def langevin_spectrum(
     def energy(x: np.ndarray) -> np.ndarray:
         # In float64 even if x64 mode is off, and on known values even under a trace.
         with jax.enable_x64(True), jax.ensure_compile_time_eval():
-            return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x[:, None])) / temperature
+            return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x.reshape(-1, 1))) / temperature
 
     a, b = _within_cut_off(energy, domain)
     # Richardson extrapolation from h and 2 h removes the error of order h^2.
@@ -146,14 +143,11 @@ def langevin_spectrum(
     rates = temperature / float(friction) * (4 * fine.rates - coarse.rates) / 3
     rates[0] = 0.0
 
-    @validated
-    def functions(states: Points) -> np.ndarray:
-        x = column(states)
-        return (4 * _interpolate(fine, x) - _interpolate(coarse, x)) / 3
+    def functions(states: Any) -> np.ndarray:
+        return (4 * fine.at(rows(states, 1)) - coarse.at(rows(states, 1))) / 3
 
-    @validated
-    def density(states: Points) -> np.ndarray:
-        return np.exp(-energy(column(states)) - fine.log_partition)
+    def density(states: Any) -> np.ndarray:
+        return np.exp(-energy(rows(states, 1)) - fine.log_partition)
 
     return ExactSpectrum(np.exp(-float(time_step) * rates), functions, functions, density)
 
@@ -175,12 +169,15 @@ def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, floa
 
 
 class _Chain(NamedTuple):
-    """Reversible chain on cells: centres, decay rates for D = 1, functions [cells, k], log of Z."""
+    """Reversible chain on cells: decay rates for D = 1, splines through the k functions, log of Z."""
 
-    centres: np.ndarray
     rates: np.ndarray
-    functions: np.ndarray
+    functions: CubicSpline
     log_partition: float
+
+    def at(self, x: np.ndarray) -> np.ndarray:
+        """Return the functions at x [n, 1], constant beyond the outermost centres."""
+        return self.functions(np.clip(x[:, 0], *self.functions.x[[0, -1]]))
 
 
 def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cells: int, components: int) -> _Chain:
@@ -198,26 +195,12 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
     if not (np.isfinite(leaving).all() and np.isfinite(between).all()):
         advice = "Choose a `domain` without it, or more cells"
         fail("potential", "rise and fall by less than 700 kT between neighbouring cells", "a steeper wall", advice)
-    rates, vectors = np.linalg.eigh((np.diag(leaving) + np.diag(between, 1) + np.diag(between, -1)) / h**2)
+    rates, vectors = eigh_tridiagonal(leaving / h**2, between / h**2, select="i", select_range=(0, components - 1))
     lowest = np.min(cell)
     partition = np.sum(np.exp(lowest - cell)) * h
     # A vector of norm 1 over the root of density times h is a function of norm 1.
-    functions = vectors[:, :components] * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]
-    return _Chain(centres, rates[:components], functions * np.sign(functions[-1])[None, :], np.log(partition) - lowest)
-
-
-def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
-    """Interpolate the functions at x by cubics through four centres, constant beyond the outermost ones."""
-    place = np.clip((x - chain.centres[0]) / (chain.centres[1] - chain.centres[0]), 0, len(chain.centres) - 1)
-    first = np.clip(np.floor(place).astype(int) - 1, 0, len(chain.centres) - 4)
-    s = place - first
-    weights = (
-        -(s - 1) * (s - 2) * (s - 3) / 6,
-        s * (s - 2) * (s - 3) / 2,
-        -s * (s - 1) * (s - 3) / 2,
-        s * (s - 1) * (s - 2) / 6,
-    )
-    return np.sum([w[:, None] * chain.functions[first + i] for i, w in enumerate(weights)], axis=0)
+    functions = vectors * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]
+    return _Chain(rates, CubicSpline(centres, functions * np.sign(functions[-1])[None]), np.log(partition) - lowest)
 
 
 def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_count
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from koopman.datasets._exact import ExactSpectrum, column, conjugate_order
+from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
 from koopman.datasets._trajectories import run_trajectories, walk
 
 Points = Float[Array | np.ndarray, "n 1"]
@@ -37,16 +38,12 @@ def logistic_map(
         order: Noise order M, 1 or more, for a standard deviation of about 1 / (pi sqrt(2 M)).
         initial: State [1], or [num_trajectories, 1]. None draws it from the invariant distribution, to rounding.
 
-    Returns:
-        States in [0, 1).
-
     References:
         Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
         perturbation, section IV.
 
-    Example:
-        >>> logistic_map(100, key=jax.random.key(0), num_trajectories=3).shape
-        (3, 101, 1)
+    >>> logistic_map(100, key=jax.random.key(0), num_trajectories=3).shape
+    (3, 101, 1)
     """
     order = check_count("order", order, minimum=1)
 
@@ -76,7 +73,7 @@ def logistic_noise(key: PRNGKey, shape: tuple[int, ...], *, order: int) -> Float
 
 @validated
 def logistic_features(states: Points, order: int = 20) -> Float[Array, "n features"]:
-    """Return trigonometric features of s = 4 x (1 - x), in whose span the evolution operator is exact.
+    """Return trigonometric features [n, 2 M + 1] of s = 4 x (1 - x), in whose span the evolution operator is exact.
 
     [1, sqrt(2) cos(2 pi s), ..., sqrt(2) cos(2 pi M s), sqrt(2) sin(2 pi s), ..., sqrt(2) sin(2 pi M s)]
 
@@ -85,9 +82,6 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
     Args:
         states: [n, 1], in [0, 1].
         order: Noise order M, 1 or more.
-
-    Returns:
-        [n, 2 M + 1], between -sqrt(2) and sqrt(2).
     """
     order = check_count("order", order, minimum=1)
     states = jnp.asarray(states)
@@ -119,7 +113,7 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     kept = order + 1 if num_components is None else min(order + 1, check_count("num_components", num_components))
     # Gauss-Legendre sums of this size converge to rounding.
     nodes, weights = np.polynomial.legendre.leggauss(100 + 20 * order)
-    nodes, weights = (nodes + 1) / 2, weights / 2  # on [0, 1]
+    nodes, weights = (nodes[:, None] + 1) / 2, weights / 2  # on [0, 1]
     # S is even about 1/2, so rows of sines vanish: M eigenvalues are zero, and the others are those of the cosines.
     before, after = _fourier(nodes, order), _fourier(_parabola(nodes), order)
     overlaps = (weights[:, None] * before[:, : order + 1]).T @ after  # [cosines, all]
@@ -143,17 +137,14 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     right /= np.sqrt((weights * density) @ np.abs(after[:, : order + 1] @ right) ** 2)[None, :]
     left /= np.sum(weights[:, None] * (before @ left) * (after[:, : order + 1] @ right), axis=0)[None, :]
 
-    @validated
-    def right_functions(states: Points) -> np.ndarray:
-        return _fourier(_parabola(column(states)), order)[:, : order + 1] @ right
+    def right_functions(states: Any) -> np.ndarray:
+        return _fourier(_parabola(rows(states, 1)), order)[:, : order + 1] @ right
 
-    @validated
-    def density_function(states: Points) -> np.ndarray:
-        return _fourier(column(states), order) @ invariant
+    def density_function(states: Any) -> np.ndarray:
+        return _fourier(rows(states, 1), order) @ invariant
 
-    @validated
-    def left_functions(states: Points) -> np.ndarray:
-        return (_fourier(column(states), order) @ left).conj() / density_function(states)[:, None]
+    def left_functions(states: Any) -> np.ndarray:
+        return (_fourier(rows(states, 1), order) @ left).conj() / density_function(states)[:, None]
 
     return ExactSpectrum(values, right_functions, left_functions, density_function)
 
@@ -163,6 +154,6 @@ def _parabola(x: np.ndarray) -> np.ndarray:
 
 
 def _fourier(x: np.ndarray, order: int) -> np.ndarray:
-    """Return the orthonormal real Fourier basis of [0, 1] at x, [n, 2 order + 1], cosines before sines."""
-    angle = 2 * np.pi * x[:, None] * np.arange(1, order + 1)[None, :]
+    """Return the orthonormal real Fourier basis of [0, 1] at x [n, 1], [n, 2 order + 1], cosines before sines."""
+    angle = 2 * np.pi * x * np.arange(1, order + 1)[None, :]
     return np.concatenate([np.ones((len(x), 1)), math.sqrt(2) * np.cos(angle), math.sqrt(2) * np.sin(angle)], axis=1)

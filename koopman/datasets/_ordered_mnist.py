@@ -9,6 +9,7 @@ from jaxtyping import Complex, Float, Int
 from dissociation._core.checks import check_count, fail
 from dissociation._core.validation import validated
 from dissociation.data._datasets import Dataset, load
+from koopman.datasets._exact import conjugate_order
 
 
 class OrderedDigits(NamedTuple):
@@ -29,7 +30,7 @@ class OrderedDigits(NamedTuple):
 def ordered_mnist(
     num_digits: int = 5, *, data: str | Dataset = "glyphs", folder: str | os.PathLike[str] | None = None
 ) -> OrderedDigits:
-    """Return a sequence of the digits 0 to k - 1 in a cycle.
+    """Return a sequence of the digits 0 to k - 1 in a cycle, as long as the smallest class allows.
 
     Args:
         num_digits: k, from 1 to 10.
@@ -37,11 +38,8 @@ def ordered_mnist(
             first, then test images.
         folder: Folder of MNIST, see `dissociation.data.load`.
 
-    Returns:
-        The sequence, as long as the smallest class allows.
-
     Raises:
-        ValueError: If `num_digits` is out of range, a class is missing, or images are not 28 x 28.
+        ValueError: If a class is missing, or images are not 28 x 28.
         FileNotFoundError: If MNIST is not found.
 
     References:
@@ -66,15 +64,11 @@ def ordered_mnist(
 
 @validated
 def cycle_spectrum(num_digits: int = 5) -> Complex[np.ndarray, " k"]:
-    """Return the eigenvalues of the cycle of classes: the k-th roots of unity, 1 first and conjugates adjacent.
+    """Return the eigenvalues of the cycle of classes, exp(2 pi i j / k) for j = 0, 1, -1, 2, -2, ...: [k].
 
     Args:
         num_digits: k, 1 or more.
-
-    Returns:
-        exp(2 pi i j / k) for j = 0, 1, -1, 2, -2, ..., [k].
     """
     count = check_count("num_digits", num_digits, minimum=1)
-    # Conjugates are adjacent, as in `koopman.eigenvalues`.
-    turns = sorted(range(count), key=lambda j: (min(j, count - j), j > count - j))
-    return np.exp(2j * np.pi * np.asarray(turns) / count)
+    roots = np.exp(2j * np.pi * np.arange(count) / count)
+    return roots[conjugate_order(roots)]
