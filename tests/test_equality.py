@@ -12,7 +12,7 @@ HELPERS = ("dissociation/_core/ties.py", "dissociation/_core/splits.py")
 WHOLE = {  # modules in which all of them are of integers or of rows, in dissociation
     "places, owners, orders and labels of neurons":
         "rewrites/_axes.py rewrites/_comparison.py rewrites/_copies.py rewrites/_flow.py rewrites/_groups.py "
-        "rewrites/_growth.py rewrites/_indexing.py rewrites/_labels.py "
+        "rewrites/_growth.py rewrites/_indexing.py "
         "rewrites/_operations.py rewrites/_rewrites.py rewrites/_seen.py",
     "labels and folds, the paper's": "measures/_softmax_solver.py",
     "ranks of the data as given": "measures/_coordinates.py measures/_neighbours.py",
