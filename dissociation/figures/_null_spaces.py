@@ -67,7 +67,7 @@ def null_perturbed(weights: LayerInputs, std: float) -> Callable[[Any, tuple[Arr
 
     def moved(model: Any, given: tuple[Array, Array]) -> Any:
         key, basis = given
-        space = NullSpace(weights.path, weights.leaf, weights.axes, basis, weights.shape)
+        space = NullSpace(weights.path, weights.axes, len(weights.shape), basis)
         return null_perturb(space, std, key=key)(model)
 
     return moved

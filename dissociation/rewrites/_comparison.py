@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation._core.checks import fail, fail_kind, is_traced
+from dissociation._core.checks import fail, is_traced
 from dissociation.models._program import program_of
-from dissociation.rewrites._flow import Flow, Step, Value
+from dissociation.rewrites._flow import Step, Value
 from dissociation.rewrites._groups import NeuronGroup, flow_of, neuron_groups
 from dissociation.training._traced import trace
 
@@ -24,7 +24,10 @@ def check_resized(
     before: Any, after: Any, group: NeuronGroup, wanted: Sequence[NeuronGroup], *, single: bool = False
 ) -> None:
     """Raise unless both programs are equal up to the number of neurons of a group, and `after` has groups `wanted`."""
-    (one, results), (other, others) = (_flow(model, group) for model in (before, after))
+    grown = f"run with another number of neurons in {group.name}"
+    (_, one, _, results), (_, other, _, others) = (
+        flow_of(model, group.example, group.call, grown, KEPT_SIZE) for model in (before, after)
+    )
     same = one.lengths == other.lengths and _same_steps(one.steps, other.steps) and _same_known(results, others)
     same = same and [value.shape for value in results] == [value.shape for value in others]
     if not same or len(one.large) != len(other.large) or not all(map(_same_numbers, one.large, other.large)):
@@ -63,18 +66,6 @@ def _drawn_like(leaf: Any) -> Any:
         return jnp.zeros(shape, kind)
     drawn = jax.random.normal(jax.random.key(0), shape, kind)
     return drawn.at[::2].set(jnp.abs(drawn[::2]))
-
-
-def _flow(model: Any, group: NeuronGroup) -> tuple[Flow, list[Value]]:
-    _, leaves, program = program_of(model, group.call)
-    shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
-    try:
-        traced = jax.make_jaxpr(program)(shapes, group.example)
-    except Exception as error:
-        wanted = f"run with another number of neurons in {group.name}"
-        fail_kind("model", wanted, f"{type(error).__name__}: {error}", KEPT_SIZE)
-    flow, _, outputs = flow_of(traced, leaves)
-    return flow, outputs
 
 
 def _same_steps(one: list[Step], other: list[Step]) -> bool:

@@ -1,6 +1,5 @@
 """Groups of neurons of any model, found in its traced program, and the rewrites that each allows."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -208,12 +207,6 @@ class GroupReport(NamedTuple):
     __repr__ = __str__
 
 
-@functools.singledispatch
-def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:
-    """Return groups that a type of models declares by `stated_groups.register(type)`; None if they must be found."""
-    return None
-
-
 @validated
 def neuron_groups(
     model: Any, example: Any, *, call: Call | None = None, single: bool = False
@@ -241,8 +234,7 @@ def neuron_groups(
         layers[0] 8 1.0 ['.layers[0].weight', '.layers[0].bias', '.layers[1].weight']
         layers[1] 8 1.0 ['.layers[1].weight', '.layers[1].bias', '.layers[2].weight']
     """
-    stated = stated_groups(model, example)
-    return group_report(model, example, call=call, single=single).groups if stated is None else stated
+    return group_report(model, example, call=call, single=single).groups
 
 
 def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
@@ -301,26 +293,32 @@ def group_report(model: Any, example: Any, *, call: Call | None = None, single: 
     """
     if call is None and callable(example):
         fail_kind("example", "be arrays, and `model` a function of them", describe(example), "Is `model` given second?")
-    paths, leaves, program = program_of(model, call)
-    if not leaves:
+    example = jax.tree.map(_shape_of, example)
+    paths, flow, made, results = flow_of(model, example, call, "take `example`", _CALLED, single=single)
+    if not made:
         advice = "Arrays that a function closes over are not found. Pass them as `model`, and the function as `call`"
         fail_kind("model", "hold arrays of floating-point numbers", f"{type(model).__name__}, which holds none", advice)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), (leaves, example))
-    try:
-        traced = jax.make_jaxpr(program)(*shapes)
-    except Exception as error:
-        fail_kind("model", "take `example`", f"{type(model).__name__}: {error}", _CALLED)
-    if not traced.jaxpr.outvars:
+    if not results:
         fail_kind("model", "return arrays for `example`", f"{type(model).__name__}, which returns none", _CALLED)
-    flow, made, results = flow_of(traced, leaves, single=single)
     for value in results:
         flow.freeze(value, "the output has it")
         flow.atoms.freeze(value.refers, "its indices are what is asked for")
-    return _read(flow, paths, made, model, shapes[1], call)
+    return _read(flow, paths, made, model, example, call)
 
 
-def flow_of(traced: Any, leaves: Sequence[Any], *, single: bool = False) -> tuple[Flow, list[Value], list[Value]]:
-    """Return the flow of a program with parameters `leaves`, and the values of parameters and results."""
+def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.result_type(array))
+
+
+def flow_of(
+    model: Any, example: Any, call: Call | None, wanted: str, advice: str, *, single: bool = False
+) -> tuple[list[str], Flow, list[Value], list[Value]]:
+    """Return paths of parameters, the flow of a model's program, and the values of parameters and results."""
+    paths, leaves, program = program_of(model, call)
+    try:
+        traced = jax.make_jaxpr(program)(list(map(_shape_of, leaves)), example)
+    except Exception as error:
+        fail_kind("model", wanted, f"{type(model).__name__}: {error}", advice)
     flow, jaxpr = Flow(Atoms(single=single)), traced.jaxpr
     arguments = [flow.array(variable.aval.shape) for variable in jaxpr.invars]
     made = arguments[: len(leaves)]
@@ -331,7 +329,8 @@ def flow_of(traced: Any, leaves: Sequence[Any], *, single: bool = False) -> tupl
     for variable, value in zip(jaxpr.invars, made, strict=False):
         if variable not in used:
             flow.freeze(value, "the function does not depend on it")
-    return flow, made, follow(flow, jaxpr, [flow.constant(const) for const in traced.consts], arguments)
+    results = follow(flow, jaxpr, [flow.constant(const) for const in traced.consts], arguments)
+    return paths, flow, made, results
 
 
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:

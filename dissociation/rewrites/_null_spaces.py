@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Real
 
-from dissociation._core.checks import check_known, check_non_negative, check_same_length, fail, is_traced
+from dissociation._core.checks import check_known, check_non_negative, fail, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
@@ -26,14 +26,11 @@ class NullSpectrum(NamedTuple):
         basis: Orthonormal directions orthogonal to all samples, [null dimension, *sample shape], float64.
         singular_values: Singular values, descending, [features], float64.
         rank: Number of singular values above the cut-off.
-        gap: Smallest kept singular value over the largest cut one, large if the rank is clear. Infinite if either is
-            missing or the cut one is zero.
     """
 
     basis: Float[np.ndarray, "null ..."]
     singular_values: Float[np.ndarray, " features"]
     rank: int
-    gap: float
 
     __repr__ = printed
 
@@ -64,11 +61,8 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rto
 
     # A value at the cut-off is kept: its last digits differ between processors.
     rank = int(np.sum(singular_values > (1 - CUT_SLACK) * rtol * singular_values[0]))
-    clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
-    gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
-    singular_values = scale * singular_values
     basis = directions[rank:].reshape(-1, *samples.shape[1:])
-    return NullSpectrum(basis=np.ascontiguousarray(basis), singular_values=singular_values, rank=rank, gap=gap)
+    return NullSpectrum(np.ascontiguousarray(basis), scale * singular_values, rank)
 
 
 @validated
@@ -88,29 +82,14 @@ def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float
     return features - spectrum.rank, spectrum.rank, features
 
 
-@validated(empty=("basis",))
-def perturb_in_null_space(
-    w_in: Float[Array | np.ndarray, "hidden inputs"],
-    basis: Float[Array | np.ndarray, "null ..."],
-    scale: Scalar,
-    *,
-    key: PRNGKey,
-) -> Float[Array, "hidden inputs"]:
-    """Return w_in + scale Z basis^T basis with Z ~ N(0, 1), [hidden, inputs].
-
-    The noise is the same, up to rounding, for all bases of one space. The function does not change on the samples that
-    the basis was computed from, but changes elsewhere.
-    """
-    check_non_negative("scale", scale)
-    w_in = jnp.asarray(w_in)
-    features = int(np.prod(basis.shape[1:]))
-    check_same_length("w_in", w_in.shape[1], "basis", features, "inputs")
+def perturb_in_null_space(w_in: Array, basis: Array | np.ndarray, scale: Scalar, *, key: PRNGKey) -> Array:
+    """Return w_in + scale Z basis^T basis with Z ~ N(0, 1), for w_in [hidden, inputs] and basis [null, inputs]."""
     if not is_traced(basis):
-        known = np.asarray(basis, np.float64).reshape(-1, features)
+        known = np.asarray(basis, np.float64)
         away = np.abs(known @ known.T - np.eye(len(known))).max(initial=0)
         if not away <= 1e-3:
             fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
-    directions = jnp.asarray(basis, w_in.dtype).reshape(-1, features)
+    directions = jnp.asarray(basis, w_in.dtype)
     drawn = jax.random.normal(key, w_in.shape, w_in.dtype)
     # A projection, so that the noise depends on the space and not on its basis.
     noise = product(product(drawn, directions.T), directions)

@@ -145,12 +145,9 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
     # A group that was found again may have other scalings.
     if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
         fail("model", f"have a group {group.name} with the scalings of the group that was passed", group)
-    if factor.shape not in ((), (group.size,), (group.copies, group.size)):
-        wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
-        fail("factor", wanted, f"shape {factor.shape}")
     # A traced factor cannot be checked: NaN makes a wrong one visible.
     each = jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan)
-    each = jnp.broadcast_to(each, (group.copies, group.size))
+    each = _each_copy("factor", each if each.ndim else jnp.broadcast_to(each, (group.size,)), group, 1)
 
     def change(slot: Slot, array: Array, exponent: float) -> Array:
         _check_power(factor, exponent, array.dtype)
@@ -269,17 +266,15 @@ class NullSpace(NamedTuple):
 
     Attributes:
         path: Path of the weights, as in `Slot.path`.
-        leaf: Index of the weights among the model's floating-point arrays.
         axes: Axes of the weights that are contracted with the inputs.
+        rank: Number of axes of the weights.
         basis: Orthonormal directions, [null dimension, features], features in the order of `axes`.
-        shape: Shape of the weights; None stands for any shape with one axis more than `axes`.
     """
 
     path: str
-    leaf: int
     axes: tuple[int, ...]
+    rank: int
     basis: Float[Array | np.ndarray, "null features"]
-    shape: tuple[int, ...] | None = None
 
     __repr__ = printed
 
@@ -296,7 +291,7 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
     Raises:
         TypeError: If the inputs are traced.
     """
-    return NullSpace(seen.path, seen.leaf, seen.axes, null_spectrum(seen.rows, rtol).basis, seen.shape)
+    return NullSpace(seen.path, seen.axes, len(seen.shape), null_spectrum(seen.rows, rtol).basis)
 
 
 def _null_perturbed(
@@ -328,8 +323,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
         key: A PRNG key.
     """
     check_non_negative("std", std)
-    rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
-    return Rewrite(_null_perturbed, (space.path, space.axes, rank), (jnp.asarray(space.basis, float), std, key))
+    return Rewrite(_null_perturbed, space[:3], (jnp.asarray(space.basis, float), std, key))
 
 
 @validated

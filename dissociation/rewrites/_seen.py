@@ -31,7 +31,7 @@ class LayerInputs(NamedTuple):
     leaf: int
     axes: tuple[int, ...]
     rows: Float[Array, "rows features"]
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]
 
     __repr__ = printed
 

@@ -295,7 +295,7 @@ def test_one_permutation_is_for_all_copies(monkeypatch):
         (lambda: rewrites.permute(group, each[:2])(model), "one for each of the 3 copies"),
         (lambda: rewrites.permute(group, each[None]), r"\[neurons\] or \[copies, neurons\]"),
         (lambda: rewrites.permute(group, np.zeros((3, HIDDEN), int)), "once"),
-        (lambda: rewrites.scale(group, np.ones((2, HIDDEN)))(model), r"that for each copy \(3\)"),
+        (lambda: rewrites.scale(group, np.ones((2, HIDDEN)))(model), "one for each of the 3 copies"),
     ):
         with pytest.raises(ValueError, match=wanted):
             make()

@@ -78,17 +78,6 @@ def test_a_rewrite_of_the_network_approaches_either_end(end, networks, interval)
     assert abs(float(linear_cka(outputs["features"], y)) - found.measured) > 1e-3
 
 
-def test_neurons_without_use_show_a_ten_thousandth_of_the_longest(networks, interval):
-    """To the nearest power of two, which rounds nothing."""
-    found, (group, _) = interval, networks[1]
-    factors = np.asarray(found.rewrite(group, end="high").arrays[0], np.float64)
-    unused = (found.high_weights == 0) & ~found.constant
-    sizes = np.log2(factors * np.where(found.constant, 0.5, found.lengths))
-    assert unused.sum() > 5
-    np.testing.assert_array_equal(np.log2(factors[unused]) % 1, 0)
-    np.testing.assert_allclose((sizes[unused] - sizes[~unused].max()).mean(), np.log2(1e-4), atol=0.3)
-
-
 def test_many_neurons_of_few_directions_have_the_ends_of_these():
     """Their Gram matrix is singular but for rounding. Other neurons open the interval."""
     rng = np.random.default_rng(4)
@@ -240,11 +229,7 @@ def test_the_networks_have_these_values(measure, options, networks):
 
 
 def test_known_bounds():
-    """Orthonormal neurons; the other network has the first of them, and one of its own."""
     q = orthonormal(40, 3)
-    found = similarity_bounds(q[:, :2], q[:, [0, 2]], key=KEY)
-    np.testing.assert_allclose(found.measured, 0.5, rtol=1e-5)
-    np.testing.assert_allclose([found.low, found.high], [0, 1], atol=1e-3)
     # Of lengths (c, d) against factors (a, b): (ac + bd) / sqrt((a^2 + b^2) (c^2 + d^2)).
     found = similarity_bounds(q[:, :2], q[:, :2] * np.array([3.0, 4.0]), angular_similarity, free="x", key=KEY)
     np.testing.assert_allclose(found.measured, 7 / 5 / np.sqrt(2), rtol=1e-5)
@@ -267,15 +252,6 @@ def test_no_worse_than_what_is_there():
     found = similarity_bounds(x, x, lambda a, b: rsa(a, b, comparison="spearman"), key=KEY, num_steps=3)
     np.testing.assert_allclose([found.measured, found.high], 1, rtol=1e-6)
     assert found.low < 0.9
-
-
-def test_bounds_print_a_line(networks):
-    *_, x, y = networks
-    found = jax.vmap(lambda x: similarity_bounds(x, y, key=KEY, num_starts=4, num_steps=0))(jnp.stack([x, 2 * x]))
-    one = jax.tree.map(lambda leaf: leaf[0], found)
-    np.testing.assert_allclose(found.low, jnp.stack([one.low] * 2), atol=1e-3)
-    assert repr(one).startswith(f"Bounds(measured={float(one.measured):.6f}")
-    assert "low_factors=(f32[24], f32[24])" in repr(one)
 
 
 def test_wrong_use_of_bounds():

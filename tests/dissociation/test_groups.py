@@ -9,7 +9,6 @@ from zoo import ZOO, one
 
 from dissociation.models import CNN, MLP, BilinearNetwork, ResNet, Transformer, representations
 from dissociation.models._program import layer_of
-from dissociation.rewrites import _groups as groups
 from dissociation.rewrites import group_report, layer_inputs, neuron_groups
 
 pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
@@ -134,23 +133,6 @@ def test_what_stands_still_says_why():
     assert tilted.frozen[".layers[0].weight[0]"] == "a constant differs along it"
     unused = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[0](x))
     assert unused.frozen[".layers[1].weight[1]"] == "the function does not depend on it"
-
-
-def test_stated_groups_come_first():
-    class Own(eqx.Module):
-        mlp: eqx.nn.MLP
-
-        def __call__(self, x):
-            return self.mlp(x)
-
-    model = Own(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)))
-    own = neuron_groups(model, jnp.ones(5))
-
-    @groups.stated_groups.register(Own)
-    def _(model, example):
-        return {"mine": own["mlp.layers[0]"]}
-
-    assert list(neuron_groups(model, jnp.ones(5))) == ["mine"]
 
 
 def test_what_is_no_model_of_the_example_is_refused():

@@ -33,7 +33,6 @@ def test_dimensions_are_exact(samples, features, rank, chunk, monkeypatch):
     wanted = np.zeros(features)
     wanted[: min(samples, features)] = np.linalg.svd(data.astype(float), compute_uv=False)
     np.testing.assert_allclose(spectrum.singular_values, wanted, atol=1e-8)
-    assert spectrum.gap > 1e8 if 0 < rank < features else spectrum.gap == np.inf
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -60,7 +59,6 @@ def test_weak_directions_are_not_null():
     assert null_dimension(data) == (1, 5, 6)
     spectrum = null_spectrum(data)
     np.testing.assert_allclose(spectrum.singular_values[:5], values[:5], rtol=1e-4)
-    assert spectrum.gap > 10
     gram = np.linalg.eigvalsh(data.T @ data)
     assert np.sum(gram > 6 * np.finfo(float).eps * gram.max()) == 4
     # The cut-off can be asked for.
@@ -80,8 +78,7 @@ def images():
 
 
 def test_noise_lies_in_the_null_space_and_has_the_scale(images, key):
-    basis = null_spectrum(images).basis
-    assert len(basis) == 49
+    basis = null_spectrum(images).basis.reshape(49, 64)
     w_in, traces = jnp.zeros((500, 64)), []
 
     @jax.jit
@@ -93,9 +90,9 @@ def test_noise_lies_in_the_null_space_and_has_the_scale(images, key):
     assert len(traces) == 1
     np.testing.assert_array_equal(nothing, 0)
     np.testing.assert_allclose(10 * noise, more, atol=1e-4)
-    np.testing.assert_array_equal(perturb_in_null_space(w_in, np.zeros((0, 8, 8)), 1.0, key=key), w_in)
-    coefficients = noise @ basis.reshape(49, 64).T
-    np.testing.assert_allclose(coefficients @ basis.reshape(49, 64), noise, atol=1e-6)
+    np.testing.assert_array_equal(perturb_in_null_space(w_in, np.zeros((0, 64)), 1.0, key=key), w_in)
+    coefficients = noise @ basis.T
+    np.testing.assert_allclose(coefficients @ basis, noise, atol=1e-6)
     size = coefficients.size
     assert abs(coefficients.mean()) < 4 * 0.3 / np.sqrt(size)
     assert abs(coefficients.var() / 0.09 - 1) < 4 * np.sqrt(2 / size)
@@ -105,7 +102,7 @@ def test_noise_lies_in_the_null_space_and_has_the_scale(images, key):
 
 
 def moved(model, basis, key):
-    return null_perturb(NullSpace(".layers[0].weight", 0, (1,), basis.reshape(len(basis), -1)), 0.1, key=key)(model)
+    return null_perturb(NullSpace(".layers[0].weight", (1,), 2, basis.reshape(len(basis), -1)), 0.1, key=key)(model)
 
 
 def test_noise_does_not_depend_on_the_basis_that_lapack_returns(images, key, monkeypatch):
@@ -124,7 +121,7 @@ def test_noise_does_not_depend_on_the_basis_that_lapack_returns(images, key, mon
     bases.append(np.concatenate([bases[1], np.zeros((3, 8, 8))]))  # as bases of several members are padded
     model = eqx.nn.MLP(64, 4, 5, 1, key=key)
     weights = [moved(model, jnp.asarray(basis), key).layers[0].weight for basis in bases[:2]]
-    weights.append(jax.jit(perturb_in_null_space)(model.layers[0].weight, bases[2], 0.1, key=key))
+    weights.append(jax.jit(perturb_in_null_space)(model.layers[0].weight, bases[2].reshape(-1, 64), 0.1, key=key))
     assert np.abs(bases[1] - bases[0]).max() > 0.1
     assert np.abs(weights[0] - model.layers[0].weight).max() > 0.1
     for other in weights[1:]:
@@ -141,18 +138,11 @@ def test_a_singular_value_at_the_cut_is_kept_whatever_its_rounding():
                 assert null_spectrum(data, ratio).rank == rank
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_noise_refuses(images, key):
-    basis, w_in = null_spectrum(images).basis, jnp.ones((3, 64))
-    for weights, directions, scale, words in (
-        (w_in[:, 1:], basis, 0.1, "`basis` must have as many inputs as `w_in`"),
-        (w_in, basis, -0.1, "`scale` must be non-negative"),
-        (w_in, 2 * basis, 0.1, "`basis` must hold orthonormal directions, got inner products"),
-        (w_in, np.concatenate([basis, basis[:1]]), 0.1, "`basis` must hold orthonormal directions, got inner products"),
-        (w_in, basis * np.nan, 0.1, "`basis` must hold orthonormal directions, got inner products"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            perturb_in_null_space(weights, directions, scale, key=key)
+def test_noise_refuses_directions_that_are_not_orthonormal(images, key):
+    basis = null_spectrum(images).basis.reshape(49, 64)
+    for directions in (2 * basis, np.concatenate([basis, basis[:1]]), basis * np.nan):
+        with pytest.raises(ValueError, match="`basis` must hold orthonormal directions, got inner products"):
+            perturb_in_null_space(jnp.ones((3, 64)), directions, 0.1, key=key)
 
 
 def test_the_null_space_does_not_depend_on_units():
@@ -178,7 +168,6 @@ def test_mnist(key):
     both = np.concatenate([train, test])
     spectrum = null_spectrum(both)
     assert (len(spectrum.basis), spectrum.rank) == (71, 713)
-    assert spectrum.gap > 1e5
     model = eqx.nn.MLP(784, 10, 1024, 1, use_bias=False, key=key)
     certificate = eqx.filter_jit(certify)(model, moved(model, spectrum.basis, key), both[::10])
     assert bool(certificate.kept(1e-4)), certificate
