@@ -15,7 +15,7 @@ from dissociation._core.keys import typed
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
-from dissociation.rewrites._freedom import ENDS, scale_activity
+from dissociation.rewrites._freedom import at_end, scale_activity
 from dissociation.rewrites._groups import NeuronGroup
 from dissociation.rewrites._rewrites import Rewrite
 from dissociation.similarity._base import in_common_dtype
@@ -61,10 +61,8 @@ class Bounds(NamedTuple):
         Raises:
             ValueError: If the group is not homogeneous of a positive degree in one way.
         """
-        check_choice("end", end, ENDS)
         check_choice("side", side, SIDES)
-        both = self.low_factors if end == "low" else self.high_factors
-        return scale_activity(group, both[SIDES.index(side)])
+        return scale_activity(group, at_end(end, self.low_factors, self.high_factors)[SIDES.index(side)])
 
 
 @validated(finite=("x", "y"))

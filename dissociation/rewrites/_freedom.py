@@ -51,15 +51,19 @@ class Freedom(NamedTuple):
         Raises:
             ValueError: If `end` is unknown, or the group does not have one scaling, of positive degree.
         """
-        check_choice("end", end, ENDS)
-        factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)
         lengths = np.where(self.constant, 1.0, self.lengths)
-        wanted = factors * lengths
+        wanted = np.sqrt(at_end(end, self.low_weights, self.high_weights)) * lengths
         # A rewrite needs positive factors, also for unused neurons.
         factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
         # At the low end one neuron outgrows the others, whatever their exact factors.
         free = (wanted == 0) if end == "high" else np.ones(len(wanted), bool)
         return scale_activity(group, np.where(self.constant, 1.0, factors), free)
+
+
+def at_end(end: str, low: Any, high: Any) -> Any:
+    """Return `low` or `high` for an end; raise if there is no such end."""
+    check_choice("end", end, ENDS)
+    return low if end == "low" else high
 
 
 def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Rewrite:
@@ -146,16 +150,13 @@ class LinearFreedom(NamedTuple):
         Raises:
             ValueError: If `end` is unknown, or the neurons are not linear.
         """
-        check_choice("end", end, ENDS)
-        return rotate(group, self.low_matrix if end == "low" else self.high_matrix)
+        return rotate(group, at_end(end, self.low_matrix, self.high_matrix))
 
 
 @validated
 def linear_cka_freedom(
     x: Float[Array | np.ndarray, "samples neurons"],
     reference: Float[Array | np.ndarray, "samples features"],
-    *,
-    smallest: float = 5e-3,
 ) -> LinearFreedom:
     """Return the attainable range of linear CKA with a reference over all invertible maps of linear neurons.
 
@@ -165,13 +166,12 @@ def linear_cka_freedom(
         least eigenvalue of A / |K0| <= CKA <= |A| / |K0|.
 
     With network inputs as `x`, the range holds for all linear networks of one function whose hidden layer is at least
-    as wide as the rank of the inputs. Computed on the host in float64.
+    as wide as the rank of the inputs. Unused directions at an end have lengths of 5e-3: ends are missed by about its
+    square, and rounding of the function grows as its inverse. Computed on the host in float64.
 
     Args:
         x: The representation.
         reference: Another representation of the same samples, not mapped.
-        smallest: Factor of unused directions at an end, 0 to 1. Ends are missed by about its square; rounding of the
-            function grows as its inverse.
 
     Raises:
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
@@ -179,8 +179,6 @@ def linear_cka_freedom(
     References:
         Braun, Grant and Saxe (2025), on which representations linear networks of one function may have.
     """
-    if not 0 < smallest <= 1:
-        fail("smallest", "be more than 0 and at most 1", smallest)
     (columns, _, _), (other, _, _) = _centred("x", x), _centred("reference", reference)
     basis, sizes, rows = np.linalg.svd(columns, full_matrices=False)
     rank = int((sizes > sizes[0] * max(columns.shape) * np.finfo(x.dtype).eps).sum())
@@ -195,7 +193,7 @@ def linear_cka_freedom(
 
     def matrix(lengths: np.ndarray) -> np.ndarray:
         """Return M that gives the directions `vectors` these lengths and is the identity on all others."""
-        whitened = vectors * np.maximum(lengths, smallest) @ vectors.T @ (rows / sizes[:, None]) * np.median(sizes)
+        whitened = vectors * np.maximum(lengths, 5e-3) @ vectors.T @ (rows / sizes[:, None]) * np.median(sizes)
         return rows.T @ whitened + np.eye(rows.shape[1]) - rows.T @ rows
 
     return LinearFreedom(

@@ -99,29 +99,6 @@ def test_defaults_of_the_four_functions(models):
     np.testing.assert_allclose(inputs @ pairs[53][0][50:].T, pattern, atol=1e-3)
 
 
-def test_nested_maps_over_scales_and_models(models, small):
-    scales = jnp.logspace(-1, 1, 5)
-    images, labels = jnp.asarray(small.test_images), jnp.asarray(small.test_labels).argmax(1)
-
-    @partial(bmap, in_axes=(None, 0, None), batch_size=2)
-    def error(model, scale, key):
-        noisy = images + scale * jax.random.normal(key, images.shape)
-
-        @partial(bmap, in_axes=(None, 0, None), batch_size=16)
-        def wrong(model, image, label_offset):
-            return model(image).argmax() + label_offset
-
-        return (wrong(model, noisy, 0) != labels).mean()
-
-    key = jax.random.PRNGKey(3)
-    found = eqx.filter_vmap(lambda model: error(model, scales, key), in_axes=(eqx.if_array(0),))(models)
-    assert found.shape == (2, 5)
-    for i, scale in enumerate(scales):
-        noisy = images + scale * jax.random.normal(key, images.shape)
-        expected = (outputs(models, noisy).argmax(2) != labels[None, :]).mean(1)
-        np.testing.assert_allclose(found[:, i], expected, atol=2 / IMAGES)
-
-
 @pytest.mark.slow
 def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch):
     """Features through `model.layers` and `model.activation`, probed for several sample counts under filter_vmap."""
