@@ -90,13 +90,10 @@ def _pad(flow: Flow, step: Step) -> list[Value]:
             continue
         middle = flow.even(len(there)) if axis is None else flow.atoms.taken(axis, there)
         gaps = np.setdiff1d(np.arange(whole), place[there])
-        if interior:
-            parts = (middle, flow.atoms.new(len(gaps), "padding"))[: 2 if len(gaps) else 1]
-            axes.append(Order(Sum(parts), np.argsort(np.concatenate([place[there], gaps]))))
-        else:
-            ends = [int((gaps < place[there[0]]).sum()), int((gaps > place[there[-1]]).sum())]
-            first, last = (flow.atoms.new(n, "padding") for n in ends)
-            axes.append(Sum((first,) * (ends[0] > 0) + (middle,) + (last,) * (ends[1] > 0)))
+        first, last = place[there[[0, -1]]]
+        places = [gaps[gaps < first], place[there], gaps[(gaps > first) & (gaps < last)], gaps[gaps > last]]
+        parts = [middle if k == 1 else flow.atoms.new(len(own), "padding") for k, own in enumerate(places) if len(own)]
+        axes.append(flow.atoms.resolve(Order(Sum(tuple(parts)), np.argsort(np.concatenate(places)))))
     return [Value(step.shapes[0], axes, value.zero and filler.zero)]
 
 
