@@ -190,13 +190,10 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
         fail("scaling", f"be one of the {len(group.scalings)} scalings of {group.name}", scaling)
     check_positive("factor", factor)
-    # A factor may overflow float32: the check after the conversion finds it.
+    # A factor may overflow float32: the check of its powers finds it.
     with np.errstate(over="ignore"):
         factor = jnp.asarray(factor, float)
-    check_positive("factor", factor)  # also in the precision of the computation
     exponents = group.scaling if scaling is None else group.scalings[scaling]
-    for exponent in set(map(float, exponents)):
-        _check_power(factor, exponent, factor.dtype)
     return Rewrite(_scaled, (group, tuple(map(float, exponents))), (factor,))
 
 
@@ -205,7 +202,8 @@ def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
     if is_traced(factor):
         return
     limits = jnp.finfo(dtype)
-    powers = exponent * np.log2(np.asarray(factor, np.float64))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        powers = exponent * np.log2(np.asarray(factor, np.float64))
     if not ((powers >= limits.minexp) & (powers < limits.maxexp)).all():
         fail("factor", f"have a power {exponent:g} that {limits.dtype} holds", np.asarray(factor))
 
