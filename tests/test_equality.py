@@ -22,13 +22,13 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
         "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
         "koopman/datasets/_exact.py:conjugate_order "
-        "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
+        "similarity/_dissimilarity.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
         "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams _core/frames.py:_check_steps",
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
-        "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
+        "figures/_eigenvector_measures.py:intervals similarity/_inference.py:moment_p_values "
         "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "

@@ -305,7 +305,7 @@ MAY_DEPEND_ON_ORDER = {
 """Functions of samples without a key whose result depends on the order of these: name -> why."""
 QUICK = re.compile(
     r"dissociation\.(measures\._(collapse|crossing|hsic|nearest|smoothed|coordinates)"
-    r"|similarity\._(kernels|shapes|neighbourhoods))"
+    r"|similarity\._(kernels|shapes))"
 )
 BY_ORDER = [pytest.param(*row.values, id=row.id, marks=() if QUICK.match(row.id) else pytest.mark.slow) for row in ROWS]
 

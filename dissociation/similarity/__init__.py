@@ -16,8 +16,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from dissociation.similarity._base import Measure
-    from dissociation.similarity._canonical import cca, cca_squared, gulp_distance, pwcca, svcca
-    from dissociation.similarity._dissimilarity import compare_rdms, crossnobis_rdm, crossnobis_rsa, rdm, rsa
+    from dissociation.similarity._dissimilarity import (
+        compare_rdms,
+        crossnobis_rdm,
+        crossnobis_rsa,
+        knn_jaccard,
+        mutual_knn,
+        rdm,
+        rsa,
+    )
     from dissociation.similarity._embedding import classical_mds, smacof
     from dissociation.similarity._functional import disagreement, jensen_shannon, min_max_disagreement
     from dissociation.similarity._inference import (
@@ -36,14 +43,18 @@ if TYPE_CHECKING:
     )
     from dissociation.similarity._matching import hard_matching, soft_matching
     from dissociation.similarity._measures import MEASURES, custom_measure
-    from dissociation.similarity._neighbourhoods import knn_jaccard, mutual_knn
     from dissociation.similarity._pairs import Similarities, compare, pairwise
     from dissociation.similarity._predictivity import linear_predictivity, predictivity_path
     from dissociation.similarity._shapes import (
         angular_distance,
         angular_similarity,
+        cca,
+        cca_squared,
+        gulp_distance,
         partial_whitening_distance,
         procrustes_distance,
+        pwcca,
+        svcca,
     )
     from dissociation.similarity._streaming import (
         baseline_from_moments,

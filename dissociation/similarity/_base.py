@@ -55,16 +55,19 @@ class Form(NamedTuple):
     # of the null are known.
     gram: Callable[[Array], Prepared] | None = None
     half: Callable[[Array], Prepared] | None = None  # `gram` from about half of its entries
-    minimum: int = 1  # samples
+    minimum: int = 2  # samples
     narrow: bool = False  # True if it inverts covariances, which takes more samples than features
+    cut: str = ""  # "scaled" if it cuts the rank of columns of one size, "plain" if of columns as they are
+    sides: str = "xy"  # representations that must be narrow, and whose ranks are cut
 
 
 def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
     """Return the form over features, or the form over samples if it exists and takes fewer multiplications."""
+    form = form._replace(narrow=False, cut="")  # programs do not depend on them
     p, q = max(p, q), min(p, q)
     if form.gram is None or n * (items * p + pairs) >= p * (items * p + pairs * q):
         return form
-    return Form(form.half or form.gram, inner, inner_mean, form.gram)
+    return form._replace(prepare=form.half or form.gram, compare=inner, expected=inner_mean)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,6 @@ class Measure:
     """Measure of similarity and its properties.
 
     Attributes:
-        name: Key in `MEASURES`.
         function: Function f(x, y, **options) of two representations.
         form: Preparation and comparison, or a function of options that returns them.
         equation: Formula of the centred features Xc and K = X X^T.
@@ -85,28 +87,23 @@ class Measure:
         identical: Value for two equal representations. Tied neighbours, or constant neurons in matchings, lower it.
         cost: Leading orders of multiplications of one pair.
         reference: Source.
-        minimum: Smallest number of samples.
-        narrow: If True, the measure needs more samples than features.
         same_width: If True, both representations have the same number of features, the classes.
         repeats: Number of blocks of rows that repeat the same conditions.
         population: If True, the measure converges as 1 / n with the number n of samples.
         host: If True, one step runs in SciPy on the host and has no derivative.
     """
 
-    name: str
     function: Callable[..., Array]
     form: Form | Callable[..., Form]
-    equation: str
-    invariances: str
-    range: tuple[float, float]
-    identical: float
-    cost: str
-    reference: str
+    equation: str = ""
+    invariances: str = ""
+    cost: str = ""
+    reference: str = ""
+    range: tuple[float, float] = (0.0, 1.0)
+    identical: float = 1.0
     metric: bool = False
     symmetric: bool = True
     invariances_of_y: str | None = None
-    minimum: int = 2
-    narrow: bool = False
     same_width: bool = False
     repeats: int = 1
     # False for measures of k neighbours, because neighbourhoods shrink as n grows, and for sums over samples, because
@@ -115,28 +112,51 @@ class Measure:
     host: bool = False
 
     @property
+    def name(self) -> str:
+        """Return the name of the function, the key in `MEASURES`."""
+        return getattr(self.function, "__name__", "measure")
+
+    @property
     def larger_is_closer(self) -> bool:
         """Return True for a similarity, False for a distance."""
         return self.identical == self.range[1]
+
+    @property
+    def minimum(self) -> int:
+        """Return the smallest number of samples, with default options."""
+        return self.with_options().minimum
+
+    @property
+    def narrow(self) -> bool:
+        """Return True if the measure needs more samples than features, with default options."""
+        return self.with_options().narrow
+
+    def with_options(self, **options: Any) -> Form:
+        """Return the form of the measure with options."""
+        if not isinstance(self.form, Form):
+            return self.form(**options)
+        for name in options:
+            raise TypeError(f"`{name}` is no option: {self.name} has no options.")
+        return self.form
 
     def __call__(self, x: Any, y: Any, **options: Any) -> Array:
         """Return the measure of two representations."""
         return self.function(x, y, **options)
 
 
-def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
+def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     """Return a measure of two representations after checks."""
-    check_samples("x", x.shape[0], minimum)
-    refuse_vanishing("x", x)
-    refuse_vanishing("y", y)
-    if form.narrow:
-        refuse_wide(x, y)
-        warn_dropped(x=x, y=y)
+    both = {"x": x, "y": y}
+    for name, array in both.items():
+        refuse_vanishing(name, array)
+    for name in form.sides:
+        check_size(form, name, *both[name].shape)
+        warn_dropped(form, name, both[name])
     value = compared(of_sizes(form, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
-        refuse_constant("x", x)
-        refuse_constant("y", y)
+        for name, array in both.items():
+            refuse_constant(name, array)
     return value
 
 
@@ -162,10 +182,13 @@ def in_common_dtype(*arrays: Any) -> list[Array]:
     return [array.astype(kind) for array in arrays]
 
 
-def check_samples(name: str, number: int, minimum: int) -> None:
-    """Raise unless there are enough samples."""
-    if number < minimum:
-        fail(name, f"have at least {minimum} samples", f"{number}")
+def check_size(form: Form, name: str, number: int, width: int, left: str = "") -> None:
+    """Raise unless there are enough samples, and not too many features for a form that needs more samples."""
+    if number < form.minimum:
+        fail(name, f"have at least {form.minimum} samples", f"{number}{left}")
+    if form.narrow and width >= number - 1:
+        advice = "As many features as samples span all of them. Reduce the features (`svcca`)"
+        fail(name, "have fewer features than samples less one", f"{width} features of {number} samples{left}", advice)
 
 
 def refuse_constant(name: str, x: Any) -> None:
@@ -181,15 +204,6 @@ def refuse_vanishing(name: str, x: Any) -> None:
     least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
     if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
         fail(name, f"have an entry of at least {least:.2g}", f"{largest:.2g} at most", "Multiply it by a number")
-
-
-def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
-    """Raise a `ValueError` unless both have more samples than features after centring."""
-    for name, array in (("x", x), ("y", y)):
-        number, width = array.shape
-        if width >= number - 1:
-            advice = "As many samples as features span all: every correlation would be 1. Reduce the features (`svcca`)"
-            fail(name, "have fewer features than samples less one", f"shape {tuple(array.shape)}", advice)
 
 
 def scaled(x: Array) -> tuple[Array, Array]:
@@ -211,18 +225,18 @@ def column_sizes(x: Array) -> Array:
     return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
 
 
-def warn_dropped(*, level: bool = True, **features: Any) -> None:
-    """Warn of directions that a rank cut drops although they exceed rounding. `level` scales columns to one size."""
-    for name, x in features.items():
-        if is_traced(x):
-            continue
-        with jax.ensure_compile_time_eval():  # known features may be used under a trace
-            count = int(_num_dropped(jnp.asarray(x), level))
-        if count:
-            warn(
-                f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
-                "kept: they count as absent. Float64 keeps smaller ones."
-            )
+def warn_dropped(form: Form, name: str, x: Any) -> None:
+    """Warn of directions that a form's rank cut drops although they exceed rounding."""
+    level = form.cut == "scaled"
+    if not form.cut or is_traced(x) or (level and x.shape[1] >= x.shape[0] - 1):
+        return
+    with jax.ensure_compile_time_eval():  # known features may be used under a trace
+        count = int(_num_dropped(jnp.asarray(x), level))
+    if count:
+        warn(
+            f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
+            "kept: they count as absent. Float64 keeps smaller ones."
+        )
 
 
 @partial(jax.jit, static_argnames="level")

@@ -1,4 +1,4 @@
-"""Representational similarity analysis: dissimilarity matrices of samples (RDMs) and their agreement."""
+"""Agreement of dissimilarities of samples (RDMs) and of their nearest neighbours."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, fail
+from dissociation._core.checks import check_choice, check_count, fail
 from dissociation._core.distances import cosine_distances_with_size, median, root, squared_distances_with_size
 from dissociation._core.linalg import centre, product, psd_power
-from dissociation._core.ties import ranks, snapped
+from dissociation._core.ties import ROUNDINGS, ranks, snapped
 from dissociation._core.validation import validated
 from dissociation.similarity import _base as base
 from dissociation.similarity._base import Features, Form, OtherFeatures, Prepared, Score
@@ -106,12 +106,13 @@ def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
 
 def rsa_form(*, rdm: str = "euclidean", comparison: str = "pearson") -> Form:
     check_choice("rdm", rdm, RDMS)
-    return _compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison)
+    return _compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison, minimum=3)
 
 
-def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Form:
+def _compared(prepare: Callable[[Array], Prepared], comparison: str, minimum: int = 2) -> Form:
     check_choice("comparison", comparison, COMPARISONS)
-    return Form(prepare, _kendall) if comparison == "kendall" else Form(prepare, base.inner, base.inner_mean)
+    form = Form(prepare, base.inner, base.inner_mean, minimum=minimum)
+    return form._replace(compare=_kendall, expected=None) if comparison == "kendall" else form
 
 
 @validated(finite=("x",))
@@ -138,7 +139,8 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
         Array([5., 8., 5.], dtype=float32)
     """
     check_choice("kind", kind, RDMS)
-    base.check_samples("x", x.shape[0], 2)
+    if x.shape[0] < 2:
+        fail("x", "have at least 2 samples", x.shape[0])
     x, scale = base.scaled(base.in_common_dtype(x)[0])
     pairs = entries(_with_size(x, kind)[0])
     if kind in ("cosine", "correlation"):
@@ -199,7 +201,7 @@ def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: st
     References:
         Kriegeskorte et al. (2008); Nili et al. (2014).
     """
-    return base.evaluate(rsa_form(rdm=rdm, comparison=comparison), x, y, minimum=3)
+    return base.evaluate(rsa_form(rdm=rdm, comparison=comparison), x, y)
 
 
 @validated(finite=("a", "b", "noise_covariance"))
@@ -224,7 +226,8 @@ def crossnobis_rdm(
     References:
         Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern analysis.
     """
-    base.check_samples("a", a.shape[0], 2)
+    if a.shape[0] < 2:
+        fail("a", "have at least 2 samples", a.shape[0])
     a, b = base.in_common_dtype(a, b)
     if noise_covariance is not None:
         a, b = centre(a), product(centre(b), psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
@@ -250,7 +253,7 @@ def _crossed_halves(x: Array, comparison: str) -> Prepared:
 
 
 def crossnobis_rsa_form(*, comparison: str = "cosine") -> Form:
-    return _compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison)
+    return _compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison, minimum=6)
 
 
 @validated(finite=("x", "y"))
@@ -275,4 +278,81 @@ def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine")
     """
     if x.shape[0] % 2:
         fail("x", "have an even number of rows, two measurements of all conditions", x.shape[0])
-    return base.evaluate(crossnobis_rsa_form(comparison=comparison), x, y, minimum=6)
+    return base.evaluate(crossnobis_rsa_form(comparison=comparison), x, y)
+
+
+def memberships(x: Array, num_neighbours: int) -> Array:
+    """Return the memberships of samples j among the k nearest of i, [n, n]. Ties share the last places in fractions."""
+    number = x.shape[0]
+    distances, size = cosine_distances_with_size(x, by_order=True)
+    rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
+    # A sample is not a neighbour of itself.
+    distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
+    last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
+    above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding
+    # Ties broken by the order of samples would agree in both representations.
+    share = (num_neighbours - jnp.sum(above, 1, keepdims=True)) / jnp.sum(tied, 1, keepdims=True)
+    return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
+
+
+def _unit_memberships(x: Array, num_neighbours: int) -> Prepared:
+    number = jnp.asarray(x.shape[0], x.dtype)
+    entries = memberships(x, num_neighbours) / jnp.sqrt(number * num_neighbours)
+    return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
+
+
+def _jaccard(a: Array, b: Array) -> Array:
+    common = jnp.sum(a * b, 1)
+    return jnp.mean(common / (jnp.sum(a, 1) + jnp.sum(b, 1) - common))
+
+
+def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    return Form(eqx.Partial(_unit_memberships, num_neighbours=count), base.inner, base.inner_mean, minimum=count + 1)
+
+
+def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    return Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1)
+
+
+@validated(finite=("x", "y"))
+def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
+    """Return the mean fraction of common samples among the k nearest neighbours; by chance k / (n - 1).
+
+    Args:
+        x: Features, [n, p].
+        y: Features, [n, q].
+        num_neighbours: Neighbours k, below n, by the cosine of rows about the origin, without the sample
+            itself. Samples at equal cosines share the last places.
+
+    Returns:
+        Similarity from 0 to 1; below 1 for x with itself if rows are tied, as rows of zeros are. Its derivative is
+        zero.
+
+    Raises:
+        ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
+
+    References:
+        Huh, Cheung, Wang and Isola (2024), The platonic representation hypothesis, appendix A.
+    """
+    return base.evaluate(mutual_knn_form(num_neighbours=num_neighbours), x, y)
+
+
+@validated(finite=("x", "y"))
+def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
+    """Return the mean Jaccard index |A & B| / |A | B| of the sets of k nearest neighbours.
+
+    Args:
+        x: Features, [n, p].
+        y: Features, [n, q].
+        num_neighbours: Neighbours k, below n, as in `mutual_knn`.
+
+    Returns:
+        Similarity from 0 to 1, as for `mutual_knn`.
+
+    References:
+        Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of network embedding;
+        Klabunde et al. (2024), ReSi: a comprehensive benchmark for representational similarity measures.
+    """
+    return base.evaluate(knn_jaccard_form(num_neighbours=num_neighbours), x, y)

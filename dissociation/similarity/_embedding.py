@@ -83,9 +83,6 @@ def smacof(
     Returns:
         The points.
 
-    Raises:
-        ValueError: As `classical_mds`, or if an option is out of range.
-
     References:
         De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and Groenen (2005), chapter
         8.
@@ -125,16 +122,14 @@ def _classical(distances: Array, num_dims: int) -> Array:
     return vectors[:, ::-1][:, :num_dims] * jnp.sqrt(leading)[None] + undefined
 
 
-def _apart(points: Array) -> Array:
-    return root(jnp.sum((points[:, None] - points[None]) ** 2, -1))
-
-
 @jax.jit
 def _embedded(distances: Array, starts: Array, unit: Array, rtol: Array | float, max_steps: Array | int) -> Embedding:
     """Return the best points from all starts, in the unit of the caller's distances."""
 
-    def stress(points: Array) -> Array:
-        return 0.5 * jnp.sum((distances - _apart(points)) ** 2)
+    def spread(points: Array) -> tuple[Array, Array]:
+        """Return distances and the stress."""
+        apart = root(jnp.sum((points[:, None] - points[None]) ** 2, -1))
+        return apart, 0.5 * jnp.sum((distances - apart) ** 2)
 
     def goes_on(carry: tuple[Array, ...]) -> Array:
         count, _, before, now = carry
@@ -142,18 +137,18 @@ def _embedded(distances: Array, starts: Array, unit: Array, rtol: Array | float,
 
     def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         count, points, _, now = carry
-        apart = _apart(points)
+        apart, _ = spread(points)
         # Points that coincide pull in no direction.
         ratio = jnp.where(apart > 0, distances / jnp.where(apart > 0, apart, 1.0), 0.0)
         points = (jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)) / distances.shape[0]
-        return count + 1, points, now, stress(points)
+        return count + 1, points, now, spread(points)[1]
 
     def run(points: Array) -> tuple[Array, ...]:
-        now = stress(points)
+        now = spread(points)[1]
         return jax.lax.while_loop(goes_on, step, (jnp.zeros((), int), points, jnp.full_like(now, jnp.inf), now))
 
     counts, points, _, stresses = jax.lax.map(run, starts)
     best = jnp.argmin(stresses)
     points = points[best] - jnp.mean(points[best], 0)[None]
-    least = stress(points)
+    least = spread(points)[1]
     return Embedding(points * unit, least * unit * unit, jnp.sqrt(least / (0.5 * jnp.sum(distances**2))), counts[best])

@@ -29,9 +29,9 @@ def _divergence(a: Array, b: Array) -> Array:
     return jnp.maximum(jnp.mean(0.5 * (half(a) + half(b))), 0.0)
 
 
-DISAGREEMENT = Form(_predictions, _agreement, lambda a, b: 1 - jnp.sum(a.mean * b.mean))
+DISAGREEMENT = Form(_predictions, _agreement, lambda a, b: 1 - jnp.sum(a.mean * b.mean), minimum=1)
 
-JENSEN_SHANNON = Form(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence)
+JENSEN_SHANNON = Form(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence, minimum=1)
 
 
 @validated(finite=("x", "y"))
@@ -52,7 +52,7 @@ def disagreement(x: Logits, y: Logits) -> Score:
         Madani, Pennock and Flake (2004), Co-validation: using model disagreement on unlabeled data to validate
         classification algorithms.
     """
-    return evaluate(DISAGREEMENT, x, y, minimum=1)
+    return evaluate(DISAGREEMENT, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -74,7 +74,7 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
     References:
         Lin (1991), Divergence measures based on the Shannon entropy, eq. 4.1.
     """
-    return evaluate(JENSEN_SHANNON, x, y, minimum=1)
+    return evaluate(JENSEN_SHANNON, x, y)
 
 
 @validated(finite=("x", "y"))

@@ -1,5 +1,7 @@
-"""Jackknife intervals over samples, permutation tests, and calibrated scores of similarities."""
+"""Jackknife intervals over samples, tests by permutations or the moments of the null, and calibrated scores."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,15 +12,16 @@ from jaxtyping import Array, Float
 from scipy import stats
 
 from dissociation._core.checks import check_choice, check_count, check_level, fail
+from dissociation._core.linalg import product
 from dissociation._core.results import Result, printed
 from dissociation._core.splits import folds
 from dissociation._core.ties import ROUNDINGS
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Features, Measure, OtherFeatures, in_common_dtype
-from dissociation.similarity._items import Items, check_fit, check_sets
-from dissociation.similarity._measures import as_measure, form_of
-from dissociation.similarity._tables import Job
+from dissociation.similarity._base import Features, Measure, OtherFeatures, Prepared, in_common_dtype
+from dissociation.similarity._items import Items, as_items, check_fit, check_sets
+from dissociation.similarity._measures import as_measure
+from dissociation.similarity._tables import tables
 from dissociation.training._progress import MeterFactory
 
 BLOCKS = ("shuffled", "contiguous")
@@ -26,6 +29,14 @@ BLOCKS = ("shuffled", "contiguous")
 
 CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's correction, Benjamini and Hochberg's, Benjamini and Yekutieli's, or none."""
+
+
+# The cost of moments is the cube of the number of samples.
+FEWEST, MOST = 6, 4096
+"""Limits of the number of samples for tests by moments."""
+
+LEAST_P_VALUE = 1e-16
+"""Smallest p-value from moments. Smaller ones are set to it and printed as "< 1e-16"."""
 
 
 class Interval(NamedTuple):
@@ -170,7 +181,7 @@ def permutation_test(
     y: OtherFeatures,
     *,
     key: PRNGKey | None = None,
-    num_draws: int | None = 999,
+    num_draws: int = 999,
     level: float = 0.95,
     blocks: str = "shuffled",
     progress: str | MeterFactory | None = "late",
@@ -202,23 +213,20 @@ def permutation_test(
         Phipson and Smyth (2010), Permutation p-values should never be zero.
     """
     known = as_measure(measure)
-    form = form_of(known, options)
+    form = known.with_options(**options)
     check_level(level)
     check_choice("blocks", blocks, BLOCKS)
-    if num_draws is None:
-        advice = "For p-values of CKA from moments call `compare(x, y, measure).p_values`"
-        fail("num_draws", "be a number of orders", "None", advice)
     check_count("num_draws", num_draws, minimum=1)
     if key is None:
         fail("key", "be given", "None", "For instance jax.random.key(0)")
-    arrays = zip(("x", "y"), in_common_dtype(x, y), strict=True)
-    first, second = (Items([("", 0)], [array[None]], [[0]], name=name) for name, array in arrays)
+    read = partial(as_items, members=False, positions=None, channels=None)
+    first, second = read("x", x), read("y", y)
     number = check_sets([first, second], known)
-    check_fit([first, second], known, form, number)
+    check_fit([first, second], form, number)
     orders = random_orders(key, num_draws, number, known.repeats, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(number)[None], orders])
-    values = np.asarray(Job(known, form, first, second).run([("orders", orders)], progress)[0])[:, 0, 0]
+    values = np.asarray(tables(known, form, first, second, [("orders", orders)], progress=progress)[0])[:, 0, 0]
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
@@ -353,3 +361,99 @@ def member_interval(
     left = (total - rows) / ((count - 1) * (count - 2))
     found = jackknife_interval(mean, left, level=level, bounds=bounds, unbias=False)
     return MemberInterval(mean, found.standard_error, found.low, found.high)
+
+
+class Invariants(NamedTuple):
+    """Sums over a symmetric matrix over samples, made traceless."""
+
+    trace: Array | np.ndarray  # before
+    diagonal2: Array | np.ndarray  # of squares of the diagonal
+    all2: Array | np.ndarray  # of squares
+    diagonal3: Array | np.ndarray  # of cubes of the diagonal
+    all3: Array | np.ndarray  # of cubes
+    ends: Array | np.ndarray  # e^T E e, of the matrix E and its diagonal e
+    paths: Array | np.ndarray  # e^T diag(E^2)
+    cycles: Array | np.ndarray  # tr E^3
+
+
+def invariants(matrix: Float[Array, "n n"]) -> Invariants:
+    """Return the sums over a matrix that determine the null's moments."""
+    number = matrix.shape[0]
+    trace = jnp.trace(matrix)
+    # Without a trace the third moment has few terms.
+    matrix = matrix - trace / (number - 1) * (jnp.eye(number, dtype=matrix.dtype) - 1 / number)
+    diagonal, square = jnp.diagonal(matrix), product(matrix, matrix)
+    return Invariants(
+        trace=trace,
+        diagonal2=jnp.sum(diagonal**2),
+        all2=jnp.sum(matrix**2),
+        diagonal3=jnp.sum(diagonal**3),
+        all3=jnp.sum(matrix**3),
+        ends=diagonal @ product(matrix, diagonal[:, None])[:, 0],
+        paths=jnp.sum(diagonal * jnp.diagonal(square)),
+        cycles=jnp.sum(square * matrix),
+    )
+
+
+def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, Any]:
+    """Return mean, variance and third central moment of <A, P B P^T> over permutations P of n > 5.
+
+    Source: Kazi-Aoual et al. (1995).
+    """
+    n = float(number)
+    a, b = (Invariants(*(np.asarray(part, float) for part in one)) for one in (a, b))
+    mean = np.asarray(a.trace * b.trace / (n - 1))
+    loose = [n * (n + 1) * one.diagonal2 - 2 * (n - 1) * one.all2 for one in (a, b)]
+    variance = 2 * a.all2 * b.all2 / ((n + 1) * (n - 2))
+    variance += loose[0] * loose[1] / ((n + 1) * n * (n - 1) * (n - 2) * (n - 3))
+    # At trace zero the published formulas are bilinear in these few terms.
+    weights = {
+        ("diagonal3", "diagonal3"): n**2 * (n + 1) * (n**2 + 15 * n - 4),
+        ("all3", "all3"): 4 * (n**4 - 8 * n**3 + 19 * n**2 - 4 * n - 16),
+        ("ends", "ends"): 6 * (n**4 - 8 * n**3 + 21 * n**2 - 6 * n - 24),
+        ("paths", "paths"): 12 * (n**4 - n**3 - 8 * n**2 + 36 * n - 48),
+        ("cycles", "cycles"): 8 * (n**3 - 9 * n**2 + 26 * n - 22),
+        ("all3", "ends"): 24 * (n**2 - n - 4),
+        ("all3", "paths"): 24 * (n**3 - 3 * n**2 - 2 * n + 8),
+        ("ends", "paths"): 24 * (n**3 - 2 * n**2 - 3 * n + 12),
+        ("all3", "diagonal3"): -4 * n * (n - 1) * (n**2 - n + 4),
+        ("ends", "diagonal3"): -6 * n * (n - 1) * (n**2 - n + 4),
+        ("paths", "diagonal3"): -12 * n * (n - 1) ** 2 * (n + 4),
+        ("cycles", "diagonal3"): 16 * n * (n - 1) * (n - 2),
+        ("cycles", "all3"): -8 * (3 * n**2 - 15 * n + 16),
+        ("cycles", "ends"): -8 * (3 * n**2 - 15 * n + 24),
+        ("cycles", "paths"): -8 * (n - 2) * (3 * n**2 - 15 * n + 24),
+    }
+    third = np.zeros(np.broadcast_shapes(mean.shape))
+    for (one, other), weight in weights.items():
+        third = third + weight * getattr(a, one) * getattr(b, other)
+        if one != other:
+            third = third + weight * getattr(a, other) * getattr(b, one)
+    return mean, variance, third / (n * (n - 1) * (n - 2) * (n - 3) * (n - 4) * (n - 5))
+
+
+@eqx.filter_jit
+def _invariants(gram: Callable[[Array], Prepared], stack: Array) -> Invariants:
+    return jax.lax.map(lambda x: invariants(gram(x).entries), stack)
+
+
+def moment_p_values(values: Any, gram: Callable[[Array], Prepared], sets: Sequence[Items]) -> np.ndarray:
+    """Return p-values of inner products of unit matrices over samples, [items, others], from Pearson's type III law.
+
+    It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated.
+    """
+    values, sums = np.asarray(values, float), []
+    for one in sets:
+        order, found = np.argsort(np.concatenate(one.places)), [_invariants(gram, stack) for stack in one.arrays]
+        sums.append(jax.tree.map(lambda *leaves, order=order: np.concatenate(leaves)[order], *found))
+    a, b = Invariants(*(part[:, None] for part in sums[0])), Invariants(*(part[None] for part in sums[-1]))
+    mean, variance, third = null_moments(a, b, sets[0].arrays[0].shape[1])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spread = np.sqrt(variance)
+        skew = np.clip(third / spread**3, -1e3, 1e3)
+    # If all orders score alike but for rounding, as for samples at equal distances, there is nothing to test.
+    alike = np.isfinite(values) & (spread <= 1e-5 * np.abs(mean))
+    known = np.isfinite(values) & (spread > 0) & ~alike
+    # Three moments do not determine the far tail.
+    tail = np.maximum(stats.pearson3.sf(values, skew, loc=mean, scale=spread), LEAST_P_VALUE)
+    return np.where(known, tail, np.where(alike, 1.0, np.nan))

@@ -10,7 +10,7 @@ from jaxtyping import Array
 from dissociation._core.checks import check_choice, check_finite, check_same_length, fail, fail_kind, is_traced
 from dissociation._core.conversion import holds_arrays, refuse_nested
 from dissociation.models._representations import Layers
-from dissociation.similarity._base import Form, Measure, in_common_dtype, real_numbers, refuse_vanishing
+from dissociation.similarity._base import Form, Measure, check_size, in_common_dtype, real_numbers, refuse_vanishing
 
 POSITIONS = ("samples", "neurons")
 """Positions (pixels, tokens, steps) as samples, [n h w, c], or as neurons, [n, h w c]."""
@@ -40,8 +40,6 @@ class Items(NamedTuple):
 def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
     """Return representations with their names in messages and in labels."""
     if isinstance(given, Mapping):
-        if len(set(map(str, given))) < len(given):
-            fail(name, "have layers whose names differ as text", list(given), "Rename one")
         return [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
     if holds_arrays(given):
         return [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
@@ -134,14 +132,8 @@ def check_sets(sets: Sequence[Items], measure: Measure) -> int:
     return number
 
 
-def check_fit(sets: Sequence[Items], measure: Measure, form: Form, number: int) -> None:
-    """Raise unless every representation suits the measure with the `number` of samples that remain."""
-    least = max(measure.minimum, form.minimum)
-    for one in sets:
-        every, widest = one.arrays[0].shape[1], max(array.shape[2] for array in one.arrays)
-        left = "" if number == every else f", {number} of them without one block"
-        if number < least:
-            fail(one.name, f"have at least {least} samples for {measure.name}", f"{every}{left}")
-        if (measure.narrow or form.narrow) and widest >= number - 1:
-            wanted = f"have fewer features than samples less one for {measure.name}"
-            fail(one.name, wanted, f"{widest} features of {every} samples{left}")
+def check_fit(sets: Sequence[Items], form: Form, number: int) -> None:
+    """Raise unless every representation suits the form with the `number` of samples that remain."""
+    left = "" if number == sets[0].arrays[0].shape[1] else " without one block"
+    for one in sets[: len(form.sides)]:
+        check_size(form, one.name, number, max(array.shape[2] for array in one.arrays), left)

@@ -154,6 +154,7 @@ DEBIASED_CKA = Form(
     lambda a, b: jnp.zeros_like(a.lengths[0] * b.lengths[0]),
     eqx.Partial(_unit_gram, linear_gram, u_centred),
     half=eqx.Partial(_half_gram, True),
+    minimum=4,
 )
 
 DISTANCE_CORRELATION = Form(
@@ -162,11 +163,11 @@ DISTANCE_CORRELATION = Form(
 )
 
 
-def rbf_form(centring: Callable[[Array], Array], *, scale: Scalar = 1.0) -> Form:
+def rbf_form(centring: Callable[[Array], Array], minimum: int, *, scale: Scalar = 1.0) -> Form:
     check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=jnp.asarray(scale)), centring)
-    return Form(gram, base.inner, base.inner_mean, gram)
+    return Form(gram, base.inner, base.inner_mean, gram, minimum=minimum)
 
 
 @validated(finite=("x", "y"))
@@ -212,14 +213,11 @@ def debiased_cka(x: Features, y: OtherFeatures) -> Score:
     Returns:
         Similarity up to 1, negative if there is less in common than by chance.
 
-    Raises:
-        ValueError: As `linear_cka`, or if there are fewer than 4 samples.
-
     References:
         Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
         Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn the same things?, eq. 3.
     """
-    return base.evaluate(DEBIASED_CKA, x, y, minimum=4)
+    return base.evaluate(DEBIASED_CKA, x, y)
 
 
 @validated(finite=("x", "y"))
@@ -237,13 +235,10 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     Returns:
         Similarity from 0 to 1.
 
-    Raises:
-        ValueError: As `linear_cka`, or if `scale` is not positive.
-
     References:
         Kornblith et al. (2019), section 3.
     """
-    return base.evaluate(rbf_form(double_centred, scale=scale), x, y)
+    return base.evaluate(rbf_form(double_centred, 2, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -258,13 +253,10 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
     Returns:
         Similarity up to 1, perhaps negative.
 
-    Raises:
-        ValueError: As `rbf_cka`, or below 4 samples.
-
     References:
         Song et al. (2012), theorem 2.
     """
-    return base.evaluate(rbf_form(u_centred, scale=scale), x, y, minimum=4)
+    return base.evaluate(rbf_form(u_centred, 4, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -280,9 +272,6 @@ def distance_correlation(x: Features, y: OtherFeatures) -> Score:
 
     Returns:
         Correlation from 0 to 1.
-
-    Raises:
-        ValueError: As `linear_cka`.
 
     References:
         Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.

@@ -74,7 +74,6 @@ def hard_matching(x: Features, y: OtherFeatures) -> Score:
         fraction of neurons that vary.
 
     Raises:
-        ValueError: As `linear_cka`.
         TypeError: If it is differentiated.
 
     References:
@@ -98,7 +97,6 @@ def soft_matching(x: Features, y: OtherFeatures) -> Score:
         Correlation from -1 to 1.
 
     Raises:
-        ValueError: As `linear_cka`.
         TypeError: If it is differentiated.
 
     References:

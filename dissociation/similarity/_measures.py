@@ -1,166 +1,148 @@
 """All measures of similarity with their properties."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from math import inf, log, pi
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from dissociation._core.checks import check_call, check_choice, fail, fail_kind
-from dissociation.similarity import _canonical as canonical
 from dissociation.similarity import _dissimilarity as dissimilarity
 from dissociation.similarity import _functional as functional
 from dissociation.similarity import _kernels as kernels
 from dissociation.similarity import _matching as matching
-from dissociation.similarity import _neighbourhoods as neighbourhoods
 from dissociation.similarity import _predictivity as predictivity
 from dissociation.similarity import _shapes as shapes
 from dissociation.similarity._base import Form, Measure
 
 _ALL = (
     Measure(
-        "debiased_cka", kernels.debiased_cka, kernels.DEBIASED_CKA,
+        kernels.debiased_cka, kernels.DEBIASED_CKA,
         equation="HSIC_u(K, L) / sqrt(HSIC_u(K, K) HSIC_u(L, L))",
-        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=4,
-        cost="n p q or n^2 (p + q)", reference="Song et al. (2012); Nguyen, Raghu and Kornblith (2021)",
+        invariances="OSTP", range=(-1.0, 1.0), cost="n p q or n^2 (p + q)",
+        reference="Song et al. (2012); Nguyen, Raghu and Kornblith (2021)",
     ),
     Measure(
-        "linear_cka", kernels.linear_cka, kernels.LINEAR_CKA,
+        kernels.linear_cka, kernels.LINEAR_CKA,
         equation="|Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|)",
-        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
-        cost="n p q or n^2 (p + q)", reference="Kornblith et al. (2019)",
+        invariances="OSTP", cost="n p q or n^2 (p + q)", reference="Kornblith et al. (2019)",
     ),
     Measure(
-        "procrustes_distance", shapes.procrustes_distance, shapes.PROCRUSTES,
+        shapes.procrustes_distance, shapes.PROCRUSTES,
         equation="sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc^T Yc))",
-        invariances="OTP", metric=True, range=(0.0, inf), identical=0.0, population=False,
-        cost="n p q + p q min(p, q)", reference="Williams et al. (2021); Ding et al. (2021)",
+        invariances="OTP", metric=True, range=(0.0, inf), identical=0.0, population=False, cost="n p q + p q min(p, q)",
+        reference="Williams et al. (2021); Ding et al. (2021)",
     ),
     Measure(
-        "angular_similarity", shapes.angular_similarity, shapes.ANGULAR_SIMILARITY,
+        shapes.angular_similarity, shapes.ANGULAR_SIMILARITY,
         equation="nuc(Xc^T Yc) / (|Xc| |Yc|)",
-        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
-        cost="n p q + p q min(p, q)", reference="Tang et al. (2020); Harvey et al. (2024)",
+        invariances="OSTP", cost="n p q + p q min(p, q)", reference="Tang et al. (2020); Harvey et al. (2024)",
     ),
     Measure(
-        "angular_distance", shapes.angular_distance, shapes.ANGULAR_DISTANCE,
+        shapes.angular_distance, shapes.ANGULAR_DISTANCE,
         equation="arccos(nuc(Xc^T Yc) / (|Xc| |Yc|))",
-        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0,
-        cost="n p q + p q min(p, q)", reference="Williams et al. (2021)",
+        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0, cost="n p q + p q min(p, q)",
+        reference="Williams et al. (2021)",
     ),
     Measure(
-        "partial_whitening_distance", shapes.partial_whitening_distance, shapes.partial_whitening_form,
+        shapes.partial_whitening_distance, shapes.partial_whitening_form,
         equation="the angle between Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)), of x and of y",
-        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0,
-        cost="n p^2 + n p q + p q min(p, q)", reference="Williams et al. (2021)",
+        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0, cost="n p^2 + n p q + p q min(p, q)",
+        reference="Williams et al. (2021)",
     ),
     Measure(
-        "rsa", dissimilarity.rsa, dissimilarity.rsa_form,
+        dissimilarity.rsa, dissimilarity.rsa_form,
         equation="corr(RDM(x), RDM(y)), of Euclidean distances",
-        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=3,
-        cost="n^2 (p + q)", reference="Kriegeskorte et al. (2008); Nili et al. (2014)",
+        invariances="OSTP", range=(-1.0, 1.0), cost="n^2 (p + q)",
+        reference="Kriegeskorte et al. (2008); Nili et al. (2014)",
     ),
     Measure(
-        "crossnobis_rsa", dissimilarity.crossnobis_rsa, dissimilarity.crossnobis_rsa_form,
+        dissimilarity.crossnobis_rsa, dissimilarity.crossnobis_rsa_form,
         equation="cos of RDMs (a_i - a_j)^T (b_i - b_j) / p, a and b the two halves of the rows",
-        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=6, repeats=2,
-        cost="n^2 (p + q)", reference="Walther et al. (2016)",
+        invariances="OSTP", range=(-1.0, 1.0), repeats=2, cost="n^2 (p + q)", reference="Walther et al. (2016)",
     ),
     Measure(
-        "mutual_knn", neighbourhoods.mutual_knn, neighbourhoods.mutual_knn_form,
+        dissimilarity.mutual_knn, dissimilarity.mutual_knn_form,
         equation="mean_i |N_x(i) & N_y(i)| / k, N the k of the largest cosines",
-        invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
-        cost="n^2 (p + q)", reference="Huh et al. (2024)",
+        invariances="OSP", population=False, cost="n^2 (p + q)", reference="Huh et al. (2024)",
     ),
     Measure(
-        "knn_jaccard", neighbourhoods.knn_jaccard, neighbourhoods.knn_jaccard_form,
+        dissimilarity.knn_jaccard, dissimilarity.knn_jaccard_form,
         equation="mean_i |N_x(i) & N_y(i)| / |N_x(i) | N_y(i)|",
-        invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
-        cost="n^2 (p + q)", reference="Klabunde et al. (2024)",
+        invariances="OSP", population=False, cost="n^2 (p + q)", reference="Klabunde et al. (2024)",
     ),
     Measure(
-        "cca", canonical.cca, canonical.CCA,
+        shapes.cca, shapes.CCA,
         equation="sum_i rho_i / min(rank Xc, rank Yc), rho the singular values of Qx^T Qy",
-        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
-        cost="n p^2 + n p q + p q min(p, q)", reference="Hotelling (1936); Raghu et al. (2017)",
+        invariances="OSTPLD", cost="n p^2 + n p q + p q min(p, q)", reference="Hotelling (1936); Raghu et al. (2017)",
     ),
     Measure(
-        "cca_squared", canonical.cca_squared, canonical.CCA_SQUARED,
+        shapes.cca_squared, shapes.CCA_SQUARED,
         equation="sum_i rho_i^2 / min(rank Xc, rank Yc)",
-        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
-        cost="n p^2 + n p q", reference="Ramsay et al. (1984)",
+        invariances="OSTPLD", cost="n p^2 + n p q", reference="Ramsay et al. (1984)",
     ),
     Measure(
-        "svcca", canonical.svcca, canonical.svcca_form,
+        shapes.svcca, shapes.svcca_form,
         equation="cca of the fewest principal components that hold 99 % of the variance",
-        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
-        cost="n p^2 + n p q + p q min(p, q)", reference="Raghu et al. (2017)",
+        invariances="OSTP", cost="n p^2 + n p q + p q min(p, q)", reference="Raghu et al. (2017)",
     ),
     Measure(
-        "pwcca", canonical.pwcca, canonical.PWCCA,
+        shapes.pwcca, shapes.PWCCA,
         equation="sum_i w_i rho_i, w_i proportional to sum_j |<h_i, x_j>|",
-        invariances="STP", invariances_of_y="OSTPLD", symmetric=False, range=(0.0, 1.0), identical=1.0,
-        minimum=4, narrow=True,
-        cost="n p^2 + n p q + p q min(p, q)", reference="Morcos et al. (2018)",
+        invariances="STP", invariances_of_y="OSTPLD", symmetric=False, cost="n p^2 + n p q + p q min(p, q)",
+        reference="Morcos et al. (2018)",
     ),
     Measure(
-        "gulp_distance", canonical.gulp_distance, canonical.gulp_form,
+        shapes.gulp_distance, shapes.gulp_form,
         equation="sqrt(tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx)), lambda = 0.01",
-        invariances="OSTP", metric=True, range=(0.0, inf), identical=0.0,
-        cost="n p^2 + n p q", reference="Boix-Adsera et al. (2022)",
+        invariances="OSTP", metric=True, range=(0.0, inf), identical=0.0, cost="n p^2 + n p q",
+        reference="Boix-Adsera et al. (2022)",
     ),
     Measure(
-        "linear_predictivity", predictivity.linear_predictivity, predictivity.predictivity_form,
+        predictivity.linear_predictivity, predictivity.predictivity_form,
         equation="1 - sum |y - prediction|^2 / sum |y - mean y|^2, least squares on the other of 5 folds",
-        invariances="OSTPLD", invariances_of_y="OSTP", symmetric=False, range=(-inf, 1.0), identical=1.0, minimum=5,
-        cost="5 n p^2 + 5 n p q", reference="Yamins et al. (2014)",
+        invariances="OSTPLD", invariances_of_y="OSTP", symmetric=False, range=(-inf, 1.0), cost="5 n p^2 + 5 n p q",
+        reference="Yamins et al. (2014)",
     ),
     Measure(
-        "rbf_cka", kernels.rbf_cka, partial(kernels.rbf_form, kernels.double_centred),
+        kernels.rbf_cka, partial(kernels.rbf_form, kernels.double_centred, 2),
         equation="<HKH, HLH> / (|HKH| |HLH|), K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
-        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
-        cost="n^2 (p + q)", reference="Kornblith et al. (2019)",
+        invariances="OSTP", cost="n^2 (p + q)", reference="Kornblith et al. (2019)",
     ),
     Measure(
-        "debiased_rbf_cka", kernels.debiased_rbf_cka, partial(kernels.rbf_form, kernels.u_centred),
+        kernels.debiased_rbf_cka, partial(kernels.rbf_form, kernels.u_centred, 4),
         equation="debiased_cka of K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
-        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=4,
-        cost="n^2 (p + q)", reference="Song et al. (2012)",
+        invariances="OSTP", range=(-1.0, 1.0), cost="n^2 (p + q)", reference="Song et al. (2012)",
     ),
     Measure(
-        "distance_correlation", kernels.distance_correlation, kernels.DISTANCE_CORRELATION,
+        kernels.distance_correlation, kernels.DISTANCE_CORRELATION,
         equation="sqrt(<A, B> / (|A| |B|)), A and B doubly centred distances",
-        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
-        cost="n^2 (p + q)", reference="Szekely, Rizzo and Bakirov (2007)",
+        invariances="OSTP", cost="n^2 (p + q)", reference="Szekely, Rizzo and Bakirov (2007)",
     ),
     Measure(
-        "hard_matching", matching.hard_matching, matching.HARD_MATCHING,
+        matching.hard_matching, matching.HARD_MATCHING,
         equation="max over matchings of the mean corr(x_i, y_j)",
-        invariances="STPD", range=(-1.0, 1.0), identical=1.0, host=True,
-        cost="n p q + max(p, q)^3 on the host", reference="Li et al. (2015)",
+        invariances="STPD", range=(-1.0, 1.0), host=True, cost="n p q + max(p, q)^3 on the host",
+        reference="Li et al. (2015)",
     ),
     Measure(
-        "soft_matching", matching.soft_matching, matching.SOFT_MATCHING,
+        matching.soft_matching, matching.SOFT_MATCHING,
         equation="max over T of sum_ij T_ij corr(x_i, y_j), marginals 1 / p and 1 / q",
-        invariances="STPD", range=(-1.0, 1.0), identical=1.0, host=True,
-        cost="n p q + lcm(p, q)^3 on the host", reference="Khosla and Williams (2024)",
+        invariances="STPD", range=(-1.0, 1.0), host=True, cost="n p q + lcm(p, q)^3 on the host",
+        reference="Khosla and Williams (2024)",
     ),
     Measure(
-        "disagreement", functional.disagreement, functional.DISAGREEMENT,
+        functional.disagreement, functional.DISAGREEMENT,
         equation="mean_i [argmax x_i is not argmax y_i]",
-        invariances="", metric=True, range=(0.0, 1.0), identical=0.0, minimum=1, same_width=True,
-        cost="n classes", reference="Madani et al. (2004)",
+        invariances="", metric=True, identical=0.0, same_width=True, cost="n classes", reference="Madani et al. (2004)",
     ),
     Measure(
-        "jensen_shannon", functional.jensen_shannon, functional.JENSEN_SHANNON,
+        functional.jensen_shannon, functional.JENSEN_SHANNON,
         equation="mean_i (KL(a_i | m_i) + KL(b_i | m_i)) / 2, m = (a + b) / 2, a and b the softmax of x and y",
-        invariances="", range=(0.0, log(2.0)), identical=0.0, minimum=1, same_width=True,
-        cost="n classes", reference="Lin (1991)",
+        invariances="", range=(0.0, log(2.0)), identical=0.0, same_width=True, cost="n classes", reference="Lin (1991)",
     ),
 )  # fmt: skip
 
@@ -209,22 +191,13 @@ def custom_measure(
     if not callable(function):
         fail_kind("function", "be a function of two arrays", repr(function))
     return Measure(
-        getattr(function, "__name__", "measure"), function, partial(_opaque, function),
-        equation="", invariances="", range=range, identical=identical, symmetric=symmetric, population=population,
-        cost="", reference="",
-    )  # fmt: skip
-
-
-def form_of(measure: Measure, options: dict[str, Any]) -> Form:
-    """Return the form of a measure with options."""
-    form = measure.form
-    known = () if isinstance(form, Form) else inspect.signature(form).parameters.values()
-    names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]
-    wrong = [name for name in options if name not in names]
-    if wrong and not any(one.kind == one.VAR_KEYWORD for one in known):
-        allowed = f"the options of {measure.name} are {', '.join(names)}" if names else f"{measure.name} has no options"
-        raise TypeError(f"`{wrong[0]}` is no option: {allowed}.")
-    return form if isinstance(form, Form) else form(**options)
+        function,
+        partial(_opaque, function),
+        range=range,
+        identical=identical,
+        symmetric=symmetric,
+        population=population,
+    )
 
 
 def _opaque(function: Callable[..., Array], **options: Any) -> Form:
@@ -233,16 +206,9 @@ def _opaque(function: Callable[..., Array], **options: Any) -> Form:
 
 
 def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:
-    try:
-        given = function(x, y, **options)
-        if given is None:
-            fail_kind("measure", "return one real number", "None")
-        value = jnp.asarray(given)
-    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
-        name = getattr(function, "__name__", repr(function))
-        fail_kind(
-            "measure", "be a function of JAX's operations", name, f"It is compiled, and {type(error).__name__} came"
-        )
-    if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
-        fail("measure", "return one real number for two representations", f"{value.dtype} of shape {value.shape}")
+    value = function(x, y, **options)
+    value = value if value is None else jnp.asarray(value)
+    if value is None or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        got = None if value is None else f"{value.dtype} of shape {value.shape}"
+        fail("measure", "return one real number for two representations", got)
     return value

@@ -1,6 +1,5 @@
 """Comparison of all pairs of representations of layers and members."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,18 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, fail, fail_kind, warn
-from dissociation._core.conversion import describe
+from dissociation._core.checks import check_choice, check_count, fail, fail_kind, warn
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._representations import layer_named
 from dissociation.similarity import _inference as inference
-from dissociation.similarity import _moments as moments
 from dissociation.similarity._base import Form, Measure, warn_dropped
 from dissociation.similarity._items import Items, Representations, as_items, check_fit, check_sets
-from dissociation.similarity._measures import MEASURES, as_measure, form_of
-from dissociation.similarity._tables import Job, Step
+from dissociation.similarity._measures import MEASURES, as_measure
+from dissociation.similarity._tables import Step, tables
 from dissociation.training._progress import MeterFactory
 
 DEFAULT_BLOCKS = 20
@@ -78,7 +75,7 @@ class Similarities(Result):
 
     UNITS = {"jensen_shannon": "nats"}
     AXES = ("items", "others")
-    LEAST = {"p_values": moments.LEAST_P_VALUE}
+    LEAST = {"p_values": inference.LEAST_P_VALUE}
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """Return the labels of rows and columns, by name: an axis and its values."""
@@ -129,11 +126,9 @@ class Similarities(Result):
         values = np.array(self.p_values, float)
         if not self.counts_once:
             return inference.adjust_p_values(values, method)
-        # Each pair of a symmetric measure is one test, and items with themselves are none.
-        upper = np.triu_indices(len(values), 1)
-        values[upper] = inference.adjust_p_values(values[upper], method)
-        values.T[upper] = values[upper]
-        return values
+        values[np.tril_indices(len(values))] = np.nan
+        values = inference.adjust_p_values(values, method)
+        return np.fmax(values, values.T)
 
 
 @validated
@@ -196,9 +191,8 @@ def pairwise(
         ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
         TypeError: If representations are of another type.
     """
-    _check_order(representations)
     known = as_measure(measure)
-    form = form_of(known, options)
+    form = known.with_options(**options)
     axes = {"members": members, "positions": positions, "channels": channels}
     first = as_items("representations" if others is None else "x", representations, **axes)
     second = first if others is None else as_items("y", others, **axes)
@@ -208,17 +202,16 @@ def pairwise(
     one_pair = not within and len(first.labels) == len(second.labels) == 1
     p_values = one_pair if p_values is None else p_values
     if num_blocks == "auto":
-        least = max(known.minimum, form.minimum)
-        enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= least
+        enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= form.minimum
         num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
     kept = [] if num_blocks is None else inference.kept_rows(number, num_blocks, blocks, known.repeats, each)
-    check_fit(sets, known, form, min((rows.shape[1] for rows in kept), default=number))
-    _count_dropped(sets, known, form)
-    job = Job(known, form, first, second, memory_budget)
+    check_fit(sets, form, min((rows.shape[1] for rows in kept), default=number))
+    _warn_dropped(form, sets)
+    symmetric = within and known.symmetric
     # Moments and expected values hold for exchangeable samples.
     alike = blocks == "shuffled" and each == 1
-    by_moments = form.gram is not None and alike and moments.FEWEST <= number <= moments.MOST
-    drawn = p_values and not by_moments, baseline and (job.form.expected is None or not alike)
+    by_moments = form.gram is not None and alike and inference.FEWEST <= number <= inference.MOST
+    drawn = p_values and not by_moments, baseline and (form.expected is None or not alike)
     steps: list[Step] = [("all", None)]
     if any(drawn):
         # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
@@ -226,20 +219,17 @@ def pairwise(
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         key = jax.random.key(0) if key is None else key
         steps.append(("orders", inference.random_orders(key, count, number, known.repeats, blocks=blocks, each=each)))
-    (values, *expected), *found = job.run([*steps, *(("blocks", rows) for rows in kept)], progress)
+    steps += [("blocks", rows) for rows in kept]
+    (values, *expected), *found = tables(known, form, first, second, steps, budget=memory_budget, progress=progress)
     chance = p_value = None
     if baseline:
         chance = jnp.mean(found[0], 0) if drawn[1] else expected[0]
-        # Random orders change one representation of a pair, which makes the table asymmetric.
-        chance = 0.5 * (chance + chance.T) if job.symmetric else chance
-    if p_values:
-        if by_moments:
-            sums = [_invariants(form.gram, one) for one in sets]
-            p_value = moments.moment_p_values(values, sums[0], sums[-1], number)
-        else:
-            p_value = inference.placed(known, np.asarray(values), np.asarray(found[0]), 0.95).p_value
-        if within:
-            np.fill_diagonal(p_value, np.nan)
+    if p_values and by_moments:
+        p_value = inference.moment_p_values(values, form.gram, sets)
+    elif p_values:
+        p_value = inference.placed(known, np.asarray(values), np.asarray(found[0]), level).p_value
+    if p_values and within:
+        np.fill_diagonal(p_value, np.nan)
     error = low = high = estimate = None
     if kept:
         leave_outs = jnp.concatenate(found[any(drawn) :])
@@ -249,18 +239,11 @@ def pairwise(
             _warn_biased(known, values, bias, error, estimate)
     _warn_undefined(known, values, first, second)
     beside = _of_outputs(values, first, second, outputs, memory_budget)
-    tables: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
+    results: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
     if not within and first.single and second.single:
-        tables = [None if part is None else part[..., 0, 0] for part in tables]
+        results = [None if part is None else part[..., 0, 0] for part in results]
     labels = {"items": tuple(first.labels), "others": tuple(second.labels)}
-    return Similarities(*tables, **labels, measure=known.name, num_samples=number, counts_once=job.symmetric)
-
-
-def _check_order(representations: Any) -> None:
-    # The measure came first once.
-    if isinstance(representations, str | Measure) or inspect.isroutine(representations):
-        advice = "The measure comes second: pairwise(representations, measure)"
-        fail_kind("representations", "be arrays", describe(representations), advice)
+    return Similarities(*results, **labels, measure=known.name, num_samples=number, counts_once=symmetric)
 
 
 @validated
@@ -284,9 +267,6 @@ def compare(
     Returns:
         Results as `pairwise`, [items of x, items of y], or single numbers for two plain arrays.
 
-    Raises:
-        ValueError, TypeError: As `pairwise`.
-
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (100, 3))
         >>> found = compare(x, 2 * x + 1, "linear_cka")
@@ -305,8 +285,7 @@ def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
     """Return the networks' outputs and each item's index of them, or None."""
     at = [place for place, (name, _) in enumerate(one.labels) if name == layer]
     if not at and layer not in (None, "logits"):
-        layers = ", ".join(dict.fromkeys(repr(name) for name, _ in one.labels if name)) or "arrays without names"
-        fail("outputs", "name a layer of the representations", f"{layer!r} beside {layers}")
+        check_choice("outputs", layer, dict.fromkeys(name for name, _ in one.labels))
     members = [member for _, member in one.labels]
     # Networks without an output cannot be compared by function.
     if max(members) >= len(at):
@@ -329,24 +308,16 @@ def _of_outputs(
     if len(classes) > 1 or classes == {1}:
         return [None, None, of_measure]
     members = np.ix_(*([member for _, member in one.labels] for one in (first, second)))
-    jobs = [Job(MEASURES[name], form_of(MEASURES[name], {}), own[0], other[0], budget) for name in FUNCTIONAL]
-    return [*(job.run([("all", None)])[0][0][members] for job in jobs), of_measure]
+    known = [MEASURES[name] for name in FUNCTIONAL]
+    found = [tables(one, one.with_options(), own[0], other[0], budget=budget)[0][0][members] for one in known]
+    return [*found, of_measure]
 
 
-def _invariants(gram: Any, one: Items) -> moments.Invariants:
-    """Return the invariants of all items, [items] each."""
-    order, found = np.argsort(np.concatenate(one.places)), [moments.invariants_of(gram, array) for array in one.arrays]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *found)
-
-
-def _count_dropped(sets: Sequence[Items], known: Measure, form: Form) -> None:
-    """Warn of directions that a measure between subspaces drops."""
-    # Measures between subspaces cut ranks.
-    cuts = form.narrow or "L" in known.invariances + (known.invariances_of_y or "")
-    for one in sets if cuts else ():
+def _warn_dropped(form: Form, sets: Sequence[Items]) -> None:
+    for one in sets[: len(form.sides)] if form.cut else ():
         for stack, places in zip(one.arrays, one.places, strict=True):
             for place, features in zip(places, stack, strict=True):
-                warn_dropped(**{one.shown(place): features})
+                warn_dropped(form, one.shown(place), features)
 
 
 def _warn_undefined(measure: Measure, values: Array, first: Items, second: Items) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core import splits
-from dissociation._core.checks import check_choice, check_count, check_non_negative, check_single, fail, is_traced
+from dissociation._core.checks import check_choice, check_count, check_non_negative, check_single, is_traced
 from dissociation._core.linalg import centre, finite_part, product, rank_cut, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
@@ -65,24 +65,12 @@ def _score(a: Maps, b: Maps, num_folds: int | None, folds: str) -> Array:
 def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Form:
     check_single("alpha", alpha)
     check_non_negative("alpha", alpha)
-    count = _checked_folds(num_folds, folds)
-    prepare = eqx.Partial(_maps, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds)
-    return Form(prepare, eqx.Partial(_score, num_folds=count, folds=folds), minimum=count or 1)
-
-
-def _checked_folds(num_folds: int | None, folds: str) -> int | None:
     check_choice("folds", folds, FOLDS)
-    return None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
-
-
-def _check_sizes(x: Array | np.ndarray, num_folds: int | None) -> None:
-    """Raise unless there are samples for all folds, or without folds more samples than features."""
-    number, width = x.shape
-    if num_folds is not None and num_folds > number:
-        fail("num_folds", f"be at most the number of samples ({number})", num_folds)
-    if num_folds is None and width >= number - 1:
-        advice = "As many features as samples fit anything: give `num_folds`"
-        fail("x", "have fewer features than samples less one where nothing is held out", f"{tuple(x.shape)}", advice)
+    count = None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
+    prepare = eqx.Partial(_maps, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds)
+    score = eqx.Partial(_score, num_folds=count, folds=folds)
+    cut = "scaled" if not is_traced(alpha) and float(alpha) == 0 else ""
+    return Form(prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x")
 
 
 @validated(finite=("x", "y"))
@@ -112,11 +100,7 @@ def linear_predictivity(
         Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in higher visual
         cortex; Hoerl and Kennard (1970), Ridge regression.
     """
-    form = predictivity_form(alpha=alpha, num_folds=num_folds, folds=folds)
-    _check_sizes(x, num_folds)
-    if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
-        base.warn_dropped(x=x)
-    return base.evaluate(form, x, y)
+    return base.evaluate(predictivity_form(alpha=alpha, num_folds=num_folds, folds=folds), x, y)
 
 
 @validated(finite=("x", "y", "alphas"))
@@ -142,38 +126,35 @@ def predictivity_path(
     Returns:
         R^2, [alphas].
 
-    Raises:
-        ValueError: As `linear_predictivity`.
     """
     check_non_negative("alphas", alphas)
-    count = _checked_folds(num_folds, folds)
-    base.check_samples("x", x.shape[0], 2)
-    _check_sizes(x, count)
+    base.check_size(predictivity_form(num_folds=num_folds, folds=folds), "x", *x.shape)
     base.refuse_constant("y", y)
     x, y = base.in_common_dtype(x, y)
-    return _path(x, y, jnp.asarray(alphas), count, folds)
+    return _path(x, y, jnp.asarray(alphas), num_folds, folds)
 
 
 @eqx.filter_jit
 def _path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
     """Return R^2 at every alpha, from one decomposition per fold."""
     (x, unit), (y, _) = base.centred(x), base.centred(y)
-    penalties, wrong = _per_square(alphas, unit)[:, None], jnp.zeros(alphas.shape, x.dtype)
+    penalties, wrong = _per_square(alphas, unit), jnp.zeros(alphas.shape, x.dtype)
     parts = (_in_folds(each, num_folds, folds) for each in (x, y))
     for (own, held_out), (known, truth) in zip(*parts, strict=True):
         matrix, undefined = finite_part(own)
         left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-        kept, values = (values > rank_cut(matrix) * values[0])[None], values[None]
-        shrunk = jnp.where(kept, values / jnp.where(kept, values**2 + penalties, 1.0), 0.0)
+        values = jnp.where(values > rank_cut(matrix) * values[0], values, jnp.inf)  # whose inverse is zero
         # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
         latent, ahead = product(left.T, known), product(held_out, right.T)
-        missed = lambda weights, ahead=ahead, latent=latent, truth=truth: jnp.sum(  # noqa: E731
-            (truth - product(ahead * weights[None], latent)) ** 2
-        )
-        wrong = wrong + jax.lax.map(missed, shrunk) + undefined
+
+        def missed(alpha: Array, values: Array = values, fold: tuple[Array, ...] = (ahead, latent, truth)) -> Array:
+            ahead, latent, truth = fold
+            return jnp.sum((truth - product(ahead / (values + alpha / values)[None], latent)) ** 2)
+
+        wrong = wrong + jax.lax.map(missed, penalties) + undefined
     penalised = 1 - wrong / jnp.sum(centre(y) ** 2)
     # Without a penalty, columns are scaled to one size.
+    plain = predictivity_form(num_folds=num_folds, folds=folds)
     zero = jnp.zeros((), x.dtype)
-    maps = lambda each: _maps(each, zero, num_folds, folds)  # noqa: E731
-    plain = lambda: _score(maps(x), maps(y), num_folds, folds)  # noqa: E731
-    return jnp.where(alphas == 0, jax.lax.cond(jnp.any(alphas == 0), plain, lambda: zero), penalised)
+    unpenalised = jax.lax.cond(jnp.any(alphas == 0), lambda: base.compared(plain, x, y), lambda: zero)
+    return jnp.where(alphas == 0, unpenalised, penalised)

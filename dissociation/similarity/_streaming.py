@@ -11,13 +11,17 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_finite, check_non_negative, fail, is_traced, warn
-from dissociation._core.conversion import as_array
+from dissociation._core.conversion import as_array, describe
 from dissociation._core.distances import root
 from dissociation._core.linalg import centre, nuclear_norm, product, psd_power, scale_of
 from dissociation._core.results import Result
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Score, apart_from_rounding, check_samples, in_common_dtype, real_numbers
+from dissociation.similarity._base import Score, apart_from_rounding, check_size, in_common_dtype, real_numbers
+from dissociation.similarity._measures import MEASURES
+
+Tables = tuple[Array, Any]
+"""A measure of all pairs and its mean over all orders of one representation's samples, if it is known, [R, R]."""
 
 
 class JointMoments(Result):
@@ -68,61 +72,6 @@ def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
     return jax.ops.segment_sum(values, np.repeat(np.arange(len(widths)), widths), len(widths))
 
 
-def joint_moments(*representations: Any, about: list[np.ndarray] | None = None) -> JointMoments:
-    """Return the moments of one batch of arrays [n, p], [n, q], ... of the same samples, minus the points `about`."""
-    if not representations:
-        fail("representations", "be one array or more", "none")
-    arrays = []
-    for index, given in enumerate(representations):
-        name = f"representations[{index}]"
-        array = as_array(name, given, "real numbers [n, p]")
-        if array.ndim != 2:
-            fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
-        if array.shape[0] != np.shape(representations[0])[0]:
-            fail(name, f"have as many samples as the first ({np.shape(representations[0])[0]})", array.shape[0])
-        if about is not None:
-            point = about[index]
-            if array.shape[1:] != point.shape:
-                fail(name, f"have shape [n, {len(point)}] throughout", f"shape {array.shape}")
-            # In the precision of the features.
-            array = array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
-        array = real_numbers(name, array, "real numbers [n, p]")
-        check_finite(name, array)
-        arrays.append(array)
-    return _moments(tuple(in_common_dtype(*arrays)))
-
-
-@eqx.filter_jit
-def _moments(arrays: tuple[Array, ...]) -> JointMoments:
-    widths = tuple(array.shape[1] for array in arrays)
-    joined = jnp.concatenate(arrays, 1)
-    x = centre(joined)
-    # Squared lengths are squared again, so float32 holds lengths up to 1e8.
-    z = jnp.concatenate([jnp.ones_like(x[:, :1]), x, _per_representation((x**2).T, widths).T], 1)
-    return JointMoments(joined[0] - x[0], product(z.T, z), widths)
-
-
-@validated
-@jax.jit
-def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
-    """Return the exact moments of two batches together, moved to the common mean."""
-    if a.widths != b.widths:
-        fail("b", f"have the widths of `a`, {a.widths}", b.widths)
-    count, apart = a.count + b.count, b.mean - a.mean
-    by = apart * (b.count / count)
-    sums = _moved(a.sums, -by, a.widths) + _moved(b.sums, apart * (a.count / count), a.widths)
-    return JointMoments(a.mean + by, sums, a.widths)
-
-
-def _moved(sums: Array, by: Array, widths: tuple[int, ...]) -> Array:
-    """Return the sums of x + `by`, in which z is linear."""
-    for _ in range(2):  # rows, then columns
-        one, x, lengths = jnp.split(sums, [1, 1 + len(by)])
-        along = 2 * by[:, None] * x + (by**2)[:, None] * one
-        sums = jnp.concatenate([one, x + by[:, None] * one, lengths + _per_representation(along, widths)]).T
-    return sums
-
-
 def stream_moments(batches: Iterable[Any]) -> JointMoments:
     """Return the moments of samples in batches, whose memory is the square of the number of all features.
 
@@ -139,18 +88,51 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
     points: list[np.ndarray] = []
     for batch in batches:
         if not isinstance(batch, (list, tuple)):
-            fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
-        if total is None:
-            joint_moments(*batch)  # checks what came
-            # Moments about a point near the means lose no digits to a large offset.
-            points = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
-        if len(batch) != len(points):
-            fail("batches", f"hold {len(points)} arrays each", len(batch))
-        own = joint_moments(*batch, about=points)
-        total = own if total is None else merge_joint_moments(total, own)
+            fail("batches", "give a tuple of arrays each, one per representation", describe(batch))
+        arrays = [as_array("batches", part, "real numbers [n, p]") for part in batch]
+        # Moments about a point near the means lose no digits to a large offset.
+        points = points or [np.mean(np.asarray(part, np.float64), 0, keepdims=True) for part in arrays]
+        shapes = [part.shape for part in arrays]
+        if not shapes or shapes != [(shapes[0][0], point.size) for point in points]:
+            wanted = "hold arrays [n, p], [n, q], ... of one n, and of the same widths throughout"
+            fail("batches", wanted, shapes)
+        arrays = [real_numbers("batches", part - at, "numbers") for part, at in zip(arrays, points, strict=True)]
+        for array in arrays:
+            check_finite("batches", array)
+        own = _moments(tuple(in_common_dtype(*arrays)))
+        total = own if total is None else _merged(total, own)
     if total is None:
         fail("batches", "give at least one batch", "none")
-    return eqx.tree_at(lambda m: m.mean, total, total.mean + jnp.asarray(np.concatenate(points), total.mean.dtype))
+    shift = jnp.asarray(np.concatenate(points, 1)[0], total.mean.dtype)
+    return eqx.tree_at(lambda m: m.mean, total, total.mean + shift)
+
+
+@eqx.filter_jit
+def _moments(arrays: tuple[Array, ...]) -> JointMoments:
+    widths = tuple(array.shape[1] for array in arrays)
+    joined = jnp.concatenate(arrays, 1)
+    x = centre(joined)
+    # Squared lengths are squared again, so float32 holds lengths up to 1e8.
+    z = jnp.concatenate([jnp.ones_like(x[:, :1]), x, _per_representation((x**2).T, widths).T], 1)
+    return JointMoments(joined[0] - x[0], product(z.T, z), widths)
+
+
+@jax.jit
+def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
+    """Return the exact moments of two batches together, moved to the common mean."""
+    count, apart = a.count + b.count, b.mean - a.mean
+    by = apart * (b.count / count)
+    sums = _moved(a.sums, -by, a.widths) + _moved(b.sums, apart * (a.count / count), a.widths)
+    return JointMoments(a.mean + by, sums, a.widths)
+
+
+def _moved(sums: Array, by: Array, widths: tuple[int, ...]) -> Array:
+    """Return the sums of x + `by`, in which z is linear."""
+    for _ in range(2):  # rows, then columns
+        one, x, lengths = jnp.split(sums, [1, 1 + len(by)])
+        along = 2 * by[:, None] * x + (by**2)[:, None] * one
+        sums = jnp.concatenate([one, x + by[:, None] * one, lengths + _per_representation(along, widths)]).T
+    return sums
 
 
 def _divided(m: JointMoments, features: Array, lengths: Array) -> JointMoments:
@@ -170,34 +152,37 @@ def _block_squares(m: JointMoments) -> Array:
     return _per_representation(_per_representation(m.products**2, m.widths).T, m.widths)
 
 
-def _linear_cka(m: JointMoments) -> Array:
-    squares = _block_squares(_scaled(m))
-    own = jnp.sqrt(jnp.diagonal(squares))
-    return squares / own[:, None] / own[None]
+def _linear_cka(m: JointMoments) -> Tables:
+    inner = _block_squares(_scaled(m))
+    own = jnp.sqrt(jnp.diagonal(inner))
+    return inner / own[:, None] / own[None], 1 / own[:, None] / own[None] / (m.count - 1)
 
 
-def _debiased_cka(m: JointMoments) -> Array:
+def _debiased_cka(m: JointMoments) -> Tables:
     n, m = m.count, _scaled(m)
     inner = _block_squares(m)
     hsic = inner - n / (n - 2) * m.quartics + 1 / ((n - 1) * (n - 2))
     own = jnp.sqrt(jax.vmap(apart_from_rounding)(jnp.diagonal(hsic), jnp.diagonal(inner)))
-    return jnp.clip(hsic / own[:, None] / own[None], -1.0, 1.0)
+    return jnp.clip(hsic / own[:, None] / own[None], -1.0, 1.0), jnp.zeros_like(hsic)
 
 
 def _of_pairs(m: JointMoments, of_pair: Callable[[int, int], Array]) -> Array:
-    number = len(m.widths)
-    values = {(i, j): of_pair(i, j) for i in range(number) for j in range(i, number)}
-    return jnp.stack([jnp.stack([values[min(i, j), max(i, j)] for j in range(number)]) for i in range(number)])
+    rows, columns = np.triu_indices(len(m.widths))
+    values = jnp.stack([of_pair(i, j) for i, j in zip(rows.tolist(), columns.tolist(), strict=True)])
+    return jnp.zeros_like(m.quartics).at[rows, columns].set(values).at[columns, rows].set(values)
 
 
-def _angular(m: JointMoments) -> Array:
-    m = _scaled(m)
-    return jnp.minimum(_of_pairs(m, lambda i, j: nuclear_norm(m.block(i, j))), 1.0)
+def _nuclear(m: JointMoments) -> Array:
+    return _of_pairs(m, lambda i, j: nuclear_norm(m.block(i, j)))
 
 
-def _procrustes(m: JointMoments) -> Array:
+def _angular(m: JointMoments) -> Tables:
+    return jnp.minimum(_nuclear(_scaled(m)), 1.0), None
+
+
+def _procrustes(m: JointMoments) -> Tables:
     squares = m.squares()
-    return root(_of_pairs(m, lambda i, j: jnp.maximum(squares[i] + squares[j] - 2 * nuclear_norm(m.block(i, j)), 0.0)))
+    return root(jnp.maximum(squares[:, None] + squares[None] - 2 * _nuclear(m), 0.0)), None
 
 
 def _whitened(m: JointMoments) -> tuple[JointMoments, list[Array], list[Array]]:
@@ -209,14 +194,16 @@ def _whitened(m: JointMoments) -> tuple[JointMoments, list[Array], list[Array]]:
     return m, roots, [jnp.round(jnp.sum(product(root, each) * root)) for root, each in zip(roots, own, strict=True)]
 
 
-def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
+def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Tables:
     m, roots, ranks = _whitened(m)
-    meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
-    return jnp.minimum(_of_pairs(m, lambda i, j: total(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
+    sums = _of_pairs(m, lambda i, j: total(product(product(roots[i], m.block(i, j)), roots[j])))
+    rank = jnp.stack(ranks)
+    expected = jnp.maximum(rank[:, None], rank[None]) / (m.count - 1)  # of the sum of squares
+    return jnp.minimum(sums / jnp.minimum(rank[:, None], rank[None]), 1.0), expected
 
 
 # These depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2 about the means only.
-STREAMED: dict[str, Callable[[JointMoments], Array]] = {
+STREAMED: dict[str, Callable[[JointMoments], Tables]] = {
     "linear_cka": _linear_cka,
     "debiased_cka": _debiased_cka,
     "angular_similarity": _angular,
@@ -242,19 +229,17 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
         Table, [R, R]. `baseline_from_moments` returns chance.
 
     Raises:
-        ValueError: If `measure` is unknown, there are fewer than 4 samples, or for CCA no more than features.
+        ValueError: If `measure` is unknown, there are too few samples, or for CCA no more than features.
     """
     check_choice("measure", measure, STREAMED)
     if not is_traced(moments.count):
-        number, widest = int(moments.count), max(moments.widths)
-        check_samples("moments", number, 4)
-        if measure in ("cca", "cca_squared") and widest >= number - 1:
-            fail("moments", "be of more samples than features", f"{number} samples of {widest} features")
+        form = MEASURES[measure].with_options()
+        check_size(form, "moments", int(moments.count), max(moments.widths))
         with jax.ensure_compile_time_eval():  # known moments may be used under a trace
             _check_scale(moments)
-            if measure in ("cca", "cca_squared"):
+            if form.cut:
                 _warn_lost(moments)
-    found = _from_moments(moments, measure)
+    found = _from_moments(moments, measure)[0]
     if not is_traced(found) and np.isnan(np.diagonal(found)).any():
         places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
         warn(f"{measure} is not defined for representation {places}, counted from 0: its values are NaN.")
@@ -283,26 +268,8 @@ def _warn_lost(moments: JointMoments) -> None:
 
 
 @eqx.filter_jit
-def _from_moments(moments: JointMoments, measure: str) -> Array:
+def _from_moments(moments: JointMoments, measure: str) -> Tables:
     return STREAMED[measure](moments)
-
-
-def _expected_linear_cka(m: JointMoments) -> Array:
-    traces = 1 / jnp.sqrt(jnp.diagonal(_block_squares(_scaled(m))))
-    return traces[:, None] * traces[None] / (m.count - 1)
-
-
-def _expected_cca_squared(m: JointMoments) -> Array:
-    ranks = jnp.stack(_whitened(m)[2])
-    return jnp.maximum(ranks[:, None], ranks[None]) / (m.count - 1)
-
-
-EXPECTED: dict[str, Callable[[JointMoments], Array]] = {
-    "linear_cka": _expected_linear_cka,
-    "debiased_cka": lambda m: jnp.zeros_like(m.quartics),
-    "cca_squared": _expected_cca_squared,
-}
-"""Functions that return the means of measures over all orders of one representation's samples, by measure."""
 
 
 @validated
@@ -318,8 +285,8 @@ def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") 
     Raises:
         ValueError: If `measure` is another one.
     """
-    check_choice("measure", measure, EXPECTED)
-    return EXPECTED[measure](moments)
+    check_choice("measure", measure, ("linear_cka", "debiased_cka", "cca_squared"))
+    return _from_moments(moments, measure)[1]
 
 
 @validated
@@ -346,10 +313,12 @@ def predictivity_from_moments(
     for name, place in (("source", source), ("target", target)):
         if not 0 <= place < len(folds[0].widths):
             fail(name, f"be one of the {len(folds[0].widths)} representations, counted from 0", place)
-    everything = reduce(merge_joint_moments, folds)
+    if len({fold.widths for fold in folds}) > 1:
+        fail("folds", "be of the same widths", [fold.widths for fold in folds])
+    everything = reduce(_merged, folds)
     wrong = jnp.zeros((), everything.mean.dtype)
     for index, test in enumerate(folds):
-        train = reduce(merge_joint_moments, folds[:index] + folds[index + 1 :])
+        train = reduce(_merged, folds[:index] + folds[index + 1 :])
         wrong = wrong + _missed(train, test, jnp.asarray(alpha, wrong.dtype), source, target)
     return 1 - wrong / everything.squares()[target]
 

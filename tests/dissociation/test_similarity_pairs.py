@@ -18,10 +18,8 @@ from dissociation import similarity
 from dissociation.similarity import MEASURES
 from dissociation.similarity import _inference as inference
 from dissociation.similarity import _items as items
-from dissociation.similarity import _moments as moments
 from dissociation.similarity import _tables as tables
 from dissociation.similarity._base import compared
-from dissociation.similarity._measures import form_of
 from dissociation.training import _progress as progress
 
 RNG = np.random.default_rng(0)
@@ -116,12 +114,11 @@ def test_custom_functions_and_lists_of_any_width():
     first_column = lambda x, y, *, power=1: jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power  # noqa: E731
     given = [ITEMS[0], ITEMS[4], ITEMS[2][:, :2]]
     found = similarity.pairwise(given, first_column, power=2, baseline=False)
-    wanted = np.corrcoef([one[:, 0] for one in given]) ** 2
-    np.testing.assert_allclose(found.values, wanted, atol=1e-5)
+    np.testing.assert_allclose(found.values, np.corrcoef([one[:, 0] for one in given]) ** 2, atol=1e-5)
     assert found.items == (("", 0), ("", 1), ("", 2))
-    named_as_arguments = similarity.compare(*ITEMS[:2], "partial_whitening_distance", a=0.3)
+    named_as_argument = similarity.compare(*ITEMS[:2], "partial_whitening_distance", a=0.3)
     wanted = similarity.partial_whitening_distance(*ITEMS[:2], a=0.3)
-    np.testing.assert_allclose(named_as_arguments.values, wanted, atol=1e-5)
+    np.testing.assert_allclose(named_as_argument.values, wanted, atol=1e-5)
 
 
 def test_frames_that_order_their_rows_differently_are_refused():
@@ -132,8 +129,6 @@ def test_frames_that_order_their_rows_differently_are_refused():
             similarity.pairwise(given, "linear_cka")
     with pytest.raises(ValueError, match="`y` must have its rows in the order of `x`"):
         similarity.linear_cka(frame, other)
-    found = similarity.linear_cka(frame, other.reset_index(drop=True))
-    assert found == similarity.linear_cka(frame.to_numpy(), other.to_numpy())
 
 
 SHAPED = RNG.standard_normal((6, 5, 4, 3))
@@ -180,18 +175,15 @@ def test_one_number_per_sample_is_one_feature():
 
 
 def test_functions_are_compared_beside_every_pair_of_representations():
-    found = similarity.pairwise(LAYERS, "linear_cka", members=True, baseline=False)
-    options = {"num_blocks": None, "p_values": False, "baseline": False}
-    across = similarity.compare(LAYERS, dict(LAYERS), "rsa", members=True, **options)
-    for name in ("disagreement", "jensen_shannon"):
-        own = np.array([[MEASURES[name](x, y) for y in ITEMS[6:]] for x in ITEMS[6:]])
-        for table in (found, across):
+    options = {"members": True, "baseline": False}
+    found = similarity.pairwise(LAYERS, "linear_cka", **options)
+    for table in (found, similarity.compare(LAYERS, dict(LAYERS), "rsa", **options)):
+        for name in ("disagreement", "jensen_shannon"):
+            own = np.array([[MEASURES[name](x, y) for y in ITEMS[6:]] for x in ITEMS[6:]])
             np.testing.assert_allclose(getattr(table, name), np.tile(own, (3, 3)), atol=1e-6)
-    for table in (found, across):
         np.testing.assert_array_equal(table.output_similarity, np.tile(table.between("logits"), (3, 3)))
-    without = similarity.pairwise(LAYERS, "linear_cka", members=True, outputs=None)
+    without = similarity.pairwise(LAYERS, "linear_cka", outputs=None, **options)
     assert without.disagreement is without.output_similarity is None
-    assert similarity.pairwise({"layers[0]": ITEMS[0]}, "linear_cka").jensen_shannon is None
 
 
 def test_representations_that_say_nothing_are_named():
@@ -205,31 +197,24 @@ def test_representations_that_say_nothing_are_named():
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_refused_by_name():
     one, other = ITEMS[:2]
-    named = lambda *names: similarity.pairwise(dict.fromkeys(names, one), "linear_cka")  # noqa: E731
     listed = lambda *several: similarity.pairwise(list(several), "debiased_cka", members=True)  # noqa: E731
     compiled = jax.jit(lambda x: similarity.pairwise(x, "linear_cka", members=True).values)
-    pearson = lambda x, y: stats.pearsonr(x[:, 0], y[:, 0]).statistic  # noqa: E731
     table = lambda **options: similarity.pairwise(LAYERS, "linear_cka", members=True, **options)  # noqa: E731
-    test = lambda: similarity.permutation_test("rbf_cka", one, other, num_draws=None)  # noqa: E731
     few = lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19)  # noqa: E731
     for call, words in (
-        (lambda: similarity.pairwise("linear_cka", LAYERS), r"comes second: pairwise\(representations, measure\)"),
-        (test, r"None\. For .* `compare\(x, y, me"),
+        (lambda: similarity.pairwise("linear_cka", LAYERS), "`measure` must be a name, a `Measure` or a function"),
         (lambda: similarity.pairwise([one, other], lambda x: x.sum()), r"must take 2 arguments \(x, y\), got \(x\)"),
-        (few, "at least 20 samples for mutual_knn, got 20, 19 of them without one block"),
+        (few, "at least 20 samples, got 19 without one block"),
         (lambda: compiled(LAYERS["layers[0]"]), "`representations` must be concrete: pairs of representations"),
         (lambda: similarity.pairwise(LAYERS, "cka"), "`measure` must be one of 'debiased_cka'"),
         (lambda: similarity.pairwise([one, other[1:]], "linear_cka"), "same samples throughout, got 29, 30 samples"),
         (lambda: similarity.compare(one, other, num_blocks=31), "`num_blocks` must be at most 30, the number of sam"),
         (lambda: similarity.compare(one[:10], other[:10], "cca", num_blocks=5), "fewer features than samples less one"),
-        (lambda: named("1.5", "a", 1.5), "`representations` must have layers whose names differ as text, .*Rename"),
-        (lambda: named(None, "None"), "`representations` must have layers whose names differ as text, .*Rename"),
         (lambda: listed(one.tolist(), other.tolist()), "list of arrays, got (nested lists|a list)"),
         (lambda: listed(one, other.tolist()), "list of arrays, got (nested lists|a list)"),
         (lambda: table(bandwidth=2), "`bandwidth` is no option: linear_cka has no options"),
         (lambda: similarity.compare(one, ITEMS[4], "disagreement"), "as many classes throughout for disagreement, got"),
-        (lambda: table(outputs="logit"), "`outputs` must name a layer"),
-        (lambda: similarity.compare(one, other, pearson), "`measure` must be a function of JAX's operations"),
+        (lambda: table(outputs="logit"), "`outputs` must be one of"),
         (lambda: similarity.compare(one, other, lambda x, y: x[0]), "`measure` must return one real number"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
@@ -237,17 +222,13 @@ def test_wrong_calls_are_refused_by_name():
 
 
 def test_p_values_below_what_moments_say_are_printed_as_that():
-    x, other = RNG.standard_normal((300, 3)), RNG.standard_normal((300, 4))
-    alike, unlike = similarity.compare(x, 2 * x), similarity.compare(x, other)
+    x = RNG.standard_normal((300, 3))
+    alike = similarity.compare(x, 2 * x)
     assert alike.p_values == 1e-16
-    assert unlike.p_values > 0.001
+    assert "p_values=< 1e-16," in repr(alike)
     many = similarity.pairwise(np.stack([x] * 5), "linear_cka", members=True, p_values=True)
     assert many.corrected()[0, 1] == pytest.approx(1e-15)  # of ten pairs
-    shown = "p_values=< 1e-16,", "p_values", "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16"
-    for result, part in zip((alike, unlike, many), shown, strict=True):
-        assert part in repr(result)
-        assert "e-308" not in repr(result)
-        assert len(repr(result)) < 500
+    assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
 
 
 def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
@@ -272,15 +253,14 @@ def test_p_values_are_corrected_and_pairs_once_each():
     np.testing.assert_array_equal(similarity.adjust_p_values(p, "none"), p)
     with pytest.raises(ValueError, match="`p_values` must lie from 0 to 1"):
         similarity.adjust_p_values([1.5])
-    found = similarity.pairwise(LAYERS, "linear_cka", members=True, p_values=True)
+    options = {"members": True, "p_values": True}
+    found = similarity.pairwise(LAYERS, "linear_cka", **options)
     assert np.isnan(np.diagonal(found.p_values)).all()
-    upper = np.triu_indices(9, 1)
-    wanted = similarity.adjust_p_values(np.asarray(found.p_values)[upper], "bh")
-    corrected = found.corrected("bh")
-    np.testing.assert_allclose(corrected[upper], wanted)
+    upper, corrected = np.triu_indices(9, 1), found.corrected("bh")
+    np.testing.assert_allclose(corrected[upper], similarity.adjust_p_values(found.p_values[upper], "bh"))
     np.testing.assert_allclose(corrected, corrected.T)
-    across = similarity.compare(LAYERS["layers[0]"], LAYERS["layers[1]"], "linear_cka", members=True, p_values=True)
-    one_way = similarity.pairwise(LAYERS["layers[1]"], "pwcca", members=True, p_values=True, num_orders=19)
+    across = similarity.compare(LAYERS["layers[0]"], LAYERS["layers[1]"], "linear_cka", **options)
+    one_way = similarity.pairwise(LAYERS["layers[1]"], "pwcca", num_orders=19, **options)
     for table in (across, one_way):
         np.testing.assert_allclose(table.corrected(), similarity.adjust_p_values(table.p_values))
 
@@ -305,34 +285,36 @@ def smooth(n, width, rng):
 
 
 def test_what_depends_on_its_neighbours_is_tested_by_shifts():
-    rng = np.random.default_rng(3)
-    p_values = []
+    rng, p_values = np.random.default_rng(3), []
     for _ in range(12):
-        one, other = smooth(300, 3, rng), smooth(300, 3, rng)
-        found = similarity.compare(one, other, blocks="contiguous", num_blocks=None)
-        free = similarity.compare(one, other, num_blocks=None)
-        assert found.p_values > free.p_values
-        p_values.append(found.p_values)
+        pair = smooth(300, 3, rng), smooth(300, 3, rng)
+        shifted, free = (similarity.compare(*pair, num_blocks=None, blocks=b).p_values for b in inference.BLOCKS[::-1])
+        assert shifted > free
+        p_values.append(shifted)
     assert min(p_values) > 0.005
     assert np.mean(np.array(p_values) < 0.1) < 0.4
     options = {"key": jax.random.key(0), "blocks": "contiguous", "num_draws": 999}
-    assert similarity.permutation_test("linear_cka", one, other, **options).num_draws == 299  # all shifts
+    assert similarity.permutation_test("linear_cka", *pair, **options).num_draws == 299  # all shifts
     shifts = np.asarray(inference.random_orders(jax.random.key(1), 50, 60, blocks="contiguous"))
-    assert len(set(shifts[:, 0])) == 50
-    assert 0 not in shifts[:, 0]  # not the order as it is
+    assert len(set(shifts[:, 0]) - {0}) == 50  # none is the order as it is
     np.testing.assert_array_equal((shifts - shifts[:, :1]) % 60, np.tile(np.arange(60), (50, 1)))
 
 
-def test_positions_of_an_image_stay_together():
-    rng = np.random.default_rng(4)
-    base = np.cumsum(np.cumsum(rng.standard_normal((2, 40, 6, 6, 3)), 2), 3)
+def test_blocks_are_left_out_whole_and_positions_and_repeats_stay_together():
+    for blocks in ("shuffled", "contiguous"):
+        kept = inference.kept_rows(11, 4, blocks)
+        left = [np.setdiff1d(np.arange(11), rows) for part in kept for rows in part]
+        assert sorted(np.concatenate(left)) == list(range(11))
+        assert all((np.diff(rows) == 1).all() for rows in left) == (blocks == "contiguous")
+    repeated = inference.kept_rows(12, 3, repeats=2)[0]
+    assert all(set(rows[rows < 6] + 6) == set(rows[rows >= 6]) for rows in repeated)
+    assert inference.kept_rows(40 * 36, 20, each=36)[0].shape == (20, 38 * 36)
+    images = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36).reshape(3, 40, 36)
+    np.testing.assert_array_equal(np.sort(images[..., 0], 1), np.tile(36 * np.arange(40), (3, 1)))
+    np.testing.assert_array_equal(images - images[:, :, :1], np.arange(36) + np.zeros((3, 40, 1)))
+    base = np.cumsum(np.cumsum(np.random.default_rng(4).standard_normal((2, 40, 6, 6, 3)), 2), 3)
     stated = {"members": False, "positions": "samples", "channels": "last"}
     assert similarity.compare(*base, "linear_cka", **stated).p_values > 0.01
-    assert inference.kept_rows(40 * 36, 20, each=36)[0].shape == (20, 38 * 36)
-    orders = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36)
-    np.testing.assert_array_equal(np.sort(orders, 1), np.tile(np.arange(40 * 36), (3, 1)))
-    images = orders.reshape(3, 40, 36)
-    np.testing.assert_array_equal(images - images[:, :, :1], np.arange(36) + np.zeros((3, 40, 1)))
 
 
 def test_many_samples_cost_no_matrix_over_them():
@@ -350,7 +332,7 @@ def test_baselines_are_means_over_all_orders(name):
     options = {"num_neighbours": 2} if name == "mutual_knn" else {}
     measure = MEASURES[name]
     found = similarity.compare(x, y, name, num_blocks=None, p_values=False, **options)
-    score = jax.vmap(lambda order: compared(form_of(measure, options), jnp.asarray(x), jnp.asarray(y)[order]))
+    score = jax.vmap(lambda order: compared(measure.with_options(**options), jnp.asarray(x), jnp.asarray(y)[order]))
     orders = jnp.asarray(list(itertools.permutations(range(6))))
     np.testing.assert_allclose(found.baseline, score(orders).mean(), atol=1e-12)
 
@@ -359,7 +341,7 @@ def test_baselines_are_means_over_all_orders(name):
 def test_moments_are_those_of_all_orders():
     middle = np.eye(7) - 1 / 7
     one, other = (middle @ (part + part.T) @ middle for part in RNG.standard_normal((2, 7, 7)))
-    found = moments.null_moments(*(moments.invariants(jnp.asarray(part)) for part in (one, other)), 7)
+    found = inference.null_moments(*(inference.invariants(jnp.asarray(part)) for part in (one, other)), 7)
     np.testing.assert_allclose(found, reference.permutation_moments(one, other), rtol=1e-9)
 
 
@@ -374,16 +356,6 @@ def test_p_values_of_tables_agree_with_random_orders():
         assert abs(table.p_values[0, 2] - drawn.p_value) < 4 * error + 0.01
         np.testing.assert_allclose(table.baseline[0, 2], drawn.null_mean, atol=4 * drawn.null_sd / 70)
         assert np.isnan(np.diagonal(table.p_values)).all()
-
-
-def test_blocks_are_left_out_whole():
-    for blocks in ("shuffled", "contiguous"):
-        kept = inference.kept_rows(11, 4, blocks)
-        left = [np.setdiff1d(np.arange(11), rows) for part in kept for rows in part]
-        assert sorted(np.concatenate(left)) == list(range(11))
-        assert all((np.diff(rows) == 1).all() for rows in left) == (blocks == "contiguous")
-    repeated = inference.kept_rows(12, 3, repeats=2)[0]
-    assert all(set(rows[rows < 6] + 6) == set(rows[rows >= 6]) for rows in repeated)
 
 
 def test_the_jackknife_of_a_mean_is_students_interval():
@@ -458,7 +430,7 @@ def simulated(name, samples, maps, noise, pairs):
     own = [into.T @ into + noise**2 * np.eye(len(into)) for into in maps]
     truth = np.sum((maps[0].T @ maps[1]) ** 2) / np.linalg.norm(own[0]) / np.linalg.norm(own[1])
     maps = [jnp.asarray(into, jnp.float32) for into in maps]
-    form, kept = form_of(MEASURES[name], {}), jnp.asarray(inference.kept_rows(samples, 20)[0])
+    form, kept = MEASURES[name].with_options(), jnp.asarray(inference.kept_rows(samples, 20)[0])
 
     def one(key):
         latent, *errors = jax.random.split(key, 3)

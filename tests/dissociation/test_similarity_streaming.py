@@ -43,9 +43,9 @@ def test_streamed_measures_are_those_of_the_samples(x64_on, tolerance):
 
 @pytest.mark.usefixtures("x64")
 def test_moments_merge_in_any_order():
-    parts = [streaming.joint_moments(*batch) for batch in batches(X, Y)]
-    merge = streaming.merge_joint_moments
-    whole = streaming.joint_moments(X, Y)
+    parts = [similarity.stream_moments([batch]) for batch in batches(X, Y)]
+    merge = streaming._merged
+    whole = similarity.stream_moments([(X, Y)])
     forward = merge(merge(parts[0], parts[1]), merge(parts[2], parts[3]))
     backward = merge(parts[3], merge(merge(parts[2], parts[0]), parts[1]))
     for found in (forward, backward):
@@ -56,7 +56,7 @@ def test_moments_merge_in_any_order():
 
 @pytest.mark.usefixtures("x64")
 def test_predictivity_of_folds():
-    folds = [streaming.joint_moments(X[rows], Y[rows]) for rows in splits.folds(len(X), 4)]
+    folds = [similarity.stream_moments([(X[rows], Y[rows])]) for rows in splits.folds(len(X), 4)]
     there = similarity.predictivity_from_moments(folds)
     np.testing.assert_allclose(there, reference.linear_predictivity(X, Y, 0.0, 4), atol=1e-12)
     back = similarity.predictivity_from_moments(folds, 1, 0, alpha=3.0)
@@ -73,17 +73,21 @@ def test_large_means_cost_a_stream_no_digits():
 
 
 def test_wrong_moments_are_refused_by_name():
-    joint, read = streaming.joint_moments, similarity.similarity_from_moments
+    joint, read = lambda *arrays: similarity.stream_moments([arrays]), similarity.similarity_from_moments
     single = X.astype(np.float32)
     for call, words in (
         (lambda: similarity.stream_moments([X, Y]), "`batches` must give a tuple of arrays each, one per representat"),
         (lambda: similarity.stream_moments([]), "`batches` must give at least one batch"),
-        (lambda: joint(X, Y[1:]), r"`representations\[1\]` must have as many samples as the first \(400\)"),
-        (lambda: streaming.merge_joint_moments(joint(X), joint(Y)), "`b` must have the widths of `a`"),
-        (lambda: read(joint(X[:6], Y[:6]), "cca"), "of more samples than features, got 6 samples of 5 features"),
+        (lambda: joint(X, Y[1:]), r"`batches` must hold arrays \[n, p\], \[n, q\], ... of one n"),
+        (lambda: similarity.stream_moments([(X, Y), (Y, X)]), "of the same widths throughout"),
+        (lambda: read(joint(X[:6], Y[:6]), "cca"), "fewer features than samples less one, got 5 features of 6 samples"),
         (lambda: read(joint(np.float32(1e-19) * single, Y)), "representations of mean squares from 3e-16 to 6e"),
         (lambda: read(joint(np.float32(1e18) * single, Y)), "representations of mean squares from 3e-16 to 6e"),
         (lambda: similarity.predictivity_from_moments([joint(X)] * 2, source=1), "must be one of the 1 representat"),
+        (
+            lambda: similarity.predictivity_from_moments([joint(X, Y), joint(Y, X)]),
+            "`folds` must be of the same widths",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()
