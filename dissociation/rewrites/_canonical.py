@@ -68,7 +68,7 @@ def canonical(model: Any, example: Any, *, tolerance: float = 1e-5, call: Call |
         direction = np.random.default_rng(rows.shape[1]).standard_normal(rows.shape[1])
         order = np.argsort(rows @ direction, kind="stable")
         for slot in groups[name].slots:
-            leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], slot.blocks(leaves[slot.leaf])[order])
+            leaves[slot.leaf] = slot.permuted(leaves[slot.leaf], order[None])
     return _with(leaves, model)
 
 

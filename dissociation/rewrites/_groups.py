@@ -117,8 +117,8 @@ class NeuronGroup:
     linear: np.ndarray | None
     example: Any
     call: Call | None
-    copies: int = 1
-    structure: Any = None
+    copies: int
+    structure: Any
 
     def places(self) -> set[tuple[int, int, int, bytes]]:
         """Return array, axis, and number and positions of neurons of each slot, to compare groups of two models."""

@@ -63,7 +63,7 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
     """Return `group` as it is in `model`; find it again if the model differs in more than parameter values."""
     leaves = parameters_of(model)[0]
     same = all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots)
-    if same and (group.structure is None or _same(group.structure, structure_of(model))):
+    if same and _same(group.structure, structure_of(model)):
         return group
     for slot in group.slots:
         shape = np.shape(leaves[slot.leaf]) if slot.leaf < len(leaves) else None
