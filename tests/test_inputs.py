@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import warnings
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -110,7 +111,13 @@ def body_of(function):
 
 
 def rule_of(function, name):
-    return validation._rule(inspect.unwrap(body_of(function)).__annotations__.get(name))
+    """The rule of an argument, or None if any value is accepted."""
+    rule = validation._rule(inspect.unwrap(body_of(function)).__annotations__.get(name, object))
+    return None if object in rule.plain else rule
+
+
+def has_fixed_axes(form):
+    return not {"*", "."} & set(form.dims)
 
 
 def arrays_of(function, call):
@@ -132,34 +139,23 @@ def bad_arrays(rule, x):
         "empty": np.zeros((0, *x.shape[1:]), x.dtype),
         "empty list": [],
     }
-    if any("complex" in kind.numbers for kind in rule.arrays):
+    if any("complex" in form.kinds for form in rule.forms):
         del bad["complex numbers"]
-    if rule.arrays and all(kind.variadic is None for kind in rule.arrays):
+    if rule.forms and all(map(has_fixed_axes, rule.forms)):
         bad |= {"an axis more": x[None]}
     return bad
 
 
-def bad_numbers(rule):
-    """Kinds of bad input for an argument that is one number."""
-    bad = {"a list": [1.0, 2.0], "words": "1.0", "two numbers": np.ones(2)}
-    if bool not in rule.numbers:
-        bad["True"] = True
-    if float not in rule.numbers:
-        bad["half"] = 1.5
-    return bad
+ANYTHING = {
+    "an object": (object(), ()), "a complex number": (1 + 2j, ()), "a dict": ({"a": 1}, dict),
+    "None": (None, type(None)), "text": ("three", str), "a function": (np.sum, Callable),
+}  # fmt: skip
+"""Bad input for arguments of all kinds, unless the annotation has the class."""
 
 
 def bad_values(rule, value):
     """Kinds of bad input for an argument of this rule, where `value` is a good one."""
-    bad = {"an object": object(), "a dict": {"a": 1}, "a complex number": 1 + 2j}
-    if dict in rule.instances:
-        del bad["a dict"]
-    if not rule.optional:
-        bad["None"] = None
-    if str not in rule.instances:
-        bad["text"] = "three"
-    if not rule.function:
-        bad["a function"] = np.sum
+    bad = {kind: each for kind, (each, known) in ANYTHING.items() if known not in rule.plain}
     if rule.keys:
         return bad | {"an integer": 3, "a float": 0.5, "keys": jax.random.split(jax.random.key(0), (2, 2))}
     if rule.labels is not None:
@@ -167,9 +163,10 @@ def bad_values(rule, value):
         return bad | {"words": ["cat"] * len(np.asarray(value)), "floats": floats, "NaN": floats * np.nan}
     if isinstance(value, np.ndarray | jax.Array) and value.ndim:
         return bad | bad_arrays(rule, np.asarray(value))
-    if rule.numbers and not rule.sequence:
-        return bad | bad_numbers(rule)
-    if str in rule.instances:
+    if rule.exact and all(form.place is not tuple for form in rule.forms):
+        scalars = {"True": True, "half": 1.5, "a list": [1.0, 2.0], "words": "1.0", "two numbers": np.ones(2)}
+        return bad | {kind: each for kind, each in scalars.items() if type(each) not in rule.exact}
+    if str in rule.plain:
         return bad | {"a number": 3, "bytes": b"qr"}
     return bad
 
@@ -243,8 +240,8 @@ def test_lengths_that_disagree_are_refused(function, make_call):
     axes = {}
     for name in arrays_of(function, call):
         rule = rule_of(function, name)
-        if rule.arrays and rule.arrays[0].variadic is None:
-            for i, axis in enumerate(rule.arrays[0].axes):
+        if rule.forms and has_fixed_axes(rule.forms[0]):
+            for i, axis in enumerate(rule.forms[0].dims.split()):
                 axes.setdefault(axis, []).append((name, i))
     for shared in axes.values():
         for name, i in shared if len(shared) > 1 else []:
@@ -268,7 +265,7 @@ def wide_arrays(function, call):
     """Names of arguments whose numbers are taken as floats, and differ."""
     given = {name: x for name, x in call.items() if isinstance(x, np.ndarray | jax.Array) and x.dtype.kind == "f"}
     rules = {name: rule_of(function, name) for name, x in given.items() if np.ptp(np.asarray(x)) > 0}
-    return [name for name, rule in rules.items() if rule is None or (rule.arrays and rule.labels is None)]
+    return [name for name, rule in rules.items() if rule is None or (rule.forms and rule.labels is None)]
 
 
 @every_row
@@ -321,7 +318,7 @@ def moved(array, order):
 def test_the_order_of_samples_does_not_matter(function, make_call):
     call = make_call()
     rules = {name: rule_of(function, name) for name in arrays_of(function, call)}
-    names = [name for name, rule in rules.items() if rule.arrays and rule.arrays[0].axes[:1] == ("n",)]
+    names = [name for name, rule in rules.items() if rule.forms and rule.forms[0].dims.split()[:1] == ["n"]]
     if not names or "key" in call or NAMES[function] in MAY_DEPEND_ON_ORDER:
         return
     order = np.random.default_rng(0).permutation(len(call[names[0]]))

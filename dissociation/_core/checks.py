@@ -64,10 +64,7 @@ def check_known(reason: str, *, advice: str = "Call it outside of jit", **given:
 def _check_range(name: str, value: Any, wanted: str, *, zero: bool) -> None:
     if is_traced(value):
         return
-    try:
-        number = np.asarray(value)
-    except ValueError:  # a list whose rows differ in length
-        number = np.asarray(None)
+    number = np.asarray(value)
     if number.dtype.kind not in "iuf" and not jnp.issubdtype(number.dtype, jnp.floating):
         fail_kind(name, "be a real number", repr(value))
     if not np.all(np.isfinite(number) & (number >= 0 if zero else number > 0)):

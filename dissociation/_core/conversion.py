@@ -16,11 +16,21 @@ LOST_DIGITS = 1e3
 """Largest mean of a column, in standard deviations, without a warning of lost digits."""
 
 
+_PARENTS = {
+    "bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating,
+    "key": jax.dtypes.extended,
+}  # fmt: skip
+KINDS = ("bool", "int", "float", "complex")
+"""Kinds of numbers, each of which the later ones hold."""
+
+
 @functools.cache
 def number_kind(dtype: Any) -> str:
-    """Return the kind of a dtype's numbers: "bool", "int", "float", "complex" or "key"."""
-    parents = {"key": jax.dtypes.extended, "bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating}
-    return next((kind for kind, parent in parents.items() if jnp.issubdtype(dtype, parent)), "complex")
+    """Return one of `KINDS`, "key", or "" for entries that are no numbers."""
+    for kind, parent in _PARENTS.items():
+        if jnp.issubdtype(dtype, parent):
+            return kind
+    return ""
 
 
 def as_array(
@@ -28,25 +38,18 @@ def as_array(
 ) -> jax.Array | np.ndarray:
     """Return arrays of JAX and NumPy unchanged, other values converted through NumPy or DLPack."""
     wanted = f"be {words}" if bare else f"be an array of {words}"
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_traced(value):
-        array = value
-    elif value is None or isinstance(value, (str, bytes, dict, set, frozenset, type)) or callable(value):
-        fail_kind(name, wanted, describe(value))
-    else:
-        array = _converted(name, value, wanted)
-    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        fail(name, wanted, "a masked array", "Fill or drop its masked entries")
-    if isinstance(array, (np.ndarray, np.generic)):
-        array = np.asarray(array)
-        if array.dtype.kind in "US" or (array.dtype == object and any(isinstance(x, str) for x in array.flat)):
+    array = value if isinstance(value, (jax.Array, np.ndarray)) else _converted(name, value, wanted)
+    if number_kind(array.dtype) not in KINDS:
+        if isinstance(array, np.ndarray) and any(isinstance(entry, (str, bytes)) for entry in array.flat):
             advice = "`numpy.unique(labels, return_inverse=True)[1]` makes integers of text labels"
             fail_kind(name, wanted, f"text, {reprlib.repr(value)}", advice)
-        if array.dtype.kind in "OmM" or array.dtype.names is not None:
-            fail_kind(name, wanted, f"entries of dtype {array.dtype}, {describe(value)}")
+        fail_kind(name, wanted, describe(array if array.ndim else value))
+    if not isinstance(array, jax.Array):
+        if np.ma.is_masked(array):
+            fail(name, wanted, "a masked array", "Fill or drop its masked entries")
+        array = np.asarray(array)
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
-    elif number_kind(array.dtype) == "key":
-        fail_kind(name, wanted, f"{array.dtype} of shape {array.shape}")
     if array.size == 0 and not may_be_empty:
         fail(name, "not be empty", f"shape {array.shape}")
     return array
@@ -54,22 +57,22 @@ def as_array(
 
 def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
     """Return JAX arrays, samples first: one array, or a dictionary or tuple of arrays."""
-    words = "numbers [samples, ...]"
-    arrays = jax.tree.map(
-        lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
-    )
-    for array in jax.tree.leaves(arrays):
+
+    def converted(part: Any) -> jax.Array:
+        array = as_array(name, part, "numbers [samples, ...]")
         check_fits(name, array)
         if number_kind(array.dtype) == "float":
             warn_narrowed(name, array, gates=sys.maxsize)  # no outer function has checked these arrays
-    arrays = jax.tree.map(jnp.asarray, arrays)
-    leaves = jax.tree.leaves(arrays)
-    shapes = [leaf.shape for leaf in leaves]
+        array = jnp.asarray(array)
+        if finite:
+            check_finite(name, array)
+        return array
+
+    arrays = jax.tree.map(converted, value, is_leaf=lambda x: not isinstance(x, (dict, tuple)))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
     if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
         wanted = "have at least 1 axis [samples, ...], of one length for all arrays"
         fail(name, wanted, f"shape {shapes[0]}" if len(shapes) == 1 else f"shapes {shapes}")
-    for leaf in leaves if finite else ():
-        check_finite(name, leaf)
     return arrays
 
 
@@ -78,21 +81,19 @@ def _converted(name: str, value: Any, wanted: str) -> Any:
         advice = "`lagged_pairs` reads runs and times; value.to_numpy() drops the index"
         fail(name, wanted, "a frame of several index levels", advice)
     ways: list[Callable[[Any], Any]] = []
-    if isinstance(value, (list, tuple)) and any(map(is_traced, jax.tree.leaves(value))):
-        ways.append(jnp.asarray)
-    elif isinstance(value, (list, tuple, range, bool, int, float, complex)) or hasattr(value, "__array__"):
-        ways.append(np.asarray)
     if hasattr(value, "__dlpack__"):
-        ways += [np.from_dlpack, jnp.from_dlpack]  # the second from other devices than the host
-    reason = "it has neither __array__ nor __dlpack__"
+        ways = [np.from_dlpack, jnp.from_dlpack]  # the second from other devices than the host
+    if hasattr(value, "__array__") or not ways:
+        ways = [np.asarray, *ways, jnp.asarray]  # the last for lists of traced numbers
+    reasons = []
     for way in ways:
         try:
             return way(value)
         except Exception as error:
-            reason = str(error).partition("\n")[0]
+            reasons.append(str(error).partition("\n")[0])
     if isinstance(value, (list, tuple)):
         fail(name, wanted, "a list whose rows differ in shape")
-    return fail_kind(name, wanted, f"{describe(value)} ({reason})")
+    return fail_kind(name, wanted, f"{describe(value)} ({reasons[0]})")
 
 
 def holds_arrays(value: Any) -> bool:
@@ -111,19 +112,15 @@ def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
 
 def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
     """Return an array converted to one of the kinds `numbers`. Half precisions become float32."""
-    dtype = array.dtype
-    kind = number_kind(dtype)
-    if kind == "float" and "float" in numbers:
-        if dtype.itemsize < 4:
-            return array.astype(np.float32)
-        return array.astype(np.float64) if dtype.itemsize > 8 else array
+    kind, size = number_kind(array.dtype), array.dtype.itemsize
     if kind in numbers:
-        return array
-    for wider, narrower in ((float, ("bool", "int")), (complex, ("bool", "int", "float")), (int, ("bool",))):
-        if wider.__name__ in numbers and kind in narrower:
+        halves = kind == "float" and size not in (4, 8)
+        return array.astype(np.float32 if size < 4 else np.float64) if halves else array
+    for wider in ("float", "complex", "int"):
+        if wider in numbers and KINDS.index(kind) < KINDS.index(wider):
             return array.astype(jax.dtypes.canonicalize_dtype(wider))
     advice = "Take its real and imaginary parts as two features" if kind == "complex" else ""
-    return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {dtype}", advice)
+    return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {array.dtype}", advice)
 
 
 def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
@@ -133,11 +130,9 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
     if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
         return
     width = array.shape[-1] if array.ndim > 1 else 1
-    number = min(1000, 30 + 2_000_000 // width)
     # The stride is odd, because every 2^k-th of consecutive large integers is exact in floats.
-    rows = np.asarray(array)[:: -(-len(array) // number) | 1]
-    rows = rows.reshape(-1, width)
-    rows = rows[:: -(-len(rows) // number) | 1]
+    rows = np.asarray(array).reshape(-1, width)
+    rows = rows[:: -(-len(rows) // min(1000, 30 + 2_000_000 // width)) | 1]
     with np.errstate(all="ignore"):
         kept = rows.astype(working)
         rounding = rows.astype(np.float64) - kept
@@ -178,17 +173,14 @@ def common_dtype(names: list[str], arrays: list[Any]) -> Any:
 
 def check_fits(name: str, array: Any, dtype: Any = None) -> None:
     """Raise if integers are out of the range of `dtype`, by default JAX's."""
-    if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
-        return
     kept = jax.dtypes.canonicalize_dtype(array.dtype) if dtype is None else dtype
-    if kept == array.dtype:
+    if is_traced(array) or kept == array.dtype or number_kind(array.dtype) != "int" or not array.size:
         return
-    limits = np.iinfo(kept)
-    known = np.asarray(array)
-    for extreme in (known.min(), known.max()):
-        if not limits.min <= extreme <= limits.max:
-            advice = "Larger ones need jax.config.update('jax_enable_x64', True)"
-            fail(name, f"hold integers from {limits.min} to {limits.max}", extreme, advice)
+    limits, known = np.iinfo(kept), np.asarray(array)
+    extreme = known.max() if known.max() > limits.max else known.min()
+    if not limits.min <= extreme <= limits.max:
+        advice = "Larger ones need jax.config.update('jax_enable_x64', True)"
+        fail(name, f"hold integers from {limits.min} to {limits.max}", extreme, advice)
 
 
 def check_pixels(name: str, images: Any) -> None:
@@ -206,21 +198,17 @@ def kind_words(numbers: frozenset[str]) -> str:
     return "booleans" if numbers == {"bool"} else "integers"
 
 
-def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
-    """Return a random key, typed or raw: one, or with `stacked` one per member, or with None either."""
-    wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
-    wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
-    if not isinstance(value, (jax.Array, np.ndarray)) and not is_traced(value):
+def as_key(name: str, value: Any, ndims: tuple[int, ...] = (0,)) -> Any:
+    """Return a random key, typed or raw, or keys with one of the numbers of axes `ndims`."""
+    one, several = "jax.random.key(0)", "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)`"
+    wanted = f"be a random key, as `{one}` makes it" if 0 in ndims else f"{several} makes them"
+    is_raw = getattr(value, "dtype", None) == np.uint32 and value.shape[-1:] == (2,)
+    if not is_raw and not (isinstance(value, jax.Array) and number_kind(value.dtype) == "key"):
         fail_kind(name, wanted, describe(value))
-    if number_kind(value.dtype) == "key":
-        shape = value.shape
-    elif value.dtype == np.uint32 and value.shape[-1:] == (2,):
-        value, shape = jnp.asarray(value), value.shape[:-1]
-    else:
-        fail_kind(name, wanted, describe(value))
-    if len(shape) not in ((0, 1) if stacked is None else (stacked,)):
-        fail(name, wanted, f"keys of shape {shape}", "" if stacked else "Map over keys by `jax.vmap`")
-    return value
+    shape = value.shape[:-1] if is_raw else value.shape
+    if len(shape) not in ndims:
+        fail(name, wanted, f"keys of shape {shape}", "Map over keys by `jax.vmap`" if 0 in ndims else "")
+    return jnp.asarray(value) if is_raw else value
 
 
 def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
@@ -276,14 +264,10 @@ def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty:
 
 def describe(value: Any) -> str:
     """Return a short description of a value for an error message."""
-    if value is None:
-        return "None"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     if isinstance(value, (str, bytes, int, float, complex)):
         return f"{type(value).__name__} {reprlib.repr(value)}"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if callable(value) and hasattr(value, "__name__"):
-        return f"the function {value.__name__}"
-    return f"an object of type {type(value).__name__}"
+    if hasattr(value, "__name__"):
+        return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"

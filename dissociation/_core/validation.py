@@ -2,13 +2,12 @@
 
 import collections
 import collections.abc
-import dataclasses
 import functools
 import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, overload
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, overload
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +57,11 @@ def validated(
     takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
 
     @functools.cache  # at the first call: an import stays quick
-    def rules() -> dict[str, _Rule]:
+    def rules() -> list[tuple[str, _Rule]]:
         hints = getattr(function, "__annotations__", {})
-        found = {name: _rule(hints.get(name, Any), may_be_empty=name in empty) for name in positions}
-        rules = {name: rule for name, rule in found.items() if rule is not None}
+        found = [(name, _rule(hints.get(name, Any), may_be_empty=name in empty)) for name in positions]
         # Labels last, because other arguments may hold the number of classes.
-        return dict(sorted(rules.items(), key=lambda item: item[1].labels is not None))
+        return sorted(found, key=lambda item: item[1].labels is not None)
 
     @functools.wraps(function)
     def gate(*args: Any, **kwargs: Any) -> Any:
@@ -76,249 +74,190 @@ def validated(
         check_same_rows(given)
         for name in filter(given.__contains__, pixels):
             check_pixels(name, given[name])
-        for name, rule in rules().items():
+        for name, rule in rules():
             if name in given:
                 given[name] = rule.admit(name, given[name], bound)
         bound.check()
         for name in finite:
             if given.get(name) is not None:
                 check_finite(name, given[name])
-        return function(*(given[name] for name in positions[: len(args)]), **{name: given[name] for name in kwargs})
+        return function(*map(given.get, positions[: len(args)]), **{name: given[name] for name in kwargs})
 
     gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # for tests
     return gate
 
 
-class _Kind(NamedTuple):
-    """Kinds of numbers and shape of one jaxtyping annotation."""
+class _Form(NamedTuple):
+    """Numbers that an argument may be."""
 
-    numbers: frozenset[str]  # kinds among "bool", "int", "float", "complex"
-    axes: tuple[str, ...]  # names, fixed lengths, and "..." or "*name" for any number of axes
-    variadic: int | None  # position of "..." or "*name"
-    shaped: Any  # jaxtyping's class of such shapes, for any numbers
-    place: Any  # NumPy alone, JAX alone, or None
-
-    @property
-    def shape(self) -> str:
-        """Return the axes in brackets."""
-        return f"[{', '.join('...' if axis.startswith('*') else axis for axis in self.axes)}]"
+    kinds: frozenset[str]  # some of `conversion.KINDS`
+    dims: str  # names of axes, as jaxtyping reads them
+    place: Any  # JAX or NumPy alone, None for both, Python's class of a number, or tuple
 
     @property
     def words(self) -> str:
-        """Return the description of such an array for a message."""
-        return f"{kind_words(self.numbers)} {self.shape}"
+        """Return the description of such numbers for a message."""
+        if self.place is tuple:
+            return f"a sequence of {kind_words(self.kinds)}"
+        if self.dims:
+            return f"an array of {kind_words(self.kinds)} {_shown(self.dims)}"
+        return "a number" if {"float", "complex"} & self.kinds else "an integer" if "int" in self.kinds else "a boolean"
 
-    def fits(self, ndim: int) -> bool:
-        """Return True if an array may have this number of axes."""
-        return ndim == len(self.axes) if self.variadic is None else ndim >= len(self.axes) - 1
 
-    def sizes(self, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Return the lengths of the axes of a shape that fits, a tuple for "*name"."""
-        lengths: tuple[Any, ...] = shape
-        if (at := self.variadic) is not None:
-            end = len(shape) - len(self.axes) + at + 1
-            lengths = (*shape[:at], shape[at:end], *shape[end:])
-        return dict(zip(self.axes, lengths, strict=False))
+def _shown(dims: str) -> str:
+    """Return names of axes in brackets, for a message."""
+    return f"[{', '.join('...' if axis.startswith('*') else axis for axis in dims.split())}]"
 
 
 class _Bound(NamedTuple):
     """Admitted arguments of one call."""
 
-    arrays: list[tuple[str, Any, _Kind]]
+    arrays: list[tuple[str, str, tuple[str, tuple[int, ...]]]]  # names, descriptions, axes and shapes
     columns: dict[str, Any]  # labels of frames' columns
 
     def check(self) -> None:
-        """Raise unless every shape fits, and axes of one name have one length."""
-        wrong = _misfit(*((kind.shaped, array.shape) for _, array, kind in self.arrays))
+        """Raise unless axes of one name have one length."""
+        wrong = _misfit(*(shape for _, _, shape in self.arrays))
         if wrong is not None:
-            name, array, kind = self.arrays[wrong]
-            self._refuse(name, array.shape, kind)
+            name, words, (dims, shape) = self.arrays[wrong]
+            others = [
+                f", and {other} for `{earlier}` {_shown(axes)}"
+                for earlier, _, (axes, other) in self.arrays[:wrong]
+                if set(axes.split()) & set(dims.split())
+            ]
+            fail(name, f"be {words}", f"shape {shape}{''.join(others)}")
 
-    def _refuse(self, name: str, shape: tuple[int, ...], kind: _Kind) -> NoReturn:
-        if not kind.fits(len(shape)):
-            least, count = ("", len(kind.axes)) if kind.variadic is None else ("at least ", len(kind.axes) - 1)
-            axes = f"have {least}{count} {'axis' if count == 1 else 'axes'} {kind.shape}"
-            fail(name, axes if count else "be a single number", f"shape {shape}")
-        where = ""
-        for axis, size in kind.sizes(shape).items():
-            first, known = self.first(axis)
-            if first != name and known != size and axis.lstrip("*").isidentifier() and not where:
-                where = f" with {axis.lstrip('*')} = {known} as in `{first}`"
-        fail(name, f"be of shape {kind.shape}{where}", f"shape {shape}")
-
-    def first(self, axis: str) -> tuple[str | None, Any]:
-        """Return the first argument that has an axis of this name, and its length."""
-        sizes = ((name, kind.sizes(array.shape).get(axis)) for name, array, kind in self.arrays)
-        return next(((name, size) for name, size in sizes if size is not None), (None, None))
+    def num_classes(self) -> int | None:
+        """Return the length of the axis "classes", if an argument has one."""
+        sizes = [shape[-1] for _, _, (dims, shape) in self.arrays if dims.endswith("classes")]
+        return sizes[0] if sizes else None
 
 
 @functools.lru_cache(4096)
-def _misfit(*shapes: tuple[Any, tuple[int, ...]]) -> int | None:
-    """Return the position of the first shape that does not fit its jaxtyping class and the axes before it."""
+def _misfit(*shapes: tuple[str, tuple[int, ...]]) -> int | None:
+    """Return the position of the first shape that does not fit its axes and the axes before it."""
     # In one context, because jaxtyping's import hook compares axes within a function only.
     with jaxtyped("context"):
-        for position, (shaped, shape) in enumerate(shapes):
-            if not isinstance(jax.ShapeDtypeStruct(shape, np.float32), shaped):
+        for position, (dims, shape) in enumerate(shapes):
+            if not isinstance(jax.ShapeDtypeStruct(shape, np.float32), Shaped[Any, dims]):
                 return position
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
+class _Rule(NamedTuple):
     """Types that one parameter accepts."""
 
-    optional: tuple[bool, ...] = ()
-    keys: tuple[bool, ...] = ()  # False for one key, True for one per member
-    arrays: tuple[_Kind, ...] = ()
-    labels: Labels | None = None
-    numbers: tuple[type, ...] = ()  # Python's own: bool, int, float, complex
-    sequence: tuple[type, ...] = ()  # of such numbers
-    listed: tuple[_Kind, ...] = ()  # arrays, in a list
-    instances: tuple[type, ...] = ()
-    function: tuple[Any, ...] = ()
-    in_time: tuple[InTime, ...] = ()
-    may_be_empty: bool = False
+    plain: tuple[type, ...]  # classes whose instances pass unchanged
+    exact: frozenset[type]  # Python's numbers, which pass unchanged
+    forms: tuple[_Form, ...]
+    items: tuple[_Form, ...]  # arrays, in a list
+    keys: tuple[int, ...]  # numbers of axes of keys
+    labels: Labels | None
+    in_time: bool
+    may_be_empty: bool
+    words: str
 
     def admit(self, name: str, value: Any, bound: _Bound) -> Any:
         """Return the converted argument, or raise an error that names the argument."""
-        # Text is a sequence, but no sequence of numbers.
-        text = isinstance(value, (str, bytes)) and collections.abc.Sequence in self.instances
-        instance = isinstance(value, self.instances) and not text
-        if (value is None and self.optional) or instance or (self.function and callable(value)):
+        if type(value) in self.exact or isinstance(value, self.plain):
             return value
-        value = as_trajectories(name, value, one=not self.listed) if self.in_time else value
-        if self.listed and holds_arrays(value):
-            return [self._admit_item(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        if self.in_time:
+            value = as_trajectories(name, value, one=not self.items)
+        if self.items and holds_arrays(value):
+            return [
+                self._admit_array(f"{name}[{i}]", item, self.items, _Bound([], {}), 0) for i, item in enumerate(value)
+            ]
         if self.keys:
-            return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
+            return as_key(name, value, self.keys)
         if self.labels is not None:
             return self._admit_labels(name, value, self.labels, bound)
-        if self.numbers and self._is_number(value):
-            return self._admit_number(name, value)
-        if self.arrays and (self._has_axes or not self.numbers):
-            return self._admit_array(name, value, self.arrays, bound, 2 if self.listed else None)
-        if self.sequence:
-            return self._admit_sequence(name, value)
-        # A class of another library may have the same name, so the message has full names.
-        if type(value).__name__ in {kind.__name__ for kind in self.instances}:
-            wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
-            fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
-        advice = ""
-        if self.numbers and hasattr(value, "__float__"):  # a scalar of another library
-            advice = f"Pass {self.numbers[0].__name__}(...)"
-        words = ["a function"] if self.function else []
-        words += ["text" if kind is str else f"of type {kind.__name__}" for kind in self.instances]
-        words += [f"a list of arrays of {kind.words}" for kind in self.listed]
-        words += [self._number_words] if self.numbers else []
-        return fail_kind(name, f"be {' or '.join(words)}", describe(value), advice)
-
-    @functools.cached_property
-    def _has_axes(self) -> bool:
-        return any(kind.axes for kind in self.arrays)
-
-    def _is_number(self, value: Any) -> bool:
-        """Return True for scalars, and for arrays if the annotation has no axes."""
-        if isinstance(value, (np.ndarray, np.generic, jax.Array)) or is_traced(value):
-            return value.ndim == 0 or not (self._has_axes or self.sequence)
-        return isinstance(value, (bool, int, float, complex))
-
-    @property
-    def _number_words(self) -> str:
-        kinds = set(self.numbers)
-        return "a number" if {float, complex} & kinds else "a boolean" if kinds == {bool} else "an integer"
-
-    def _admit_array(
-        self, name: str, value: Any, kinds: tuple[_Kind, ...], bound: _Bound, deepest: int | None = None
-    ) -> Any:
-        """Return an array of the first kind that fits. Nested lists may have `deepest` axes, or any number."""
-        bare = not any(kind.axes for kind in kinds)
-        words = ("a number" if bare else kinds[0].words) + (", or a list of arrays" if deepest else "")
-        if deepest != 0 and kinds[0].axes[:1] in (("n",), ("m",)) and is_table(value):
-            check_columns(name, value, bound.columns, kinds[0].axes[-1])
-        array = as_array(name, value, words, bare=bare, may_be_empty=self.may_be_empty)
-        if deepest is not None:
-            refuse_nested(name, value, array, deepest)
-        kind = next((kind for kind in kinds if kind.fits(array.ndim)), kinds[0])
-        counts = number_kind(array.dtype) == "int"
-        if "float" in kind.numbers and not (counts and "int" in kind.numbers):
-            if kind.place is not np.ndarray:
-                warn_narrowed(name, array)
-            elif counts and not is_traced(array):  # the host keeps all digits
-                array = np.asarray(array, np.float64)
-        array = as_numbers(name, array, kind.numbers)
-        bound.arrays.append((name, array, kind))
-        return _placed(name, array, kind)
-
-    def _admit_item(self, name: str, value: Any) -> Any:
-        own = _Bound([], {})  # axes of one name may differ in length from item to item
-        value = self._admit_array(name, value, self.listed, own, deepest=0)
-        own.check()
-        return value
-
-    def _admit_number(self, name: str, value: Any) -> Any:
-        kinds, words = set(self.numbers), self._number_words
-        if isinstance(value, (bool, np.bool_)) and bool not in kinds:
-            fail_kind(name, f"be {words}", repr(value))
-        if type(value) in kinds or (type(value) is int and {float, complex} & kinds):
-            return value
-        array = as_array(name, value, words, bare=True)
-        if array.ndim:
-            fail(name, f"be {words}, not an array", f"shape {array.shape}")
-        if any(kind.fits(0) for kind in self.arrays) and (float in kinds or complex in kinds or is_traced(array)):
-            return _placed(name, as_numbers(name, array, self.arrays[0].numbers), self.arrays[0])
-        if is_traced(array):
-            fail_kind(name, f"be {words} that is known when the program is traced", "a traced value")
-        wanted = next(kind for kind in (complex, float, int, bool) if kind in kinds)
-        return wanted(as_numbers(name, array, frozenset({wanted.__name__})).item())
-
-    def _admit_sequence(self, name: str, value: Any) -> Any:
-        if self.may_be_empty and isinstance(value, (tuple, list)) and not value:
-            return ()
-        words = "real numbers" if float in self.sequence else "whole numbers"
-        array = as_array(name, value, f"{words}, one after the other")
-        if array.ndim != 1 or is_traced(array):
-            fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
-        return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
+        if not self.forms:
+            fail_kind(name, f"be {self.words}", describe(value))
+        return self._admit_array(name, value, self.forms, bound, 2 if self.items else None)
 
     def _admit_labels(self, name: str, value: Any, kind: Labels, bound: _Bound) -> Any:
-        width = self.arrays[0].axes[-1]  # one name for classes, or their number
+        dims = self.forms[0].dims
         if kind.one_hot:
-            num_classes = int(width) if width.isdigit() else bound.first("classes")[1]
+            width = dims.split()[-1]  # a name, or the number of classes
+            num_classes = int(width) if width.isdigit() else bound.num_classes()
             labels = as_one_hot(name, value, num_classes, soft=kind.soft)
         else:
             labels = as_classes(name, value, may_be_empty=self.may_be_empty)
-        bound.arrays.append((name, labels, self.arrays[0]))
+        bound.arrays.append((name, f"integers [n] or one-hot rows {_shown(dims)}", (dims, labels.shape)))
         return labels
 
+    def _admit_array(self, name: str, value: Any, forms: tuple[_Form, ...], bound: _Bound, deepest: int | None) -> Any:
+        """Return numbers in the first form that fits. Nested lists may have `deepest` axes, or any number."""
+        if is_table(value):
+            check_columns(name, value, bound.columns, forms[0].dims.rpartition(" ")[2])
+        array = as_array(name, value, self.words, bare=True, may_be_empty=self.may_be_empty)
+        if deepest is not None:
+            refuse_nested(name, value, array, deepest)
+        form, kind = self._form_of(name, array, forms), number_kind(array.dtype)
+        if kind == "bool" and not form.dims and kind not in form.kinds:
+            fail_kind(name, f"be {self.words}", array)
+        if kind == "int" and kind not in form.kinds and form.place not in _DEVICE:
+            array = np.asarray(array, np.float64)  # the host keeps all digits
+        elif "float" in form.kinds and form.place in _DEVICE and (kind != "int" or kind not in form.kinds):
+            warn_narrowed(name, array)
+        if form.place is tuple and not array.size:
+            return ()
+        array = as_numbers(name, array, form.kinds)
+        bound.arrays.append((name, self.words, (form.dims, array.shape)))
+        if form.place is np.ndarray:
+            return np.asarray(array)
+        if form.place not in _DEVICE:
+            return tuple(array.tolist()) if form.place is tuple else array.item()
+        check_fits(name, array)
+        return jnp.asarray(array) if form.place is jax.Array else array
 
-def _full_name(kind: type) -> str:
-    """Return the public path of a class, without private modules."""
-    return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
+    def _form_of(self, name: str, array: Any, forms: tuple[_Form, ...]) -> _Form:
+        fitting = [form for form in forms if _misfit((form.dims, array.shape)) is None]
+        for form in fitting:
+            if form.place in _DEVICE or not is_traced(array):
+                return form
+        if fitting:
+            fail_kind(name, f"be {self.words} that is known when the program is traced", "a traced value")
+        return fail(name, f"be {self.words}", f"shape {array.shape}")
 
 
-def _placed(name: str, array: Any, kind: _Kind) -> Any:
-    if kind.place is np.ndarray:
-        if is_traced(array):
-            fail_kind(name, "be known: it is worked on by the host", "a traced value")
-        return np.asarray(array)
-    check_fits(name, array)
-    return jnp.asarray(array) if kind.place is jax.Array else array
+_DEVICE = (jax.Array, None)
+"""Places of arrays that may be traced."""
 
 
-def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule | None:
-    """Return the rule of an annotation, or None if any value is accepted."""
+_WORDS: dict[Any, str] = {
+    collections.abc.Callable: "a function", str: "text", types.NoneType: "", list | tuple: "a list",
+}  # fmt: skip
+"""Descriptions of classes."""
+
+
+def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule:
+    """Return the rule of an annotation."""
     slots: dict[str, list[Any]] = collections.defaultdict(list)
     for member in _members(hint):
-        slot, item = _sorted_in(member)
-        slots[slot].append(item)
-    if "free" in slots:
-        return None
-    arrays = [] if "keys" in slots else slots["arrays"]  # an array beside a key is its raw form
-    if len({kind.place for kind in arrays}) > 1:
-        arrays = list(dict.fromkeys(kind._replace(place=None) for kind in arrays))
-    labels = next(iter(slots.pop("labels", [])), None)
-    accepted = {slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}
-    return _Rule(**accepted, labels=labels, may_be_empty=may_be_empty)
+        slot, entry = _slot(member)
+        slots[slot].append(entry)
+    forms, python, plain = slots["arrays"], set(slots["python"]), slots["plain"]
+    if len({form.place for form in forms}) > 1:
+        forms = list(dict.fromkeys(form._replace(place=None) for form in forms))
+    forms += slots["sequences"]
+    widest = next((kind for kind in (complex, float, int, bool) if kind in python), None)
+    if widest is not None:
+        # Known arrays become Python's integers, but keep the precision of floats.
+        forms.insert(0 if widest in (int, bool) else len(forms), _Form(frozenset({widest.__name__}), "", widest))
+    words = [form.words for form in forms] + ["a list of arrays"] * len(slots["items"])
+    words += [_WORDS.get(kind, f"of type {getattr(kind, '__name__', kind)}") for kind in plain]
+    return _Rule(
+        plain=tuple(plain),
+        exact=frozenset(python | {int} if {float, complex} & python else python),
+        forms=tuple(forms),
+        items=tuple(slots["items"]),
+        keys=tuple(slots["keys"]),
+        labels=slots["labels"][0] if slots["labels"] else None,
+        in_time=bool(slots["in_time"]),
+        may_be_empty=may_be_empty,
+        words=" or ".join(filter(None, dict.fromkeys(words))),
+    )
 
 
 def _members(hint: Any) -> Iterator[Any]:
@@ -333,41 +272,30 @@ def _members(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def _sorted_in(member: Any) -> tuple[str, Any]:
-    """Return the field and entry of `_Rule` for a member of a union."""
-    origin = typing.get_origin(member)
-    if member is None or member is type(None):
-        return "optional", True
+_NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "complex64"}
+"""One of jaxtyping's names of dtypes, by kind."""
+
+
+def _slot(member: Any) -> tuple[str, Any]:
+    """Return the part of a rule for a member of a union."""
+    kind = typing.get_origin(member) or member
     if isinstance(member, Labels | InTime):
         return "labels" if isinstance(member, Labels) else "in_time", member
     if hasattr(member, "dim_str"):
-        return ("keys", bool(member.dim_str.split())) if member.dtype is Key else ("arrays", _kind(member))
+        if member.dtype is Key:
+            return "keys", len(member.dim_str.split())
+        kinds = frozenset(kind for kind, example in _NAMES.items() if example in member.dtype.dtypes)
+        return "arrays", _Form(kinds, member.dim_str, member.array_type)
     if member in (bool, int, float, complex):
-        return "numbers", member
-    if origin is collections.abc.Callable:
-        return "function", member
-    if origin in _SEQUENCES:
-        first, *rest = typing.get_args(member)
-        if first in (int, float):
-            return "sequence", first
-        slot, item = _sorted_in(next(_members(first)))
-        if slot == "arrays" and (rest == [...] or not rest):
-            return "listed", item._replace(
-                place=item.place if item.place is np.ndarray else None
-            )  # functions convert them
-    kind = origin or member
-    if isinstance(kind, type) and kind not in (Any, object, jax.Array, np.ndarray):
-        return "instances", kind
-    return "free", member  # Any, bare arrays, type variables, forward references
-
-
-_SEQUENCES = (collections.abc.Sequence, tuple, list)
-_NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "complex64"}
-
-
-def _kind(annotation: Any) -> _Kind:
-    known, words = annotation.dtype.dtypes, annotation.dim_str
-    numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
-    axes = tuple(words.split())
-    variadic = next((i for i, axis in enumerate(axes) if axis.startswith(("...", "*"))), None)
-    return _Kind(numbers, axes, variadic, Shaped[Any, words], annotation.array_type)
+        return "python", member
+    if kind in (collections.abc.Sequence, tuple, list):
+        entry = next(_members((typing.get_args(member) or (Any,))[0]))
+        if entry in (int, float):
+            return "sequences", _Form(frozenset({entry.__name__}), "_", tuple)
+        slot, item = _slot(entry)
+        if slot == "arrays" and kind is collections.abc.Sequence:
+            return "items", item._replace(place=None)  # functions convert them
+        return "plain", list | tuple if kind is collections.abc.Sequence else kind  # text is a sequence, too
+    # Bare arrays, type variables and forward references accept any value.
+    free = not isinstance(kind, type) or kind in (Any, jax.Array, np.ndarray)
+    return "plain", object if free else kind

@@ -1,7 +1,7 @@
 """The gate: what stands for an array is taken, and what does not is refused by name."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -55,8 +55,6 @@ def take(
     count: int = 1,
     steps: Count = 1,
     flag: bool = False,
-    word: str = "a",
-    function: Callable[[Any], Any] | None = None,
     key: PRNGKey | None = None,
     keys: PRNGKeys | None = None,
     fractions: Sequence[float] = (0.5,),
@@ -96,36 +94,31 @@ def test_whatever_stands_for_an_array_is_taken(rows):
     [
         ({"x": None}, TypeError, r"`x` must be an array of real numbers \[n, d\], got None\."),
         ({"x": [["a", "b"]]}, TypeError, "`x` must be .*got text.*return_inverse=True"),
-        ({"x": {"a": 1}}, TypeError, "`x` must be .*got an object of type dict"),
         ({"x": [[1.0], [2.0, 3.0]]}, ValueError, "`x` must be .*rows differ in shape"),
-        ({"x": [[1.0, None]]}, TypeError, "`x` must be .*dtype object"),
         ({"x": pd.DataFrame(ROWS, [list("aab"), [0, 1, 0]])}, ValueError, "`x` must be .*several index levels"),
         ({"x": np.ones((2, 2), complex)}, TypeError, "`x` must hold real numbers, got dtype complex128"),
         ({"x": np.ma.array(ROWS, mask=np.eye(3, 2))}, ValueError, "`x` must be .*masked"),
-        ({"x": jax.random.key(0)}, TypeError, r"`x` must be .*got key<fry> of shape \(\)"),
-        ({"x": [1.0, 2.0]}, ValueError, r"`x` must have 2 axes \[n, d\], got shape \(2,\)"),
-        ({"x": np.ones((0, 2))}, ValueError, r"`x` must not be empty, got shape \(0, 2\)"),
+        ({"x": jax.random.key(0)}, TypeError, r"`x` must be .*dtype key<fry> and shape \(\)"),
+        ({"x": [1.0, 2.0]}, ValueError, r"`x` must be an array of real numbers \[n, d\], got shape \(2,\)"),
         ({"x": [[1.0, np.nan]]}, ValueError, r"`x` must be finite, got nan at index \(0, 1\)"),
-        ({"y": np.ones((2, 2))}, ValueError, r"`y` must be of shape \[n, \.\.\.\] with n = 3 as in `x`, got shape"),
-        ({"y": np.ones((3, 2)), "more": np.ones((3, 1))}, ValueError, r"`more` .*rest = \(2,\) as in `y`, got shape"),
-        ({"y": 2.0}, ValueError, r"`y` must have at least 1 axis \[n, \.\.\.\]"),
+        (
+            {"y": np.ones((2, 2))},
+            ValueError,
+            r"`y` must be .* \[n, \.\.\.\], got shape \(2, 2\), and \(3, 2\) for `x` \[n, d\]",
+        ),
+        ({"y": np.ones((3, 2)), "more": np.ones((3, 1))}, ValueError, r"`more` .* \(3, 1\), .* and \(3, 2\) for `y`"),
+        ({"y": 2.0}, ValueError, r"`y` must be .* \[n, \.\.\.\], got shape \(\)"),
         ({"scale": True}, TypeError, "`scale` must be a number, got True"),
-        ({"scale": Fraction(1, 2)}, TypeError, r"`scale` must be a number, got .* Fraction. Pass float\(...\)\."),
-        ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float64"),
-        ({"flag": "yes"}, TypeError, "`flag` must be a boolean"),
-        ({"word": 3}, TypeError, "`word` must be text, got int 3"),
-        ({"function": 3}, TypeError, "`function` must be a function, got int 3"),
-        ({"key": 0}, TypeError, r"`key` must be a random key, as `jax.random.key\(0\)` makes it, got int 0"),
+        ({"scale": Fraction(1, 2)}, TypeError, r"`scale` must be a number, got .* Fraction\."),
+        ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float"),
         ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, r"`key` must .* of shape \(3,\)\..*vmap"),
         ({"keys": jax.random.PRNGKey(0)}, ValueError, r"`keys` must be random keys, one per member"),
-        ({"fractions": 0.5}, ValueError, r"`fractions` must be known real numbers, one .*, got shape \(\)"),
-        ({"fractions": ()}, ValueError, "`fractions` must not be empty"),
+        ({"fractions": 0.5}, ValueError, r"`fractions` must be a sequence of real numbers, got shape \(\)"),
         ({"module": jax.nn.relu}, TypeError, "`module` must be of type MLP, got the function relu"),
         ({"paths": [np.ones(3), ["a"]]}, TypeError, r"`paths\[1\]` must be an array .*text"),
         ({"paths": [np.ones(3), [1.0, 2.0]]}, ValueError, r"`paths\[1\]` must be .*lists of shape \(2,\)\. Pass"),
-        ({"paths": [[1.0, 2.0], [3.0]]}, ValueError, "`paths` must be .*, or a list of arrays, got a list whose rows"),
-        ({"paths": []}, ValueError, "`paths` must not be empty"),
-        ({"paths": [np.ones(3), np.asarray(1.0)]}, ValueError, r"`paths\[1\]` must have at least 1 axis"),
+        ({"paths": [[1.0, 2.0], [3.0]]}, ValueError, "`paths` must be .* or a list of arrays, got a list whose rows"),
+        ({"paths": [np.ones(3), np.asarray(1.0)]}, ValueError, r"`paths\[1\]` must be .*got shape \(\)"),
     ],
 )
 def test_the_rest_is_refused_by_name(arguments, error, message):
@@ -161,7 +154,7 @@ def test_the_gate_does_not_depend_on_its_caller(monkeypatch, disabled):
         assert isinstance(np.ones((7, 8), np.float32), Float[np.ndarray, "n d"])  # other n and d than the call's
         for rows in (ROWS, ROWS[:2]):
             assert len(take(rows, rows)["x"]) == len(rows)
-        with pytest.raises(ValueError, match="`y` must be of shape .* with n = 3 as in `x`"):
+        with pytest.raises(ValueError, match="`y` must be .* for `x`"):
             take(ROWS, ROWS[:2])
         assert isinstance(np.ones((7, 8), np.float32), Float[np.ndarray, "n d"])
         assert not isinstance(np.ones((3, 2), np.float32), Float[np.ndarray, "n d"])
@@ -176,7 +169,7 @@ def test_traced_values_pass_and_traced_shapes_do_not():
     assert out.shape == (3, 2)
     batched = jax.vmap(inner, in_axes=(0, 0, None))(jnp.ones((4, 3, 2)), jnp.arange(4.0), 1)
     np.testing.assert_allclose(batched[:, 0, 0], np.arange(4) + 1)
-    with pytest.raises(ValueError, match="`x` must have 2 axes"):
+    with pytest.raises(ValueError, match="`x` must be an array of real numbers"):
         jax.jit(inner)(jnp.ones(3), 2.0, 3)
     with pytest.raises(TypeError, match="`count` must be an integer that is known"):
         jax.jit(lambda n: take(ROWS, count=n)["x"])(3)
@@ -185,22 +178,19 @@ def test_traced_values_pass_and_traced_shapes_do_not():
 
 
 @validated(empty=("shape",))
-def opened(
-    x: Float[Array | np.ndarray, "n d"], shape: tuple[int, ...] = (1,), anything: Any = None, **options: Any
-) -> Any:
+def opened(shape: tuple[int, ...] = (1,), anything: Any = None, **options: Any) -> Any:
     """Returns what came through."""
-    return x, shape, options
+    return shape, options
 
 
 def test_options_for_others_pass_and_the_rest_is_still_checked():
-    x, shape, options = opened(ROWS, shape=(), anything=object(), depth=3)
-    assert isinstance(x, np.ndarray)
-    assert shape == ()
-    assert options == {"depth": 3}
-    with pytest.raises(ValueError, match="`x` must have 2 axes"):
-        opened([1.0], depth=3)
+    assert opened(shape=(), anything=object(), depth=3) == ((), {"depth": 3})
+    with pytest.raises(ValueError, match="`shape` must be a sequence of integers"):
+        opened([[1]], depth=3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
         take(ROWS, z=1)
+    with pytest.raises(TypeError, match="multiple values for .*'x'"):
+        take(ROWS, x=ROWS)
 
 
 @pytest.mark.parametrize("kind", [jnp.asarray, Foreign, pd.Series])
@@ -243,7 +233,7 @@ def test_labels_are_integers_or_one_hot(kind):
         (["cat", "dog", "cat"], "`labels` must be integers .*got text.*numpy.unique"),
         ([0.0, 1.0, 2.0], r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype"),
         ([0, 1, -1], "`labels` must be integers from 0, got -1"),
-        ([0, 1], r"`labels` must be of shape \[n.* with n = 3"),
+        ([0, 1], r"`labels` must be integers .*, got shape \(2.*, and \(3, .\) for `"),
         ([[1], [0], [2]], r"`labels` must be .*one column.*labels\[:, 0\]"),
         (np.full((3, 4), 0.25), "`labels` must be .*in row 0"),
     ],

@@ -140,7 +140,7 @@ def test_wrong_arguments_are_named(key):
     refused(
         (lambda: linear_system(A, 0, key=key), "`num_steps` must be at least 1"),
         (lambda: linear_system(A, 3, key=key, noise=-1.0), "`noise` must be non-negative"),
-        (lambda: linear_system(A, 3, key=key, noise=np.ones((3, 1))), r"\[d, sources\] with d = 2 as in `matrix`"),
+        (lambda: linear_system(A, 3, key=key, noise=np.ones((3, 1))), r"got shape \(3, 1\), .* for `matrix`"),
         (lambda: linear_system(A, 3, key=key, initial=np.zeros(3)), r"`initial` must have shape \(2,\), got \(3,\)"),
         (lambda: regime_switching_var(MATRICES, np.full((2, 2), 0.4), 3, key=key), "must have rows that sum to 1"),
     )
