@@ -7,6 +7,7 @@ import json
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 _AXES, _REST = "axes", "labelled"
 _RESERVED = (_AXES, _REST, "file", "allow_pickle")
 """Names that arrays in an `.npz` file cannot have."""
-
-_KINDS = {".npz": (b"PK", "zip archive"), ".nc": (b"\x89HDF", "HDF5 file")}
-"""First bytes and format of result files, by suffix."""
 
 
 def make_dataset(
@@ -48,15 +46,13 @@ def make_dataset(
     host = {name: _on_host(name, value) for name, value in {**arrays, **beside}.items()}
     axes = {name: tuple(dims.get(name, (name,) if name in beside else ())) for name in host}
     for name, array in host.items():
-        check_name(name)
+        check_name("arrays", name)
         if len(axes[name]) != array.ndim:
             fail("dims", f"name the axes of {name}, of shape {array.shape}", axes[name])
     indices = {name for name in host if axes[name] == (name,)}
-    lengths: dict[str, set[int]] = {}
-    for name, array in host.items():
-        for axis, size in zip(axes[name], array.shape, strict=True):
-            lengths.setdefault(axis, set()).add(size)
-    several = {axis for axis, sizes in lengths.items() if len(sizes) > 1} - indices
+    sizes = {pair for name, array in host.items() for pair in zip(axes[name], array.shape, strict=True)}
+    counts = Counter(axis for axis, _ in sizes)
+    several = {axis for axis, count in counts.items() if count > 1} - indices
     axes = {name: tuple(_distinct(own, host[name].shape, several)) for name, own in axes.items()}
     for axis in {axis for own in axes.values() for axis in own} - indices:
         if (same := axis.removeprefix("other_")) in indices:
@@ -70,10 +66,10 @@ def make_dataset(
     return xarray.Dataset(made, attrs=plain).set_coords(list(beside))
 
 
-def check_name(name: str) -> None:
+def check_name(argument: str, name: str) -> None:
     """Raise if no array in a file of results can have this name."""
     if name in _RESERVED or not name or "/" in name:
-        fail("arrays", f"have names other than {', '.join(_RESERVED)}, without a slash", repr(name))
+        fail(argument, f"have names other than {', '.join(_RESERVED)}, without a slash", repr(name))
 
 
 def _distinct(axes: tuple[str, ...], shape: tuple[int, ...], several: set[str]) -> Iterator[str]:
@@ -170,31 +166,20 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
         The arrays with their axes, coordinates, units and attributes.
 
     Raises:
-        FileNotFoundError: If the file does not exist.
-        RefusedFile: If it is broken, a folder, or not a file of results.
-        OSError: If it cannot be read.
+        RefusedFile: If it is broken, or not a file of results.
+        OSError: If it does not exist, is a folder, or cannot be read.
         ValueError: If the path ends otherwise.
         ImportError: If h5netcdf is not installed.
     """
     source = Path(path)
-    if source.suffix not in _KINDS:
+    if source.suffix not in (".npz", ".nc"):
         fail("path", "end in .npz or .nc", source.name)
-    if source.is_dir():
-        raise RefusedFile(f"{source} is a folder, not a file of results.")
-    if not source.is_file():
-        raise FileNotFoundError(f"`path` must be a file of results, got {source}, which does not exist.")
+    source.open("rb").close()  # a missing or unreadable file is not a broken one
     if source.suffix == ".nc":
         _netcdf()
-    start, kind = _KINDS[source.suffix]
-    with source.open("rb") as file:  # an unreadable file is not a broken one
-        begun = file.read(len(start))
-    if begun != start:
-        found = f"not a {kind}, as {source.suffix} files of results are" if begun else "empty"
-        raise RefusedFile(f"{source} is broken, or not a file of results: it is {found}.")
-    read = _read_npz if source.suffix == ".npz" else _read_netcdf
     broken = (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error, OSError)
     try:
-        return read(source)
+        return _read_npz(source) if source.suffix == ".npz" else _read_netcdf(source)
     except broken as error:
         raise RefusedFile(f"{source} is broken, or not a file of results: {reason_of(error)}.") from error
 

@@ -1,7 +1,6 @@
 """Results of measures and trainings, which convert to datasets, tables and files."""
 
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -67,14 +66,10 @@ class Labels:
 def check_names(name: str, tree: Any, beginning: str, *taken: str) -> None:
     """Raise if a tree, with names that start with `beginning`, does not fit into a file with axes `taken`."""
     names = [*taken, *(each for each, *_ in _fields(tree, beginning))]
-    try:
-        for each in names:
-            check_name(each)
-        if twice := [each for each in names if names.count(each) > 1]:
-            checks.fail("tree", "give each array a name of its own", f"{twice[0]} twice")
-    except checks.WrongValue as error:
-        words = f"`{name}` must record under names that a file of results can hold: {error}"
-        raise checks.WrongValue(words) from error
+    for each in names:
+        check_name(name, each)
+        if names.count(each) > 1:
+            checks.fail(name, "give each array a name of its own", f"{each} twice")
 
 
 class _Front(NamedTuple):
@@ -168,14 +163,12 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
     if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
         value = jax.random.key_data(value)
     shape = np.shape(value)
-    before, several, after = _annotated(hint[0], hint[1], len(shape))
-    extra = len(shape) - len(before) - len(after)
-    in_front = front.depth if extra >= front.depth and front.depth else 0
-    left = extra - in_front
-    middle = [f"{several}_{i}" if left > 1 else several for i in range(left)] if several else [None] * left
-    own = [*before, *middle, *after]
-    named = tuple(axis or f"{name}_dim_{i}" for i, axis in enumerate(own))
-    if not in_front:
+    for depth in (front.depth, 0):
+        own = _own_axes(*hint, len(shape) - depth)
+        if own is not None:
+            break
+    named = tuple(axis or f"{name}_dim_{i}" for i, axis in enumerate(own or [None] * (len(shape) - depth)))
+    if not depth:
         return value, named
     if front.grid:
         if shape[0] != int(np.prod(front.grid)):
@@ -186,21 +179,21 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
     return value, (*front.axes, *named)
 
 
-def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
-    """Return the names of an annotation's axes before, at and after a variable number of axes."""
-    for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else [hint]:
-        if not hasattr(kind, "index_variadic"):
-            continue
-        names = [None if (dim_name := getattr(dim, "name", None)) in (None, "_") else dim_name for dim in kind.dims]
-        at = kind.index_variadic
-        if at is None and len(names) <= ndim:
-            return [], None, names
-        # "..." stands for the class's `AXES` if their number fits.
-        if at is not None and names[at] is None and len(names) - 1 + len(axes) == ndim:
-            return [], None, [*names[:at], *axes, *names[at + 1 :]]
-        if at is not None and len(names) - 1 <= ndim:
-            return names[:at], names[at], names[at + 1 :]
-    return [], None, []
+def _own_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> list[str | None] | None:
+    """Return the names of `ndim` axes, None for unnamed ones, or None if the annotation has more axes."""
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "index_variadic")]
+    for kind in kinds:
+        names = [None if (found := getattr(dim, "name", None)) == "_" else found for dim in kind.dims]
+        at, more = kind.index_variadic, ndim - len(names)
+        if at is None and more >= 0:
+            return [None] * more + names
+        if at is not None and more >= -1:
+            several = names[at]
+            middle = [several and f"{several}_{i}" for i in range(more + 1)] if more else [several]
+            # "..." stands for the class's `AXES` if their number fits.
+            middle = list(axes) if several is None and len(axes) == more + 1 else middle
+            return [*names[:at], *middle, *names[at + 1 :]]
+    return None if kinds or ndim < 0 else [None] * ndim
 
 
 class Result(eqx.Module, Labels):

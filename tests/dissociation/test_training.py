@@ -381,7 +381,7 @@ def test_names_that_cannot_be_saved_are_refused_before_the_first_step(key, names
     for part, given in (("save", {"save": Save(lambda model, step, key: recorded)}), ("step", {"loss": loss})):
         if "at" in names and part == "step":  # that name is taken among observations alone
             continue
-        with pytest.raises(ValueError, match=f"`{part}` must record under names that a file of results can hold"):
+        with pytest.raises(ValueError, match=f"`{part}` must (have names other than|give each array)"):
             trained(key, **options, **given)
     assert not seen.called
 
