@@ -10,7 +10,6 @@ import dissociation.figures
 import koopman.figures
 from dissociation.figures import Figure
 from dissociation.figures import _command as command
-from dissociation.figures._protocol import Settings
 
 PACKAGES = {"dissociation": dissociation, "koopman": koopman}
 FIGURES = [
@@ -28,7 +27,6 @@ def test_it_provides_all_that_a_figure_must(package, name, figure):
     assert figure.__name__.startswith(f"{package}.figures.")
     assert figure.Config.__module__ == figure.__name__
     config = figure.Config()
-    assert isinstance(config, Settings)
     assert type(config.quick()) is figure.Config
     assert config.quick() != config
 
@@ -94,7 +92,7 @@ WRONG = {
     },
     ("planted",): {
         "num_epochs": [0], "width": [0], "num_shown": [9], "num_more": [9], "num_passes": [0],
-        "batch_size": [0], "learning_rate": [0.0, np.nan], "num_factors": [0], "strip": [9], "num_around": [9, 2**17],
+        "batch_size": [0], "learning_rate": [0.0, np.nan], "num_factors": [0], "strip": [9], "num_around": [9],
         "gain": [0.0, 2.0, np.nan], "num_train": [0], "num_test": [0], "data": ["cifar"],
     },
     ("ordered-mnist",): {

@@ -20,7 +20,6 @@ import pytest
 import dissociation.figures
 import koopman.figures
 from dissociation.data import load
-from dissociation.figures import _collapse_measures as collapse_measures
 from dissociation.figures import collapse, eigenvectors, freedom, manifold, planted, robustness, similarity, transfer
 from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
@@ -160,8 +159,7 @@ def test_the_ledger_sees_through_transformations(ledger, monkeypatch, function):
 SMALL = {"num_seeds": 2, "num_epochs": 1, "num_train": 200, "num_test": 40, "width": 8}
 
 
-def collapse_in_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(collapse_measures, "code_cache", lambda: tmp_path)
+def collapse_in_small():
     sizes = {"num_steps": 3, "num_images": 40, "num_test": 40, "num_train": 40, "batch_size": 20, "seeds": (42, 43)}
     config = dataclasses.replace(collapse.Config().quick(), **sizes, weight_decays=(0.1, 0.3))
     collapse.compute(config, key=jax.random.PRNGKey(42))  # one of the networks' own seeds
@@ -172,7 +170,7 @@ def ordered_digits_in_small(monkeypatch):
     sizes = {"num_seeds": 2, "num_epochs": 1, "oracle_epochs": 1, "num_train": 33, "num_validation": 20, "num_test": 20}
     config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes, batch_size=16, models=models)
 
-    def nothing(config, name, build, networks, test, norm):
+    def nothing(config, name, networks, train, test, norm):
         return {kind: np.stack([value] * 2) for kind, value in ordered_mnist._nothing(config, test).items()}
 
     # Forecasts draw nothing, and take most of the time.
@@ -204,9 +202,9 @@ IN_SMALL = {
 }
 
 
-def run_in_small(figure, tmp_path, monkeypatch):
+def run_in_small(figure, monkeypatch):
     if figure == "collapse":
-        return collapse_in_small(tmp_path, monkeypatch)
+        return collapse_in_small()
     if figure == "ordered-mnist":
         return ordered_digits_in_small(monkeypatch)
     config, sizes = IN_SMALL[figure]
@@ -216,8 +214,8 @@ def run_in_small(figure, tmp_path, monkeypatch):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("figure", dissociation.figures.figures() | koopman.figures.figures())
-def test_no_key_of_a_figure_serves_two_purposes(ledger, tmp_path, monkeypatch, figure):
-    run_in_small(figure, tmp_path, monkeypatch)
+def test_no_key_of_a_figure_serves_two_purposes(ledger, monkeypatch, figure):
+    run_in_small(figure, monkeypatch)
     assert len(ledger.draws) > 3
     assert ledger.faults() == []
     assert ledger.repeated() <= SHARED

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
     from dissociation.figures._cli import figures, main
     from dissociation.figures._command import run_command
-    from dissociation.figures._harness import config_of, padded, rows, run
+    from dissociation.figures._harness import Figure, config_of, padded, rows, run
     from dissociation.figures._members import DataName
-    from dissociation.figures._protocol import Figure
     from dissociation.figures._report import Exhibit, exhibit_of, report_html
     from dissociation.figures._seeds import cell, check_some_left, named_diverged
 else:

@@ -1,4 +1,4 @@
-"""Cached arrays of a run, from which a figure resumes, and the description of a run."""
+"""Cached arrays of a run, from which a figure resumes."""
 
 import json
 import os
@@ -17,7 +17,6 @@ import numpy as np
 from dissociation._core import checks
 from dissociation._core.datasets import as_json
 from dissociation._core.files import RefusedFile, locked, reason_of, replacing, write_bytes
-from dissociation.figures import _provenance as provenance
 from dissociation.training import _checkpoint as checkpoint
 from dissociation.training import _distributed as distributed
 from dissociation.training._progress import MeterFactory, open_meter
@@ -31,17 +30,8 @@ IDENTITY = "identity.json"
 _RUN, _CHECKSUM = "run_digest", "checksum"
 
 
-def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], digest: str) -> None:
-    """Write an `.npz` file that `read_part` accepts only with the same digest and name."""
-    # Digest and checksum detect arrays that were changed, renamed or copied from another run.
-    values = {name: np.asarray(value) for name, value in arrays.items()}
-    marks = {_RUN: np.asarray(digest), _CHECKSUM: np.asarray(_checksum(path, values, digest))}
-    with replacing(path) as file:
-        np.savez_compressed(file, **values, **marks)  # pyright: ignore[reportArgumentType]
-
-
-def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
-    """Return the arrays that `save_part` wrote.
+def read_part(path: Path, digest: str) -> Arrays:
+    """Return the arrays that `Cache.save` wrote.
 
     Raises:
         RefusedFile: If the file is broken, was changed or renamed, or has another digest.
@@ -61,16 +51,8 @@ def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
     return arrays
 
 
-def _checksum(path: str | os.PathLike[str], arrays: Arrays, digest: str) -> str:
-    return checkpoint.fingerprint([np.asarray(f"{digest} {Path(path).name}"), dict(sorted(arrays.items()))])
-
-
-def save_description(path: str | os.PathLike[str], description: Mapping[str, Any]) -> None:
-    """Write `description` and the environment of the run as JSON."""
-    plain = json.dumps(as_json({**description, "environment": provenance.environment()}))
-    # JSON has no NaN and no infinity.
-    strict = json.loads(plain, parse_constant=lambda _: None)
-    write_bytes(path, (json.dumps(strict, indent=2) + "\n").encode())
+def _checksum(path: Path, arrays: Arrays, digest: str) -> str:
+    return checkpoint.fingerprint([np.asarray(f"{digest} {path.name}"), dict(sorted(arrays.items()))])
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -90,38 +72,24 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
     """Return the identity of a run: configuration, hashes of key and data, and precision."""
-    prints = {"key": checkpoint.fingerprint(key), "data": checkpoint.fingerprint(data)}
+    prints = {"key": key, "data": np.zeros(0) if data is None else data}
+    prints = {name: checkpoint.fingerprint(value) for name, value in prints.items()}
     return {"config": as_json(config), **prints, "precision": str(jnp.result_type(float))}
 
 
 def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the identity of a folder's run."""
-    path = Path(folder) / IDENTITY
+    path, advice = Path(folder) / IDENTITY, "Delete or move its folder to start from scratch."
     if not path.is_file():
         raise FileNotFoundError(f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}.")
     try:
         kept = json.loads(path.read_bytes())
         identity, digest = dict(kept["identity"]), kept["digest"]
     except (ValueError, TypeError, KeyError) as error:
-        raise RefusedFile(f"{path} is broken. {_anew(folder)}") from error
+        raise RefusedFile(f"{path} is broken. {advice}") from error
     if digest != digest_of(identity):
-        raise RefusedFile(f"{path} was changed since it was written. {_anew(folder)}")
+        raise RefusedFile(f"{path} was changed since it was written. {advice}")
     return identity
-
-
-def _anew(folder: str | os.PathLike[str]) -> str:
-    return f"The run of the parts in {folder} is unknown: delete or move that folder to start from scratch."
-
-
-def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
-    """Return the digest of the run in `folder`; raise unless its configuration equals `config`."""
-    identity = read_identity(folder)
-    if different := differences(identity["config"], as_json(config)):
-        raise RefusedFile(
-            f"`folder` must hold parts of a run of this configuration, got {folder}, "
-            f"whose {checks.that_differ(different)}."
-        )
-    return digest_of(identity)
 
 
 class Cache:
@@ -161,7 +129,8 @@ class Cache:
             stack.enter_context(locked(folder / ".lock", folder))
             if not (folder / IDENTITY).exists():
                 if any(not path.name.startswith(".") for path in folder.iterdir()):
-                    raise RefusedFile(f"{folder / IDENTITY} is missing. {_anew(folder)}")
+                    advice = "Delete or move its folder to start from scratch."
+                    raise RefusedFile(f"{folder / IDENTITY} is missing. {advice}")
                 kept = {"identity": self.identity, "digest": self.digest}
                 write_bytes(folder / IDENTITY, json.dumps(kept, indent=2).encode())
             elif different := differences(read_identity(folder), self.identity):
@@ -180,8 +149,13 @@ class Cache:
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
         """Write the part `name` to the folder, if there is one, over an earlier part of this name."""
-        if (path := self.path(f"{name}.npz")) is not None and jax.process_index() == 0:
-            save_part(path, arrays, self.digest)
+        if (path := self.path(f"{name}.npz")) is None or jax.process_index():
+            return
+        # Digest and checksum detect arrays that were changed, renamed or copied from another run.
+        values = {key: np.asarray(value) for key, value in arrays.items()}
+        marks = {_RUN: np.asarray(self.digest), _CHECKSUM: np.asarray(_checksum(path, values, self.digest))}
+        with replacing(path) as file:
+            np.savez_compressed(file, **values, **marks)  # pyright: ignore[reportArgumentType]
 
     def load(self, name: str) -> Arrays | None:
         """Return the saved part `name`, or None if there is none.

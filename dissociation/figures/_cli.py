@@ -1,7 +1,11 @@
 """Command line `python -m dissociation FIGURE`, which writes a figure as image, arrays and description."""
 
+import sys
+from importlib import import_module
+from typing import Any
+
 from dissociation.figures._command import run_command
-from dissociation.figures._protocol import Figure
+from dissociation.figures._harness import Figure
 
 TIMES = """Figures of the toolkit, from data to PDF.
 
@@ -10,33 +14,18 @@ similarity 46 s, freedom 17 s, manifold 68 s, planted 94 s. In full: robustness 
 freedom 2 minutes, similarity 7, planted 29, collapse 49, transfer 80 (3 seeds).
 The same command resumes an interrupted run. --version prints the version."""
 
+NAMES = ("robustness", "transfer", "eigenvectors", "collapse", "similarity", "freedom", "manifold", "planted")
 
-def figures() -> dict[str, Figure]:
-    """Return the figures of this package by command name."""
+
+def figures(*names: str) -> dict[str, Figure]:
+    """Return figures of this package by command name, by default all."""
     # Imported here, because it takes seconds.
-    from dissociation.figures import (
-        collapse,
-        eigenvectors,
-        freedom,
-        manifold,
-        planted,
-        robustness,
-        similarity,
-        transfer,
-    )
-
-    return {
-        "robustness": robustness,
-        "transfer": transfer,
-        "eigenvectors": eigenvectors,
-        "collapse": collapse,
-        "similarity": similarity,
-        "freedom": freedom,
-        "manifold": manifold,
-        "planted": planted,
-    }
+    modules: dict[str, Any] = {name: import_module(f"dissociation.figures.{name}") for name in names or NAMES}
+    return modules
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line with `arguments`, by default those of the process; return the exit status."""
-    return run_command(figures(), arguments, program="dissociation", description=TIMES)
+    words = sys.argv[1:] if arguments is None else arguments
+    chosen = [name for name in NAMES if name in words[:1]]
+    return run_command(figures(*chosen), words, program="dissociation", description=TIMES)

@@ -1,32 +1,36 @@
-"""Measures of the figure `collapse`: steps of observation, information, margins, and stored series."""
+"""Measures of the figure `collapse`: steps of observation, information, margins, stored series, and crossings."""
 
-from pathlib import Path
+import json
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import platformdirs
+import xarray
 from jaxtyping import Array, Float
 
 from dissociation.data._datasets import Dataset
-from dissociation.figures._cache import Arrays, Cache, read_part, save_part
+from dissociation.figures._cache import Arrays, Cache
+from dissociation.figures._harness import padded
 from dissociation.measures._coordinates import whiten
+from dissociation.measures._crossing import Median, first_cross, log_slope, median_crossing
 from dissociation.measures._hsic import information_plane
 from dissociation.measures._margins import class_places, linear_head
 from dissociation.measures._nearest import information, label_information
 from dissociation.measures._smoothed import smoothed_information
 from dissociation.models._representations import representations
-from dissociation.recipes._compression import encode, train_compression
 from dissociation.recipes._grokking import observation_steps, standardised
-from dissociation.training import _checkpoint as checkpoint
-from dissociation.training import _distributed as distributed
 from dissociation.training._members import after, count, take
 from dissociation.training._records import log_spaced_steps
 
 SAVED = "series"
 """Name of the part with the series so far."""
+
+EVENTS = ("fitted", "generalised", "collapsed", "delay")
+"""Crossings of thresholds; "delay" is the time from "fitted" to "collapsed"."""
+
+SPLITS = ("train", "test")
 
 
 def spread_observations(num_steps: int, number: int) -> np.ndarray:
@@ -85,29 +89,7 @@ class Information(eqx.Module):
         spread = jnp.sqrt(jnp.mean(jnp.sum((some - jnp.mean(some, 0)[None]) ** 2, 1)))
         noise = self.smoothing * jnp.maximum(spread, jnp.finfo(some.dtype).tiny)
         smoothed = smoothed_information(some, truth[: self.num_smoothed], noise, key=keys[3])
-        return {**found, **{"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}}
-
-
-def compressed(
-    train: Array | np.ndarray, images: Array | np.ndarray, *, size: int, num_epochs: int, key: Array
-) -> Arrays:
-    """Return whitened codes of `images` by an autoencoder of `train`, cached on disk: "codes" [n, size]."""
-    identity = {"train": train, "images": images, "key": key, "code": size, "epochs": num_epochs}
-    identity["format"] = 2  # to be raised if `train_compression` returns other codes
-    digest = checkpoint.fingerprint(identity)
-    # Parallel sweeps share the file. Both may compute the same codes, and the later one replaces it.
-    path = code_cache() / f"{digest}.npz"
-    if all(distributed.all_values(path.exists())):  # processes train together, or none does
-        return read_part(path, digest)
-    model = train_compression(train, size, key=key, num_epochs=num_epochs)
-    codes = {"codes": np.asarray(whiten(encode(model, images)))}
-    save_part(path, codes, digest)
-    return codes
-
-
-def code_cache() -> Path:
-    """Return the folder of cached codes."""
-    return Path(platformdirs.user_cache_dir("dissociation")) / "codes"
+        return found | {"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}
 
 
 def information_measures(config: Any, data: Dataset, codes: Array | np.ndarray) -> Information:
@@ -117,27 +99,27 @@ def information_measures(config: Any, data: Dataset, codes: Array | np.ndarray) 
     return Information(standardised(images), jnp.asarray(labels), jnp.asarray(codes), **options)
 
 
-def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: int) -> dict[str, np.ndarray]:
+def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: int) -> Arrays:
     """Return signed distances of samples of two classes to the boundary between the classes, in every network.
 
     "margin_{class}_{train|test}" is [members, samples]; "plane_{class}_{train|test}", coordinates in the plane of the
     two classes' weights, [members, samples, 2]; "plane_boundary", the boundary's place on the first axis, [members].
     "test" are all test images, and the training images after the first `num_train`.
     """
-    train = data.train_images[:num_train], data.train_labels[:num_train]
-    rest = ([data.train_images[num_train:], data.test_images], [data.train_labels[num_train:], data.test_labels])
-    test = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
-
+    images, labels = (
+        np.split(np.concatenate(parts), [num_train])
+        for parts in ((data.train_images, data.test_images), (data.train_labels, data.test_labels))
+    )
     margins = {}
     each = [take(models, index) for index in range(count(models))]
-    for name, (images, labels) in (("train", train), ("test", test)):
-        truth = np.asarray(labels).argmax(1)
+    for split, own, one_hot in zip(SPLITS, images, labels, strict=True):
+        truth = one_hot.argmax(1)
         for label in classes:
-            chosen = standardised(np.asarray(images)[truth == label])
+            chosen = standardised(own[truth == label])
             # Not in a compiled loop over members, in which convolutions are slow on a CPU.
             parts = [_places(model, chosen, *classes) for model in each]
             margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
-            margins |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
+            margins |= {f"margin_{label}_{split}": margin, f"plane_{label}_{split}": plane, "plane_boundary": boundary}
     return margins
 
 
@@ -171,3 +153,105 @@ class SeriesKeeper:
 def flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return observations with expensive measures on the level of the cheap ones."""
     return {**{name: leaf for name, leaf in observed.items() if name != "expensive"}, **observed.get("expensive", {})}
+
+
+def first_crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple[Arrays, Arrays]:
+    """Return by event the first steps beyond the thresholds, and the steps at which watching ended, [decay, seed].
+
+    First steps are NaN if a network never crossed. Both are NaN if it diverged; ends of "delay", if it never fitted.
+    "collapsed" is the first such step from "fitted" on, "delay" their difference.
+    """
+    times, end = np.asarray(time_step, np.float32), float(time_step[-1])
+    generalised = np.asarray(first_cross(times, series["test_accuracy"], config.test_threshold))
+    fitted = np.asarray(first_cross(times, series["train_accuracy"], config.accuracy_threshold))
+    # Features may be close to each other at the start too.
+    after = np.where(times >= fitted[..., None], series["rnc1_score"], np.nan)
+    collapsed = np.asarray(first_cross(times, after, config.collapse_threshold, "below"))
+    first = dict(zip(EVENTS, (fitted, generalised, collapsed, collapsed - fitted), strict=True))
+    ends = dict.fromkeys(EVENTS, np.full(fitted.shape, end)) | {"delay": end - fitted}
+    diverged = ~np.isfinite(series["train_loss"]).all(-1)
+    first, ends = ({name: np.where(diverged, np.nan, each[name]) for name in EVENTS} for each in (first, ends))
+    return first, ends
+
+
+def median_of(steps: np.ndarray, ends: np.ndarray) -> Median:
+    """Return the median step over the networks with known ends; NaN without any."""
+    known = ~np.isnan(ends)
+    return median_crossing(steps[known], ends[known]) if known.any() else Median(np.nan, np.nan, np.nan)
+
+
+def crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple[dict[str, Any], str]:
+    """Return variables on the steps at which networks crossed the thresholds, and a sentence on slopes.
+
+    `first_crossing` [events, weight_decays, seeds], see `first_crossings`; `median_crossing` [events, weight_decays,
+    bounds] with 90 % intervals, over the seeds that did not diverge and for "delay" fitted; `collapse_line`, slope and
+    intercept of log collapse time on log weight decay, NaN if too few networks crossed; `diverged` [weight_decays,
+    seeds].
+    """
+    first, ends = first_crossings(config, series, time_step)
+    median = [[median_of(*both) for both in zip(first[name], ends[name], strict=True)] for name in EVENTS]
+    decays, line, sentences = np.asarray(config.weight_decays, float), np.full(2, np.nan), []
+    for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
+        # A logarithm has no place for 0: neither a decay, nor a delay of a network that fitted at the last step.
+        kept = (decays[:, None] > 0) & (ends[name] > 0)
+        at = np.broadcast_to(decays[:, None], kept.shape)
+        try:
+            slope = log_slope(first[name][kept].astype(float), at[kept], ends[name][kept])
+        except ValueError:
+            crossed = f"{np.isfinite(first[name]).sum()} of {first[name].size} networks"
+            sentences.append(f"{words}: no slope, which takes three crossings at two weight decays, of {crossed}")
+            continue
+        sentences.append(f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})")
+        if name == "collapsed":
+            line = np.asarray([slope.slope, slope.intercept])
+    steps = {"units": "steps"}
+    variables = {
+        "first_crossing": (("events", "weight_decays", "seeds"), np.stack(list(first.values())), steps),
+        "median_crossing": (("events", "weight_decays", "bounds"), np.array(median), steps),
+        "collapse_line": ("coefficients", line),
+        "diverged": (("weight_decays", "seeds"), np.isnan(ends["fitted"])),
+    }
+    return variables, "; ".join(sentences)
+
+
+def assemble(
+    config: Any,
+    data: dict[str, Any],
+    steps: np.ndarray,
+    flat: Arrays,
+    margins: Arrays,
+    diverged_at: np.ndarray | None,
+) -> xarray.Dataset:
+    """Return the dataset of flat series [members, time]; `diverged_at` is None for a running sweep."""
+    grid, steps = (len(config.weight_decays), len(config.seeds)), np.asarray(steps)
+    # Accuracy by argmax of NaN is that of the first class, so it looks plausible.
+    finite = np.isfinite(flat["train_loss"])
+    if diverged_at is None:  # the first observation that is not finite
+        diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
+    series = {name: np.where(finite, values, np.nan).reshape(*grid, -1) for name, values in flat.items()}
+    crossed, slope = crossings(config, series, steps)
+    networks, measured = ("weight_decays", "seeds"), np.isin(steps, config.information_steps())
+    variables: dict[str, Any] = {"diverged_at": (networks, np.asarray(diverged_at).reshape(grid)), **crossed}
+    for name, values in series.items():
+        expensive = name.startswith(("nhsic", "mi_"))
+        axis, kept = ("information_step", values[..., measured]) if expensive else ("time_step", values)
+        variables[name] = ((*networks, axis), kept, {"units": "nats"} if name.startswith("mi_") else {})
+    coords = {
+        "weight_decays": list(config.weight_decays),
+        "seeds": list(config.seeds),
+        "time_step": ("time_step", steps, {"units": "steps"}),
+        "information_step": ("information_step", steps[measured], {"units": "steps"}),
+        "events": list(EVENTS),
+        "bounds": ["median", "low", "high"],
+        "coefficients": ["slope", "intercept"],
+    }
+    if margins:
+        axes = ("classes", "splits", *networks, "images")
+        for kind, dims in (("margin", axes), ("plane", (*axes, "coordinates"))):
+            values = padded([margins[f"{kind}_{label}_{split}"] for label in config.classes for split in SPLITS])
+            values[:, diverged_at >= 0] = np.nan
+            variables[kind] = (dims, values.reshape(len(config.classes), len(SPLITS), *grid, *values.shape[2:]))
+        boundary = np.where(diverged_at < 0, margins["plane_boundary"], np.nan)
+        variables["plane_boundary"] = (networks, boundary.reshape(grid))
+        coords |= {"classes": list(config.classes), "splits": list(SPLITS)}
+    return xarray.Dataset(variables, coords, {"data": json.dumps(data), "slope": slope})

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -11,30 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import jax
-import numpy as np
 import platformdirs
 import tyro
+import xarray
 
-from dissociation._core import checks
 from dissociation._core.checks import WrongValue, check_seed
-from dissociation._core.datasets import save_results
+from dissociation._core.datasets import as_json, save_results
 from dissociation._core.files import RefusedFile, locked, write_bytes
 from dissociation.figures import _cache as caches
 from dissociation.figures import _provenance as provenance
-from dissociation.figures._harness import decoded
-from dissociation.figures._protocol import Figure
+from dissociation.figures._harness import Figure, decoded
 from dissociation.figures._report import exhibit_of, report_html
-from dissociation.figures._runs import recorded
 from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._certificate import Certificate
 from dissociation.training import _distributed as distributed
 from dissociation.training import _interrupts as interrupts
-
-if TYPE_CHECKING:
-    import xarray
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -152,18 +147,16 @@ def produce(
         except (OSError, ValueError) as error:
             return _tell(program, error, 2 if isinstance(error, WrongValue) else 1)
         _run(figure, config, run, data, ("python", "-m", program, *words), began)
-    except KeyboardInterrupt:
-        return _stopped(program)
     except BrokenPipeError:  # `run_command` ends quietly
         raise
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
         return _tell(program, f"{error} (while writing to {run.out})" if nameless else error, 1)
-    except Exception as error:
-        if interrupts.heard():  # a compiler can turn an interrupt into another exception
-            return _stopped(program)
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return _tell(program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) or interrupts.heard():  # a compiler can turn it into another exception
+            print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
+            distributed.leave(interrupts.status())
+            return interrupts.status()
         raise
     return 0
 
@@ -174,37 +167,36 @@ def _tell(program: str, what: object, status: int) -> int:
     return status
 
 
-def _stopped(program: str) -> int:
-    print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
-    distributed.leave(interrupts.status())
-    return interrupts.status()
-
-
 def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float) -> None:
     key = jax.random.PRNGKey(run.seed)
-    identity = caches.identity_of(config, key, np.zeros(0) if data is None else data)
+    identity = caches.identity_of(config, key, data)
     folder = run.out / run_name(figure, config, run, identity)
-    parts = folder / "parts"
     with contextlib.ExitStack() as held:
-        distributed.on_main(lambda: _take_folder(figure, run, folder, identity, held))
-        interrupts.advice = f"The same command resumes; finished parts are in {parts}."
+        distributed.on_main(lambda: _take_folder(run, folder, held))
+        interrupts.advice = f"The same command resumes; finished parts are in {folder / 'parts'}."
         if jax.process_index() == 0:
             facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
             goes_on = [word for word in words if word != "--fresh"]
-            held.enter_context(recorded(folder, goes_on, facts))
+            held.enter_context(provenance.recorded(folder, goes_on, facts))
         compiling = start_compilation_cache()
         progress = None if run.silent or jax.process_index() else "terminal"
-        cache = held.enter_context(caches.Cache(parts, identity, progress))
+        cache = held.enter_context(caches.Cache(folder / "parts", identity, progress))
         dataset = figure.compute(config, key=key, data=data, cache=cache)
         seconds = {**cache.seconds, "this call": time.perf_counter() - began, "compiling": compiling["seconds"]}
-        distributed.on_main(lambda: _finish(figure, run, folder, dataset, cache.network, seconds, compiling, words))
+        made = {"command": shlex.join(words), "seed": run.seed}
+        written = distributed.on_main(lambda: _write(figure, folder, dataset, cache.network, made, seconds))
+        if jax.process_index() == 0:
+            compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
+            kept = jax.config.values["jax_compilation_cache_dir"]
+            print(f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
+            print(f"Wrote {', '.join(written)} in {folder}", flush=True)
 
 
-def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, held: contextlib.ExitStack) -> None:
+def _take_folder(run: RunOptions, folder: Path, held: contextlib.ExitStack) -> None:
     """Lock the folder of a run; with `--fresh` rename earlier parts."""
     parts = folder / "parts"
     if run.resume and not (parts / caches.IDENTITY).exists():
-        raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
+        raise RefusedFile(f"`resume` must find an earlier run of the same settings, got none in {folder}.")
     held.enter_context(locked(folder / ".lock", folder))
     if not parts.exists():
         return
@@ -215,47 +207,45 @@ def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, h
         print(f"Resuming in {folder} (--fresh starts from scratch).", file=sys.stderr)
 
 
-def _finish(
+def _write(
     figure: Figure,
-    run: RunOptions,
     folder: Path,
-    dataset: "xarray.Dataset",
+    dataset: xarray.Dataset,
     network: Any,
-    seconds: dict[str, float],
-    compiling: dict[str, Any],
-    words: Sequence[str],
-) -> None:
-    """Draw a figure, write its files and print its table."""
+    made: Mapping[str, Any],
+    seconds: Mapping[str, float],
+) -> list[str]:
+    """Draw a figure, write its files, print its table, and return the names of the files."""
     stem = folder / figure.STEM
-    exhibit = exhibit_of(figure, dataset)
+    exhibit, environment = exhibit_of(figure, dataset), provenance.environment()
     written = [*plotting.save_figure(exhibit.figure, stem), save_results(dataset, stem.with_suffix(".npz"))]
     attributes = {name: decoded(value) for name, value in dataset.attrs.items()}
     axes = {name: array.dims for name, array in dataset.variables.items()}
+    facts = {"seed": made["seed"], "axes": axes, "seconds": seconds, "environment": environment}
+    # JSON has no NaN and no infinity.
+    strict = json.loads(json.dumps(as_json(attributes | facts)), parse_constant=lambda _: None)
     written.append(stem.with_suffix(".json"))
-    caches.save_description(written[-1], attributes | {"seed": run.seed, "axes": axes, "seconds": seconds})
-    written.append(folder / "report.html")
+    write_bytes(written[-1], (json.dumps(strict, indent=2) + "\n").encode())
     memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
     sections = {
         **certificates_of(dataset),
         "settings": attributes["config"],
         **({} if network is None else {"one of the networks": network}),
-        "run": {"command": shlex.join(words), "seed": run.seed, **provenance.environment(), **memory},
+        "run": {**made, **environment, **memory},
         "seconds": seconds,
     }
+    written.append(folder / "report.html")
     write_bytes(written[-1], report_html(figure.SHOWS.rstrip("."), [exhibit], sections).encode())
     print(f"\n{exhibit.text()}")
-    compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
-    kept = jax.config.values["jax_compilation_cache_dir"]
-    print(f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
-    print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
+    return [path.name for path in written]
 
 
-def certificates_of(dataset: "xarray.Dataset") -> dict[str, Any]:
+def certificates_of(dataset: xarray.Dataset) -> dict[str, Any]:
     """Return a section of a report with the variants' certificates; empty without certificates."""
     if "max_abs_change" not in dataset:
         return {}
     table = dataset[list(Certificate._fields)].to_dataframe()
-    return {"certificates on the test images": {str(name): dict(row) for name, row in table.iterrows()}}
+    return {"certificates on the test images": table.to_dict("index")}
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
@@ -274,19 +264,6 @@ def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str
     name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))[:_LONGEST_NAME].rstrip("-_.")
     settings = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
     return f"{name}_{caches.digest_of(settings)[:10]}"
-
-
-def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
-    """Return the error message of `--resume`, which names the most similar run."""
-    others = []
-    for path in sorted(run.out.glob(f"{figure.STEM}_*")):
-        with contextlib.suppress(OSError, ValueError):
-            others.append((caches.differences(caches.read_identity(path / "parts"), identity), path))
-    near = ""
-    if others:
-        differ, path = min(others, key=lambda other: len(other[0]))
-        near = f" The nearest is {path}, whose {checks.that_differ(differ or ['version'])}."
-    return f"`resume` must find an earlier run of the same settings, got none in {folder}.{near}"
 
 
 def cache_folder() -> Path:

@@ -1,33 +1,32 @@
-"""Drawing of the figure `eigenvectors`, panel by panel, from its dataset."""
+"""Drawing and texts of the figure `eigenvectors`, panel by panel, from its dataset."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from matplotlib.figure import Figure
 
-from dissociation.figures._eigenvector_measures import ORDERS, of_size
-from dissociation.figures._harness import config_of
+from dissociation.figures._eigenvector_measures import MEASURES, ORDERS, RANKINGS, of_size, pooled
+from dissociation.figures._harness import config_of, drawing
+from dissociation.figures._members import data_line
+from dissociation.figures._seeds import cell, named_diverged
 from dissociation.plotting import _axes as plotting
 
-if TYPE_CHECKING:
-    import xarray
 
-
-def draw(dataset: "xarray.Dataset") -> Figure:
+@drawing
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw similarity by rank and size, truncation, a class' spectrum, an explanation; 7.2 x 6.8 inches."""
-    with plotting.house_style():
-        figure = plt.figure(figsize=(7.2, 6.8))
-        rows: Any = figure.subfigures(3, 1, height_ratios=[1.1, 1.0, 1.05])
-        upper, middle, lower = rows
-        panels = [*_draw_similarity(upper, dataset), *_draw_truncation(middle, dataset), *_draw_details(lower, dataset)]
-        plotting.letter(*panels)
-    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
+    figure = plt.figure(figsize=(7.2, 6.8))
+    rows: Any = figure.subfigures(3, 1, height_ratios=[1.1, 1.0, 1.05])
+    upper, middle, lower = rows
+    panels = [*_draw_similarity(upper, dataset), *_draw_truncation(middle, dataset), *_draw_details(lower, dataset)]
+    plotting.letter(*panels)
     return figure
 
 
-def caption(dataset: "xarray.Dataset") -> str:
-    """Return the caption without the data."""
+def caption(dataset: xarray.Dataset) -> str:
+    """Return the caption."""
     config = config_of(dataset)
     errors = [of_size(dataset, size).error.values for size in config.sizes]
     counts = ", ".join(f"{error.shape[1]} of size {size}" for size, error in zip(config.sizes, errors, strict=True))
@@ -38,8 +37,48 @@ def caption(dataset: "xarray.Dataset") -> str:
         f"two orders of the components (d, e). {plotting.drawn_as(*(curves for error in errors for curves in error))} "
         f"One network of size {config.reference} and digit {config.digit}: eigenvalues (f), the three most positive "
         "and three most negative eigenvectors (g), and one test image with the five components that contribute most to "
-        f"its logit (h). The sign of an eigenvector is arbitrary. Networks: {counts}."
+        f"its logit (h). The sign of an eigenvector is arbitrary. Networks: {counts}. Data: {headline(dataset)}."
     )
+
+
+def components_needed(dataset: xarray.Dataset, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
+    """Return by size the least number of components per class that costs less accuracy than `drop`, mean over seeds.
+
+    It is infinite if `num_components` are too few.
+    """
+    added = dataset.error.sel(orders=order) - dataset.full_error
+    enough = plotting.summarise(added.transpose("seeds", "hidden_sizes", "components").values).mean < drop
+    sizes = dataset.hidden_sizes.values.tolist()
+    return {size: float(row.argmax()) if row.any() else np.inf for size, row in zip(sizes, enough, strict=True)}
+
+
+def headline(dataset: xarray.Dataset) -> str:
+    """Return a line with the data and the size of the run."""
+    config = config_of(dataset)
+    steps = {size: of_size(dataset, size).diverged_at.values for size in config.sizes}
+    names = [f"size {size} seed {i}" for size, own in steps.items() for i in range(len(own))]
+    gone = named_diverged(names, np.concatenate(list(steps.values())))
+    return (
+        f"{data_line(dataset)}, {config.num_epochs} epochs; similarities with size {config.reference}, "
+        f"pairs of different networks only{gone}"
+    )
+
+
+def table(dataset: xarray.Dataset) -> list[list[str]]:
+    """Return a header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
+    shown = [rank for rank in (1, 5, 20) if rank <= config_of(dataset).num_ranks]
+    rows = [["size", "seeds", "accuracy", *(f"rank {rank}, {by}" for by in RANKINGS for rank in shown)]]
+    rows[0] += ["matched", "form", "needed", "needed, by contribution"]
+    needed = [components_needed(dataset, order) for order in ORDERS]
+    for size in dataset.hidden_sizes.values.tolist():
+        one = of_size(dataset, size)
+        accuracy = 100 * (1 - one.full_error.values)
+        means = {str(name): pooled(values.values) for name, values in zip(MEASURES, one.similarity, strict=True)}
+        row = [str(size), str(len(accuracy)), cell(accuracy, unit=" %")]
+        row += [f"{means[by][rank - 1]:.3f}" if rank <= len(means[by]) else "" for by in RANKINGS for rank in shown]
+        row += [f"{means['matched'].mean():.3f}", f"{pooled(one.form.values[..., None]).mean():.3f}"]
+        rows.append(row + [f"{found[size]:g}" for found in needed])
+    return rows
 
 
 def _ranks(axis: Any, last: int) -> None:
@@ -50,7 +89,7 @@ def _ranks(axis: Any, last: int) -> None:
     axis.set_xlim(0.5, last + 0.5)
 
 
-def _draw_similarity(panel: Any, dataset: "xarray.Dataset") -> tuple[Any, Any]:
+def _draw_similarity(panel: Any, dataset: xarray.Dataset) -> tuple[Any, Any]:
     left, right = panel.subplots(1, 2, width_ratios=[1.6, 1])
     config = config_of(dataset)
     for index, size in enumerate(config.sizes):
@@ -71,7 +110,7 @@ def _draw_similarity(panel: Any, dataset: "xarray.Dataset") -> tuple[Any, Any]:
     return left, right
 
 
-def _draw_truncation(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
+def _draw_truncation(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     left, *drops = panel.subplots(1, 3)
     drops[1].sharey(drops[0])
     lowest, most = 0.0, 1
@@ -101,7 +140,7 @@ def _draw_truncation(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     return [left, *drops]
 
 
-def _draw_details(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
+def _draw_details(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     halves: Any = panel.subfigures(1, 2)
     left, right = halves
     values = dataset.eigenvalues.values

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jaxtyping import Array
 
 from dissociation._core.keys import named_key
@@ -34,9 +35,6 @@ from dissociation.plotting._axes import summarise
 from dissociation.training._bmap import bmap
 from dissociation.training._members import take
 
-if TYPE_CHECKING:
-    import xarray
-
 RANKINGS = ("magnitude", "positive", "negative")
 """Orders in which components are ranked."""
 
@@ -51,7 +49,7 @@ PADDED = ("seeds", "pairs", "ranks", "components")
 """Axes that differ in length between sizes. Coordinates hold the lengths, for example "seeds_length"."""
 
 
-def of_size(dataset: "xarray.Dataset", size: int) -> "xarray.Dataset":
+def of_size(dataset: xarray.Dataset, size: int) -> xarray.Dataset:
     """Return the dataset of one hidden size, without padding."""
     one = dataset.sel(hidden_sizes=size)
     return one.isel({axis: slice(one[f"{axis}_length"].item()) for axis in PADDED})
@@ -65,12 +63,12 @@ def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.nd
 
 @eqx.filter_jit
 def leading_components(spectra: Spectrum, count: int) -> dict[str, Spectrum]:
-    """Return the leading components of stacked spectra, in three orders."""
+    """Return up to `count` leading components of stacked spectra, in three orders."""
 
     def one(spectrum: Spectrum) -> dict[str, Spectrum]:
-        values = spectrum.values
+        values, kept = spectrum.values, min(count, spectrum.values.shape[1])
         orders = dict(zip(RANKINGS, (jnp.abs(values), values, -values), strict=True))
-        return {by: truncate(reorder(spectrum, importance), count) for by, importance in orders.items()}
+        return {by: truncate(reorder(spectrum, importance), kept) for by, importance in orders.items()}
 
     return jax.vmap(one)(spectra)
 

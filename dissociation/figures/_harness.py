@@ -1,29 +1,120 @@
-"""Compute datasets of figures, and read their settings."""
+"""Protocol of figures, their computation, and parts of their datasets and drawings."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
+import matplotlib.figure
+import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from jaxtyping import Array
 
+from dissociation._core.checks import check_choice, check_count, check_distinct, check_non_negative, fail
 from dissociation._core.datasets import as_json
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder, identity_of
+from dissociation.plotting._axes import house_style
 
-if TYPE_CHECKING:
-    import xarray
+
+@runtime_checkable
+class Figure(Protocol):
+    """Module of a figure, listed by `figures()` of its package.
+
+    Attributes:
+        STEM: Name of the files.
+        SHOWS: Purpose of the figure in a sentence, the help of its command.
+        Config: Class of the options, a frozen dataclass that checks itself, defined in the module. Its fields'
+            docstrings are help texts. Its method `quick` returns the options of a smoke run.
+    """
+
+    @property
+    def STEM(self) -> str: ...  # noqa: D102, N802
+
+    @property
+    def SHOWS(self) -> str: ...  # noqa: D102, N802
+
+    @property
+    def Config(self) -> Callable[..., Any]: ...  # noqa: D102, N802
+
+    def source(self, config: Any) -> Any:
+        """Load the data, whose contents belong to the identity of a run; raise if an option does not fit."""
+        ...
+
+    def compute(
+        self, config: Any, *, key: Array, data: Any = None, cache: CacheFolder = None, progress: AnyMeter = None
+    ) -> xarray.Dataset:
+        """Compute the dataset of the figure, with coordinates, units, and the configuration as JSON attribute `config`.
+
+        Args:
+            config: Options.
+            key: Key of all randomness.
+            data: Data in place of those of `source`.
+            cache: Folder of cached arrays, from which a second call with the same arguments resumes.
+            progress: Meter: "auto", "terminal", a function that opens one, or None.
+
+        Raises:
+            RefusedFile: If `cache` holds arrays of another run, or broken ones.
+            WrongValue: If an option does not fit the data, or all networks diverged.
+        """
+        ...
+
+    def draw(self, dataset: xarray.Dataset) -> matplotlib.figure.Figure:
+        """Draw the value of `compute`, or of `load_results`, without further measurements."""
+        ...
+
+    def caption(self, dataset: xarray.Dataset) -> str:
+        """Return a caption of two to six sentences, with numbers from the dataset.
+
+        Panel by panel (a, b, ...): content, numbers of members and samples, data, meaning of lines and bands.
+        """
+        ...
+
+    def headline(self, dataset: xarray.Dataset) -> str:
+        """Return a line with the data and the size of the run."""
+        ...
+
+    def table(self, dataset: xarray.Dataset) -> list[list[str]]:
+        """Return a header and rows of cells."""
+        ...
+
+
+def check_limits(config: Any, **limits: Any) -> None:
+    """Check fields of a configuration, entries of tuples one by one.
+
+    A limit is the least count, a pair of the least and largest count or (in floats) real number, a collection of names,
+    or a function that checks a name and a value.
+    """
+    for name, limit in limits.items():
+        value = getattr(config, name)
+        if isinstance(value, tuple):
+            check_distinct(name, value)
+        for each in value if isinstance(value, tuple) else (value,):
+            if callable(limit):
+                limit(name, each)
+            elif isinstance(limit, int):
+                check_count(name, each, minimum=limit)
+            elif isinstance(each, str):
+                check_choice(name, each, limit)
+            elif isinstance(limit[0], int):
+                check_count(name, each, minimum=limit[0], maximum=limit[1])
+            else:
+                check_non_negative(name, each)
+                if not limit[0] <= each <= limit[1]:
+                    fail(name, f"lie from {limit[0]:g} to {limit[1]:g}", each)
 
 
 def run(
-    body: Callable[..., "xarray.Dataset"],
+    body: Callable[..., xarray.Dataset],
     config: Any,
     *,
     key: Array,
     data: Any,
     cache: CacheFolder,
     progress: AnyMeter = None,
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Return `body(config, key, data, cache)`, a dataset, with the configuration as an attribute.
 
     Args:
@@ -34,15 +125,25 @@ def run(
         cache: Folder of cached arrays, or an open `Cache` of this run; None keeps nothing.
         progress: Meter: "auto", "terminal", a function that opens one, or None.
     """
-    if isinstance(cache, Cache):
-        return described(body(config, key, data, cache), config)
-    with Cache(cache, identity_of(config, key, np.zeros(0) if data is None else data), progress) as opened:
-        return described(body(config, key, data, opened), config)
+    with ExitStack() as stack:
+        if not isinstance(cache, Cache):
+            cache = stack.enter_context(Cache(cache, identity_of(config, key, data), progress))
+        return body(config, key, data, cache).assign_attrs(config=json.dumps(as_json(config)))
 
 
-def described(dataset: "xarray.Dataset", config: Any) -> "xarray.Dataset":
-    """Return the dataset with the configuration as an attribute, JSON."""
-    return dataset.assign_attrs(config=json.dumps(as_json(config)))
+def drawing(
+    draw: Callable[[xarray.Dataset], matplotlib.figure.Figure],
+) -> Callable[[xarray.Dataset], matplotlib.figure.Figure]:
+    """Return `draw` in the house style. Pyplot forgets the figure, so that a notebook shows it once."""
+
+    @functools.wraps(draw)
+    def drawn(dataset: xarray.Dataset) -> matplotlib.figure.Figure:
+        with house_style():
+            figure = draw(dataset)
+        plt.close(figure)
+        return figure
+
+    return drawn
 
 
 def decoded(value: Any) -> Any:
@@ -53,12 +154,12 @@ def decoded(value: Any) -> Any:
         return value
 
 
-def config_of(dataset: "xarray.Dataset") -> SimpleNamespace:
+def config_of(dataset: xarray.Dataset) -> SimpleNamespace:
     """Return the configuration of a figure's dataset; tuples are lists."""
     return SimpleNamespace(**json.loads(dataset.attrs["config"]))
 
 
-def rows(array: "xarray.DataArray", axis: str) -> "dict[str, np.ndarray]":
+def rows(array: xarray.DataArray, axis: str) -> dict[str, np.ndarray]:
     """Return the arrays along an axis by coordinate, without arrays of NaN alone."""
     known = {str(name): array.sel({axis: name}).values for name in array[axis].values}
     return {name: values for name, values in known.items() if not np.isnan(values).all()}
@@ -67,8 +168,7 @@ def rows(array: "xarray.DataArray", axis: str) -> "dict[str, np.ndarray]":
 def padded(arrays: Sequence[np.ndarray], fill: float | int = np.nan) -> np.ndarray:
     """Return arrays of equal rank stacked along a new first axis, padded with `fill` to the largest sizes."""
     sizes = np.max([array.shape for array in arrays], 0)
-    kinds = [array.dtype for array in arrays]
-    stacked = np.full((len(arrays), *sizes), fill, np.result_type(*kinds))
+    stacked = np.full((len(arrays), *sizes), fill, np.result_type(*arrays))
     for place, array in zip(stacked, arrays, strict=True):
         place[tuple(map(slice, array.shape))] = array
     return stacked

@@ -1,22 +1,18 @@
 """Scaling to the plane, drawing and texts of the figure `manifold`."""
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from jax import lax
 from jaxtyping import Array
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation.figures._harness import config_of
+from dissociation.figures._harness import config_of, drawing
 from dissociation.figures._seeds import cell
 from dissociation.plotting import _axes as plotting
-
-if TYPE_CHECKING:
-    import xarray
 
 QUANTITIES = "first layer", "second layer", "hidden activity", "RSM", "predictions", "loss"
 """Panels of a walk, in their order."""
@@ -43,33 +39,25 @@ def scaled(activity: Array, start: Array) -> Array:
     return lax.fori_loop(0, 500, step, start)
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+@drawing
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw five rows of six panels: a walk, the hierarchy in two rows, similarities, and noise; 7 x 6.6 inches."""
-    with plotting.house_style():
-        figure, axes = plt.subplots(5, 6, figsize=(7, 6.6))
-        for panel, name in zip(axes[0], QUANTITIES, strict=True):
-            _walk(panel, dataset, name)
-        axes[0, 0].set_ylabel("relative distance")
-        _hierarchy(axes[1:3].ravel(), dataset)
-        _similarity(axes[3], dataset)
-        _drift(axes[4, 0], dataset)
-        for panel, name in zip(axes[4, 1:3], dataset.sources.values, strict=True):
-            _noise(panel, dataset.sel(sources=name))
-        axes[4, 1].set_ylabel("simulated / expected loss")
-        _selected(axes[4, 3], dataset)
-        for panel in axes[4, 4:]:
-            panel.set_axis_off()
-        axes[4, 4].legend(*_handles(axes[4, 0], axes[4, 1]), loc="upper left", fontsize="x-small")
-        _letters(axes.ravel()[:28])
-    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
+    figure, axes = plt.subplots(5, 6, figsize=(7, 6.6))
+    for panel, name in zip(axes[0], QUANTITIES, strict=True):
+        _walk(panel, dataset, name)
+    axes[0, 0].set_ylabel("relative distance")
+    _hierarchy(axes[1:3].ravel(), dataset)
+    _similarity(axes[3], dataset)
+    _drift(axes[4, 0], dataset)
+    for panel, name in zip(axes[4, 1:3], dataset.sources.values, strict=True):
+        _noise(panel, dataset.sel(sources=name))
+    axes[4, 1].set_ylabel("simulated / expected loss")
+    _selected(axes[4, 3], dataset)
+    for panel in axes[4, 4:]:
+        panel.set_axis_off()
+    axes[4, 4].legend(*_handles(axes[4, 0], axes[4, 1]), loc="upper left", fontsize="x-small")
+    plotting.letter(*axes.ravel()[:28])
     return figure
-
-
-def _letters(panels: np.ndarray) -> None:
-    plotting.letter(*panels[:26])
-    for mark, panel in zip("AB", panels[26:], strict=True):
-        place = {"xycoords": "axes fraction", "xytext": (-3, 3), "textcoords": "offset points"}
-        panel.annotate(mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place)
 
 
 def _handles(*panels: Axes) -> tuple[list, list]:
@@ -80,13 +68,13 @@ def _handles(*panels: Axes) -> tuple[list, list]:
     return list(found.values()), list(found)
 
 
-def _walk(panel: Axes, dataset: "xarray.Dataset", name: str) -> None:
+def _walk(panel: Axes, dataset: xarray.Dataset, name: str) -> None:
     curves = dataset.moved.sel(quantities=name).values
     plotting.band(panel, np.arange(curves.shape[1]), curves, label=name, color=plotting.color(0))
     panel.set(title=name, xlabel="step", ylim=(-0.1, 1.1 * max(1.0, np.nanmax(curves))))
 
 
-def _hierarchy(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
+def _hierarchy(panels: np.ndarray, dataset: xarray.Dataset) -> None:
     """Draw tree, inputs, targets and activities in one row, products and scaling in the next."""
     _tree(panels[0], dataset.parents.values)
     for panel, name, title in ((panels[1], "leaves_x", "inputs"), (panels[2], "leaves_y", "targets")):
@@ -106,25 +94,21 @@ def _hierarchy(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
 
 
 def _tree(panel: Axes, parents: np.ndarray) -> None:
+    """Draw a complete binary tree, its nodes in the middle of their leaves."""
     nodes = np.arange(len(parents))
-    leaves = np.setdiff1d(nodes, parents)
-    position, level = np.zeros(len(nodes)), np.zeros(len(nodes))
-    for node in nodes[1:]:
-        level[node] = level[parents[node]] + 1
-    position[leaves] = np.arange(len(leaves))
-    for node in np.setdiff1d(nodes, leaves)[::-1]:  # children come later
-        position[node] = position[parents == node].mean()
+    level = np.floor(np.log2(nodes + 1))
+    position = (nodes + 1.5 - 2**level) * 2 ** (level[-1] - level) - 0.5
     for node in nodes[1:]:
         ends = [node, parents[node]]
         panel.plot(position[ends], -level[ends], color="0.5", linewidth=0.6, zorder=1)
-    colours = np.where(np.isin(nodes, leaves), position / max(len(leaves) - 1, 1), np.nan)
     panel.scatter(position, -level, c="0.3", s=4, zorder=2)
-    panel.scatter(position[leaves], -level[leaves], c=colours[leaves], cmap="viridis", s=6, zorder=3)
+    leaves = level == level[-1]
+    panel.scatter(position[leaves], -level[leaves], c=position[leaves], cmap="viridis", s=6, zorder=3)
     panel.set(title="hierarchy")
     panel.set_axis_off()
 
 
-def _similarity(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
+def _similarity(panels: np.ndarray, dataset: xarray.Dataset) -> None:
     means = dataset.similarity.mean(("tasks", "pair_steps"))
     names = dataset.families.values
     pairs = [(measure, scope) for measure in dataset.measures.values for scope in dataset.scopes.values]
@@ -136,14 +120,14 @@ def _similarity(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
         panel.set_title(f"{TITLES.get(measure, measure)},\n{scope}")
 
 
-def _drift(panel: Axes, dataset: "xarray.Dataset") -> None:
+def _drift(panel: Axes, dataset: xarray.Dataset) -> None:
     for place, name in enumerate(dataset.families.values):
         curves = dataset.drift.sel(families=name).values
         panel.plot(curves.mean(0), label=name, **plotting.look(place))
     panel.set(xlabel="step", ylabel="relative error", title="first readout")
 
 
-def _noise(panel: Axes, one: "xarray.Dataset") -> None:
+def _noise(panel: Axes, one: xarray.Dataset) -> None:
     panel.axhline(1, color="black", linewidth=0.5)
     scales = one.scales.values
     for place, name in enumerate(one.solutions.values):
@@ -157,19 +141,19 @@ def _noise(panel: Axes, one: "xarray.Dataset") -> None:
     panel.set(xscale="log", xlabel="standard deviation", title=f"noise on {one.sources.values}")
 
 
-def _selected(panel: Axes, dataset: "xarray.Dataset") -> None:
+def _selected(panel: Axes, dataset: xarray.Dataset) -> None:
     for place, name in enumerate(dataset.minimal.values, 2):
         look = plotting.look(place)
         panel.plot(dataset.noise_scales, dataset.selected.sel(minimal=name), label=name, **look)
     panel.set(xscale="log", xlabel="input noise", ylabel="RSA", title="least under both")
 
 
-def z_scores(dataset: "xarray.Dataset") -> np.ndarray:
+def z_scores(dataset: xarray.Dataset) -> np.ndarray:
     """Return deviations of simulated from expected losses in standard errors."""
     return ((dataset.simulated - dataset.theory) / dataset.error).values.ravel()
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     config, scores = config_of(dataset), z_scores(dataset)
     tasks = f"{config.num_tasks} tasks"
@@ -189,7 +173,7 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def headline(dataset: "xarray.Dataset") -> str:
+def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     config = config_of(dataset)
     return (
@@ -197,7 +181,7 @@ def headline(dataset: "xarray.Dataset") -> str:
     )
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per pair of families; then the noise and the largest movement of the function."""
     shown = [
         ["families", *(f"{measure}, {scope}" for measure in dataset.measures.values for scope in dataset.scopes.values)]

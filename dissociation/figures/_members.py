@@ -3,19 +3,20 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import tyro
+import xarray
 from jaxtyping import Array, Bool
 
-from dissociation._core.checks import check_choice, check_count, check_positive, fail
 from dissociation.data._datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures._cache import Cache
-from dissociation.figures._harness import config_of
-from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins
+from dissociation.figures._harness import check_limits, config_of
+from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins, without_diverged
 from dissociation.measures._robustness import input_noise_error
 from dissociation.models._representations import representations
 from dissociation.recipes._mnist import NETWORKS, fit_classifiers
@@ -28,8 +29,6 @@ from dissociation.training._members import per_batch, take
 from dissociation.training._partition import Partition
 
 if TYPE_CHECKING:
-    import xarray
-
     DataName = str
     ModelName = str
 else:
@@ -39,15 +38,6 @@ else:
 
 FACTORS = (1e-15, 1e15)
 """Range of scale factors at which squares of scaled values stay within float32."""
-
-MAX_WEIGHTS = 2**28
-"""Largest number of incoming weights of a rewritten layer: a GiB of float32."""
-
-
-def check_fields(config: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
-    """Check fields of a configuration one by one."""
-    for name in names:
-        check(name, getattr(config, name), **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +51,8 @@ class DataConfig:
     """Data set, by its name in `_datasets.SOURCES`."""
 
     def __post_init__(self):
-        check_choice("data", self.data, NAMES)
-        for name in (self.LOADED, "num_test"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), minimum=1)
+        given = [name for name in (self.LOADED, "num_test") if getattr(self, name) is not None]
+        check_limits(self, data=NAMES, **dict.fromkeys(given, 1))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if a setting does not fit the dataset."""
@@ -90,28 +78,23 @@ class Config(DataConfig):
 
     def __post_init__(self: Any):
         super().__post_init__()
-        check_choice("model", self.model, NETWORKS)
-        check_fields(self, check_count, "num_seeds", "width", minimum=1)
-        check_fields(self, check_count, "num_epochs", "num_zero")
-        check_fields(self, check_positive, "scale_factor", "duplicate_multiplier")
-        least, most = FACTORS
-        if not least <= self.scale_factor <= most:
-            fail("scale_factor", f"lie from {least:g} to {most:g}", self.scale_factor)
-        if self.duplicate_multiplier < 1:
-            fail("duplicate_multiplier", "be at least 1", self.duplicate_multiplier)
-        self._check_neurons("duplicate_multiplier", self.width * self.duplicate_multiplier)
-        self._check_neurons("num_zero", self.num_zero)
+        check_limits(self, model=NETWORKS, num_seeds=1, width=1, num_epochs=0, num_zero=0, scale_factor=FACTORS)
+        check_limits(self, duplicate_multiplier=(1.0, 1000.0))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer test images than `num_samples`."""
-        number, most = getattr(self, "num_samples", 0), len(data.test_images)
-        if number > most:
-            fail("num_samples", f"be at most the number of test images ({most})", number)
+        if hasattr(self, "num_samples"):
+            check_limits(self, num_samples=(1, len(data.test_images)))
 
-    def _check_neurons(self: Any, name: str, neurons: float | int) -> None:
-        """Raise if so many neurons in the rewritten layer need more than `MAX_WEIGHTS` weights."""
-        if neurons * self.width > MAX_WEIGHTS:
-            fail(name, f"leave a layer of `width` {self.width} at most {MAX_WEIGHTS} weights", getattr(self, name))
+    def rewrites(self: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
+        """Return functions of a network and a key by the name of the variant."""
+        scaled, duplicated = scale(group, self.scale_factor), duplicate(group, self.duplicate_multiplier)
+        return {
+            "trained": lambda model, key: model,
+            "scaled": lambda model, key: scaled(model),
+            "duplicated": lambda model, key: duplicated(model),
+            "nuisance": lambda model, key: add_nuisance(group, self.num_zero, key=key)(model),
+        }
 
 
 def source(config: Any, data: Dataset | None = None) -> Dataset:
@@ -127,13 +110,13 @@ def described(data: Dataset) -> dict[str, Any]:
     return {"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)}
 
 
-def data_line(dataset: "xarray.Dataset") -> str:
+def data_line(dataset: xarray.Dataset) -> str:
     """Return name and sizes of the data of a figure."""
     data = json.loads(dataset.attrs["data"])
     return f"{data['name']}: {data['num_train']} training and {data['num_test']} test images"
 
 
-def headline(dataset: "xarray.Dataset") -> str:
+def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data of a figure and the networks that diverged."""
     config = config_of(dataset)
     gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], dataset.diverged_at.values)
@@ -143,21 +126,7 @@ def headline(dataset: "xarray.Dataset") -> str:
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
     """Return the last group of neurons of stacked models that can be scaled and widened."""
     groups = neuron_groups(take(models, 0), jnp.asarray(example))
-    fit = [group for group in groups.values() if group.scaling is not None and group.sharing is not None]
-    if not fit:
-        fail("models", "have a group of neurons that can be scaled and widened", f"groups {list(groups.values())}")
-    return fit[-1]
-
-
-def neuron_rewrites(config: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
-    """Return functions of a network and a key by the name of the variant."""
-    scaled, duplicated = scale(group, config.scale_factor), duplicate(group, config.duplicate_multiplier)
-    return {
-        "trained": lambda model, key: model,
-        "scaled": lambda model, key: scaled(model),
-        "duplicated": lambda model, key: duplicated(model),
-        "nuisance": lambda model, key: add_nuisance(group, config.num_zero, key=key)(model),
-    }
+    return [group for group in groups.values() if group.scaling is not None and group.sharing is not None][-1]
 
 
 class Trained(NamedTuple):
@@ -169,13 +138,17 @@ class Trained(NamedTuple):
     test_error: np.ndarray  # along training, NaN after a network diverged: [seeds, epochs + 1]
     observed: dict[str, np.ndarray]  # all observations, [seeds, epochs + 1, ...] each
 
-    def dataset(self, data: Dataset, variables: Mapping[str, Any], coords: Mapping[str, Any]) -> "xarray.Dataset":
-        """Return a dataset of variables and coordinates, with test errors along training and steps of divergence."""
-        import xarray
+    def dataset(
+        self, data: Dataset, variables: Mapping[str, Any], coords: Mapping[str, Any], **alive: np.ndarray
+    ) -> xarray.Dataset:
+        """Return a dataset of variables, NaN for diverged seeds, with test errors along training and `diverged_at`.
 
+        `alive` holds True for what did not diverge along other axes than those of seeds.
+        """
+        kept = without_diverged(variables, seeds=self.alive, other_seeds=self.alive, **alive)
         shared = {"test_error": (("seeds", "epochs"), self.test_error), "diverged_at": ("seeds", self.diverged_at)}
         counted = {name: np.arange(size) for name, size in zip(("seeds", "epochs"), self.test_error.shape, strict=True)}
-        return xarray.Dataset({**variables, **shared}, {**coords, **counted}, {"data": json.dumps(described(data))})
+        return xarray.Dataset({**kept, **shared}, {**coords, **counted}, {"data": json.dumps(described(data))})
 
 
 def train_members(
@@ -218,15 +191,12 @@ def measure_members(
     accelerator. All rewritten networks stay in memory. Arrays bound by `eqx.Partial` are arguments of the program, not
     constants.
     """
-
-    def measured(stacked: Any) -> Any:
-        models, rewrite_keys, keys = stacked
-        # Two programs, so that rewrites that keep shapes share the second one, which takes longer to compile.
-        stacked = models, _rewritten(rewrite, models, rewrite_keys), keys
-        return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
-
     local = Partition.over_processes(len(measure_keys))
-    return local.gather(measured(local.take((models, rewrite_keys, measure_keys))))
+    models, rewrite_keys, keys = local.take((models, rewrite_keys, measure_keys))
+    # Two programs, so that rewrites that keep shapes share the second one, which takes longer to compile.
+    stacked = models, _rewritten(rewrite, models, rewrite_keys), keys
+    run = bmap(measure, batch_size=1, loop="scan") if per_batch() == 1 else partial(_measured, measure)
+    return local.gather(run(*stacked))
 
 
 @eqx.filter_jit
@@ -235,7 +205,7 @@ def _rewritten(rewrite: Any, models: Any, keys: Any) -> Any:
 
 
 @eqx.filter_jit
-def _measured(measure: Any, stacked: Any) -> Any:
+def _measured(measure: Any, *stacked: Any) -> Any:
     return eqx.filter_vmap(measure)(*stacked)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -31,16 +30,10 @@ def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, n
     are rounded, so singular values below 1e-6 of the largest count as zero, and there is a basis per member. Numbers
     are those of the smallest null space and the least clear cut.
     """
-
-    def seen(index: int) -> np.ndarray:
-        one = take(models, index)
-        parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
-        return np.concatenate([np.asarray(_rows(one, part, path)) for part in parts])
-
     if architecture == "mlp":
         spectra = [null_spectrum(images)]
     else:
-        spectra = [null_spectrum(seen(index), 1e-6) for index in range(num_members)]
+        spectra = [null_spectrum(_rows(take(models, index), images, path), 1e-6) for index in range(num_members)]
     dimension = max(len(one.basis) for one in spectra)
     cut = [one.singular_values[one.rank] if one.rank < len(one.singular_values) else 0.0 for one in spectra]
     return {
@@ -52,14 +45,14 @@ def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, n
     }
 
 
+def _rows(model: Any, images: np.ndarray, path: str) -> np.ndarray:
+    parts = [images[start : start + BATCH] for start in range(0, len(images), BATCH)]
+    return np.concatenate([np.asarray(_rows_of_batch(model, part, path)) for part in parts])
+
+
 @eqx.filter_jit
-def _rows(model: Any, images: Array | np.ndarray, path: str) -> Array:
+def _rows_of_batch(model: Any, images: Array | np.ndarray, path: str) -> Array:
     return layer_inputs(model, images, path).rows
-
-
-def of_members(bases: np.ndarray, num_members: int) -> Array:
-    """Return a basis for every member, from `null_spaces`."""
-    return jnp.asarray(np.broadcast_to(bases, (num_members, *bases.shape[-2:])))
 
 
 def null_perturbed(weights: LayerInputs, std: float) -> Callable[[Any, tuple[Array, Array]], Any]:

@@ -1,37 +1,32 @@
 """Drawing and texts of the figure `planted`."""
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation.figures._harness import config_of
+from dissociation.figures._harness import config_of, drawing
 from dissociation.figures._members import data_line
 from dissociation.plotting import _axes as plotting
-
-if TYPE_CHECKING:
-    import xarray
 
 ACTIVITY, PRODUCTS = "gray", "viridis"
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+@drawing
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw four rows of five panels: an image on few inputs, on more, patterns of RSMs, and marks; 7 x 6 inches."""
-    with plotting.house_style():
-        figure, axes = plt.subplots(4, 5, figsize=(7, 6))
-        for row, (prefix, extent) in enumerate(zip(("", "more_"), dataset.extents.values, strict=True)):
-            _planted(axes[row], dataset, prefix, extent)
-        _along(axes[0, 4], dataset, "along", "correlation")
-        _along(axes[1, 4], dataset, "changed", "changed predictions")
-        axes[0, 4].legend(fontsize="x-small")
-        axes[1, 4].set_yscale("symlog", linthresh=1)
-        axes[1, 4].set_ylim(bottom=0)
-        _rsms(axes[2], dataset)
-        _marks(axes[3], dataset)
-        plotting.letter(*axes.ravel())
-    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
+    figure, axes = plt.subplots(4, 5, figsize=(7, 6))
+    for row, (prefix, extent) in enumerate(zip(("", "more_"), dataset.extents.values, strict=True)):
+        _planted(axes[row], dataset, prefix, extent)
+    _along(axes[0, 4], dataset, "along", "correlation")
+    _along(axes[1, 4], dataset, "changed", "changed predictions")
+    axes[0, 4].legend(fontsize="x-small")
+    axes[1, 4].set_yscale("symlog", linthresh=1)
+    axes[1, 4].set_ylim(bottom=0)
+    _rsms(axes[2], dataset)
+    _marks(axes[3], dataset)
+    plotting.letter(*axes.ravel())
     return figure
 
 
@@ -44,7 +39,7 @@ def _show(panel: Axes, values: np.ndarray, title: str, colours: str = ACTIVITY, 
     panel.set(title=title, xticks=[], yticks=[])
 
 
-def _planted(panels: np.ndarray, dataset: "xarray.Dataset", prefix: str, extent: str) -> None:
+def _planted(panels: np.ndarray, dataset: xarray.Dataset, prefix: str, extent: str) -> None:
     image, activity = dataset[f"{prefix}image"].values, dataset[f"{prefix}activity"]
     _show(panels[0], image, "image")
     panels[0].set(ylabel=f"{len(image)} inputs", xlabel=f"{image.shape[1]} neurons")
@@ -54,14 +49,14 @@ def _planted(panels: np.ndarray, dataset: "xarray.Dataset", prefix: str, extent:
         _show(panel, activity.sel(stages=stage).values, f"{title}, {value:.2f}")
 
 
-def _along(panel: Axes, dataset: "xarray.Dataset", name: str, label: str) -> None:
+def _along(panel: Axes, dataset: xarray.Dataset, name: str, label: str) -> None:
     sizes = len(dataset.shown), len(dataset.more_shown)
     for place, (values, size) in enumerate(zip(dataset[name].values, sizes, strict=True)):
         panel.plot(dataset.passes, values, label=f"{size} inputs", **plotting.look(place))
     panel.set(xlabel="pass", ylabel=label)
 
 
-def _rsms(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
+def _rsms(panels: np.ndarray, dataset: xarray.Dataset) -> None:
     _show(panels[0], dataset.rsm.sel(versions="trained")[0].values, "trained", PRODUCTS, square=True)
     panels[0].set_ylabel("RSM")
     order = [(pattern, version) for pattern in dataset.patterns.values for version in ("wanted", "planted")]
@@ -71,7 +66,7 @@ def _rsms(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
         _show(panel, one.rsm.values, title, PRODUCTS, square=True)
 
 
-def _marks(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
+def _marks(panels: np.ndarray, dataset: xarray.Dataset) -> None:
     for panel, name in zip(panels, dataset.marks.values, strict=False):
         value = float(dataset.mark_correlation.sel(marks=name))
         _show(panel, dataset[name].values, f"{name}, {value:.3f}")
@@ -80,7 +75,7 @@ def _marks(panels: np.ndarray, dataset: "xarray.Dataset") -> None:
         _show(panel, dataset.rdm.sel(states=state).values, f"RDM, {state}", PRODUCTS, square=True)
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     config, correlation = config_of(dataset), dataset.correlation.values
     images = int(dataset.num_inputs[0])
@@ -101,13 +96,13 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def headline(dataset: "xarray.Dataset") -> str:
+def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     error = 100 * float(dataset.train_error)
     return f"{data_line(dataset)}, {config_of(dataset).width} hidden units, training error {error:.2g} %"
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per planting: similarity to what is planted, before, after, best; and certificate."""
     shown = [["planted", "trained", "after", "best", "changed predictions", "change of a logit", "relative"]]
     nothing = np.full(2, np.nan)  # as many patterns as marks

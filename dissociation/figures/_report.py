@@ -5,18 +5,15 @@ import html
 import io
 from collections.abc import Mapping, Sequence
 from string import Template
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.figure
 import numpy as np
-import treescope
+import xarray
 
-from dissociation.figures._protocol import Figure
+from dissociation.figures._harness import Figure
 from dissociation.plotting._axes import house_style
 from dissociation.plotting._display import Table, show
-
-if TYPE_CHECKING:
-    import xarray
 
 
 class Exhibit(NamedTuple):
@@ -49,7 +46,7 @@ class Exhibit(NamedTuple):
         return f"<p>{headline}</p>\n{figure}\n{Table(self.table)._repr_html_()}"
 
 
-def exhibit_of(figure: Figure, dataset: "xarray.Dataset") -> Exhibit:
+def exhibit_of(figure: Figure, dataset: xarray.Dataset) -> Exhibit:
     """Return a figure, drawn, with headline, caption and table.
 
     Args:
@@ -92,6 +89,8 @@ def _cell(value: Any) -> str:
 
 
 def _tree(value: Any) -> str:
+    import treescope  # takes half a second
+
     text, view = html.escape(repr(show(value))), treescope.render_to_html(value, compressed=False)
     summary = "<summary>to look inside (needs JavaScript)</summary>"
     return f"<pre>{text}</pre>\n<details>{summary}<template>{view}</template></details>"

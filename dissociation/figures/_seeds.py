@@ -1,13 +1,12 @@
 """Replace, mask and name diverged networks, and write means over the others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Real
 
 from dissociation._core.checks import WrongValue
-from dissociation.figures._cache import Arrays
 from dissociation.plotting._axes import summarise
 from dissociation.training._members import take
 
@@ -31,38 +30,19 @@ def check_some_left(diverged_at: Int[np.ndarray, " members"], what: str = "netwo
 
 def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
     """Return stacked models, with diverged ones replaced by the first that did not diverge."""
-    if alive.all():
-        return models
-    # Decompositions of numbers that are not finite may raise or never return. `masked` makes the results NaN.
-    return take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
+    # Decompositions of numbers that are not finite may raise or never return. `without_diverged` makes the results NaN.
+    return models if alive.all() else take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
 
 
-def masked(values: Mapping[str, Any], alive: Bool[np.ndarray, "*members"]) -> Arrays:
-    """Return arrays [members, ...] with NaN for diverged members."""
-    arrays = {name: np.asarray(value) for name, value in values.items()}
-    if alive.all():
-        return arrays
-    return {name: _masked(value, alive) for name, value in arrays.items()}
-
-
-def _masked(value: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    kind = value.dtype if np.issubdtype(value.dtype, np.inexact) else float
-    return np.where(alive.reshape(*alive.shape, *(1,) * (value.ndim - alive.ndim)), value, np.nan).astype(kind)
-
-
-def masked_job(alive: Bool[np.ndarray, "*members"], compute: Callable[[], Mapping[str, Any]]) -> Callable[[], Arrays]:
-    """Return a function that returns the `masked` arrays of `compute`, which computes on `stand_ins`."""
-    return lambda: masked(compute(), alive)
-
-
-def without_diverged(variables: Mapping[str, Any], alive: Mapping[str, Bool[np.ndarray, " members"]]) -> dict[str, Any]:
+def without_diverged(variables: Mapping[str, Any], **alive: Bool[np.ndarray, " members"]) -> dict[str, Any]:
     """Return variables of a dataset with NaN for diverged members, along the axes that `alive` names."""
     found = {}
     for name, (dims, values, *attrs) in variables.items():
-        for place, axis in enumerate(dims):
+        axes = [dims] if isinstance(dims, str) else dims
+        for place, axis in enumerate(axes):
             if axis in alive and not alive[axis].all():
-                values = np.array(values, float)
-                values[(slice(None),) * place + (~alive[axis],)] = np.nan
+                kept = alive[axis].reshape(-1, *(1,) * (len(axes) - place - 1))
+                values = np.where(kept, values, np.nan)
         found[name] = (dims, values, *attrs)
     return found
 
@@ -84,13 +64,6 @@ def cell(values: Real[np.ndarray, " members"], places: int = 2, *, factor: float
     if not count:
         return f"none of {len(values)}"
     shown = f"{mean:.{places}f}" + (f" ± {deviation:.{places}f}" if count > 1 else "") + unit
-    return shown if count == len(values) else f"{shown} ({count} of {len(values)})"
-
-
-def number(values: Real[np.ndarray, " members"], form: str) -> str:
-    """Return the mean over members for a table, and the number of members if some are missing."""
-    mean, _, count = summarise(values)
-    shown = format(float(mean), form)
     return shown if count == len(values) else f"{shown} ({count} of {len(values)})"
 
 

@@ -1,49 +1,45 @@
 """Drawing of the figure `similarity`, panel by panel, from its dataset."""
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dissociation.figures._harness import drawing
 from dissociation.models._representations import layer_named
 from dissociation.plotting import _axes as plotting
-
-if TYPE_CHECKING:
-    import xarray
 
 REWRITES = ("scaled", "duplicated", "nuisance", "permuted")
 """Names of the rewrites in tables, arrays and the figure."""
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+@drawing
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw matrices of all pairs above; rewrites, training, function and plane below; 6.6 x 4.6 inches."""
-    with plotting.house_style():
-        figure = plt.figure(figsize=(6.6, 4.6), layout="constrained")
-        above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(1, 1.25)))
-        panels = above.subplots(1, len(dataset.measures), squeeze=False)[0]
-        for index, (panel, matrix) in enumerate(zip(panels, dataset.matrix, strict=True)):
-            _matrix(panel, matrix, layers_of(dataset), first=index == 0)
-        above.colorbar(panels[0].images[0], ax=panels, shrink=0.8, label="value")
-        left, middle, right, last = below.subplots(1, 4, width_ratios=(1.4, 1, 1, 1))
-        _rewrites(left, dataset.calibrated)
-        _training(middle, dataset.course)
-        _function(right, dataset)
-        _plane(last, dataset.points)
-        plotting.letter(panels[0], left, middle, right, last)
-        handles = middle.get_legend_handles_labels()[0] + last.get_legend_handles_labels()[0]
-        below.legend(handles=handles, loc="outside lower center", ncols=7)
-    plt.close(figure)
+    figure = plt.figure(figsize=(6.6, 4.6), layout="constrained")
+    above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(1, 1.25)))
+    panels = above.subplots(1, len(dataset.measures), squeeze=False)[0]
+    for index, (panel, matrix) in enumerate(zip(panels, dataset.matrix, strict=True)):
+        _matrix(panel, matrix, layers_of(dataset), first=index == 0)
+    above.colorbar(panels[0].images[0], ax=panels, shrink=0.8, label="value")
+    left, middle, right, last = below.subplots(1, 4, width_ratios=(1.4, 1, 1, 1))
+    _rewrites(left, dataset.calibrated)
+    _training(middle, dataset.course)
+    _function(right, dataset)
+    _plane(last, dataset.points)
+    plotting.letter(panels[0], left, middle, right, last)
+    handles = middle.get_legend_handles_labels()[0] + last.get_legend_handles_labels()[0]
+    below.legend(handles=handles, loc="outside lower center", ncols=7)
     return figure
 
 
-def layers_of(dataset: "xarray.Dataset | xarray.DataArray") -> list[str]:
+def layers_of(dataset: xarray.Dataset | xarray.DataArray) -> list[str]:
     """Return the layers of items, in the order of the network."""
     return list(dict.fromkeys(dataset.layer.values.tolist()))
 
 
-def of_seeds(values: "xarray.DataArray", layer: str) -> np.ndarray:
+def of_seeds(values: xarray.DataArray, layer: str) -> np.ndarray:
     """Return the values of pairs of seeds in one layer, [pairs], from a matrix [items, other_items].
 
     The layer "features" is the last hidden one.
@@ -52,7 +48,7 @@ def of_seeds(values: "xarray.DataArray", layer: str) -> np.ndarray:
     return values.values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]
 
 
-def _matrix(panel: Axes, matrix: "xarray.DataArray", layers: list[str], *, first: bool) -> None:
+def _matrix(panel: Axes, matrix: xarray.DataArray, layers: list[str], *, first: bool) -> None:
     count = len(matrix) // len(layers)
     plotting.heat(panel, matrix.values)
     panel.set_aspect("equal")
@@ -65,7 +61,7 @@ def _matrix(panel: Axes, matrix: "xarray.DataArray", layers: list[str], *, first
     panel.set_title(matrix.measures.item())
 
 
-def _rewrites(panel: Axes, calibrated: "xarray.DataArray") -> None:
+def _rewrites(panel: Axes, calibrated: xarray.DataArray) -> None:
     """Draw a map of calibrated values, 1 if a rewrite does not move a measure and 0 for chance."""
     table = calibrated.values
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table.tolist()])
@@ -78,7 +74,7 @@ def _short(value: float) -> str:
     return "1" if value > 0.9995 else f"{value:.2f}".lstrip("0") if value >= 0 else f"{value:.1f}"
 
 
-def _training(panel: Axes, course: "xarray.DataArray") -> None:
+def _training(panel: Axes, course: xarray.DataArray) -> None:
     for index, name in enumerate(course.measures.values):
         look, (mean, low, high) = plotting.look(index), course.values[index]
         panel.plot(range(len(mean)), mean, label=name, **look)
@@ -86,7 +82,7 @@ def _training(panel: Axes, course: "xarray.DataArray") -> None:
     panel.set(xlabel="epoch", ylabel="value, last hidden layer", ylim=(0, 1), title="training")
 
 
-def _function(panel: Axes, dataset: "xarray.Dataset") -> None:
+def _function(panel: Axes, dataset: xarray.Dataset) -> None:
     """Draw estimates with intervals against disagreement."""
     x = 100 * dataset.disagreement.values[np.triu_indices(len(dataset.disagreement), 1)]
     for index, name in enumerate(dataset.measures.values):
@@ -98,7 +94,7 @@ def _function(panel: Axes, dataset: "xarray.Dataset") -> None:
     panel.set(xlabel="disagreement (%)", ylabel="estimate, last hidden layer", ylim=(-0.05, 1), title="function")
 
 
-def _plane(panel: Axes, points: "xarray.DataArray") -> None:
+def _plane(panel: Axes, points: xarray.DataArray) -> None:
     # In grey, because colours are measures.
     values = points.values
     shades = ("black", "0.4", "0.7", "0.2", "0.55")

@@ -9,49 +9,43 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from dissociation._core.checks import (
-    check_choice,
-    check_count,
-    check_distinct,
-    check_non_negative,
-    check_positive,
-    check_seed,
-    fail,
-)
+from dissociation._core.checks import check_non_negative, check_positive, check_seed, fail, that_differ
+from dissociation._core.datasets import as_json
 from dissociation._core.files import RefusedFile
 from dissociation.data._datasets import Dataset
-from dissociation.figures import _collapse_drawing as drawing
-from dissociation.figures._cache import AnyMeter, Cache, CacheFolder, check_parts_of, read_part
+from dissociation.figures._cache import AnyMeter, Cache, CacheFolder, differences, digest_of, read_identity, read_part
+from dissociation.figures._collapse_drawing import caption as caption
 from dissociation.figures._collapse_drawing import draw
+from dissociation.figures._collapse_drawing import headline as headline
+from dissociation.figures._collapse_drawing import table as table
 from dissociation.figures._collapse_measures import (
     SAVED,
     SeriesKeeper,
-    compressed,
+    assemble,
     flat,
     information_measures,
     margins_of,
     spread_observations,
 )
-from dissociation.figures._collapse_results import assemble, crossing_table
-from dissociation.figures._harness import config_of, described, run
-from dissociation.figures._members import DataConfig, check_fields
+from dissociation.figures._harness import check_limits, run
+from dissociation.figures._members import DataConfig
 from dissociation.figures._members import source as source
-from dissociation.figures._seeds import masked_job, named_diverged, number, stand_ins
+from dissociation.figures._seeds import stand_ins
+from dissociation.measures._coordinates import whiten
+from dissociation.recipes._compression import encode, train_compression
 from dissociation.recipes._grokking import initial_models, train_grokking
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._members import take
 from dissociation.training._progress import Progress
-
-if TYPE_CHECKING:
-    import xarray
 
 __all__ = ["Config", "compute", "draw", "load_models", "load_partial", "information_measures"]
 
@@ -125,32 +119,19 @@ class Config(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
-        check_choice("network", self.network, ("mlp", "cnn"))
-        check_fields(self, check_distinct, "weight_decays", "seeds")
-        check_non_negative("weight_decays", np.asarray(self.weight_decays))
-        for seed in self.seeds:
-            check_seed("seeds", seed)
-        check_count("num_information", self.num_information)
-        counts = ("num_steps", "num_train", "batch_size", "width", "depth", "num_images", "num_neighbours", "code")
-        check_fields(self, check_count, *counts, "compression_epochs", "num_smoothed", minimum=1)
-        positive = ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold")
-        check_fields(self, check_positive, *positive)
-        if self.batch_size > self.num_train:
-            fail("batch_size", f"be at most `num_train` ({self.num_train})", self.batch_size)
-        for name in ("accuracy_threshold", "test_threshold"):
-            if not 0 <= getattr(self, name) < 1:
-                fail(name, "lie from 0 to below 1", getattr(self, name))
-        first, second = (check_count("classes", label) for label in self.classes)
-        if first == second or min(self.classes) < 0 or max(self.classes) > 9:
-            fail("classes", "be two different digits", self.classes)
+        check_limits(self, optimizer=("adamw", "sgd"), network=("mlp", "cnn"), seeds=check_seed, classes=(0, 9))
+        check_limits(self, num_steps=1, num_train=1, width=1, depth=1, num_images=1, num_neighbours=1, code=1)
+        check_limits(self, batch_size=(1, self.num_train), compression_epochs=1, num_smoothed=1, num_information=0)
+        check_limits(self, weight_decays=check_non_negative, learning_rate=check_positive, init_scale=check_positive)
+        check_limits(self, feature_noise=check_positive, smoothing=check_positive, collapse_threshold=check_positive)
+        # No accuracy is above 1.
+        check_limits(self, accuracy_threshold=(0.0, 0.999999), test_threshold=(0.0, 0.999999))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if a setting does not fit the dataset."""
         if max(self.classes) >= data.num_classes:
             fail("classes", f"be among the {data.num_classes} of the data", self.classes)
-        if self.num_train > len(data.train_images):
-            fail("num_train", f"be at most the number of training images ({len(data.train_images)})", self.num_train)
+        check_limits(self, num_train=(1, len(data.train_images)))
         measured = min(self.num_images, len(data.test_images))
         if self.num_information and measured <= self.num_neighbours:
             fail("num_neighbours", f"be below the number of images ({measured} test images)", self.num_neighbours)
@@ -176,7 +157,7 @@ def compute(
     cache: CacheFolder = None,
     progress: AnyMeter = None,
     mesh: Mesh | str | None = "auto",
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train and measure all networks; see `figures.Figure.compute`.
 
     `key` is of the autoencoder that compresses images; networks follow from `config.seeds`. `cache` also keeps the
@@ -193,13 +174,11 @@ def compute(
     return run(partial(_computed, mesh=mesh), config, **given)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mesh | str | None) -> "xarray.Dataset":
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mesh | str | None) -> xarray.Dataset:
     measures = None
     if config.num_information:
         code_key = jax.random.fold_in(key, 2)  # networks of the same seed fold in 0 and 1
-        train, images = data.train_images[:10_000], data.test_images[: config.num_images]
-        options = {"size": config.code, "num_epochs": config.compression_epochs}
-        codes = cache.get("codes", partial(compressed, train, images, **options, key=code_key))["codes"]
+        codes = cache.get("codes", partial(_codes, config, data, code_key))["codes"]
         measures = information_measures(config, data, codes)
     names = "weight_decays", "seeds", "num_train", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer"
     trained = train_grokking(
@@ -216,18 +195,21 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mes
     cache.seconds["training and measuring"] = trained.seconds
     if (path := cache.path(_MODELS)) is not None and jax.process_index() == 0:
         checkpoints.save(path, trained.models, {"run": cache.digest})
-    alive = trained.diverged_at < 0
-    job = partial(margins_of, data, stand_ins(trained.models, alive), config.classes, config.num_train)
-    margins = cache.get("margins", masked_job(alive, job))
+    models = stand_ins(trained.models, trained.diverged_at < 0)
+    margins = cache.get("margins", partial(margins_of, data, models, config.classes, config.num_train))
     sizes = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
-    # The keeper's file lacks earlier steps if it was deleted during the run.
-    cache.save(SAVED, {"time_step": steps, **series})
     cache.network = take(trained.models, 0)
     return assemble(config, sizes, steps, series, margins, trained.diverged_at)
 
 
-def load_partial(config: Config, folder: str | os.PathLike[str]) -> "xarray.Dataset":
+def _codes(config: Config, data: Dataset, key: Array) -> dict[str, Array]:
+    """Return whitened codes of the first test images by an autoencoder, [n, code]."""
+    model = train_compression(data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs)
+    return {"codes": whiten(encode(model, data.test_images[: config.num_images]))}
+
+
+def load_partial(config: Config, folder: str | os.PathLike[str]) -> xarray.Dataset:
     """Load the dataset so far of a running or stopped sweep, for `draw`.
 
     Args:
@@ -246,10 +228,10 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> "xarray.Data
         raise FileNotFoundError(
             f"`folder` must hold {path.name} of a running sweep, got {folder}. Wait for the first observation."
         )
-    series = read_part(path, check_parts_of(folder, config))
+    series = read_part(path, _digest_of_run(folder, config))
     steps = series.pop("time_step")
     data = {"name": config.data, "num_train": config.num_train, "num_test": config.num_test or "all"}
-    return described(assemble(config, data, steps, series, {}, None), config)
+    return assemble(config, data, steps, series, {}, None).assign_attrs(config=json.dumps(as_json(config)))
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
@@ -266,7 +248,7 @@ def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
         FileNotFoundError: If the sweep has not ended.
         RefusedFile: If the networks are of another configuration, or broken.
     """
-    path, digest = Path(folder) / _MODELS, check_parts_of(folder, config)
+    path, digest = Path(folder) / _MODELS, _digest_of_run(folder, config)
     if checkpoints.read_header(path).get("run") != digest:
         raise RefusedFile(f"{path} belongs to another run. Delete it, then resume the sweep.")
     keys = jnp.zeros((len(config.weight_decays) * len(config.seeds), 2), jnp.uint32)
@@ -279,27 +261,11 @@ def _network_options(config: Config) -> dict[str, Any]:
     return sizes | ({"depth": config.depth} if config.network == "mlp" else {})
 
 
-def caption(dataset: "xarray.Dataset") -> str:
-    """Return the caption."""
-    return f"{drawing.caption(dataset)} Data: {headline(dataset)}."
-
-
-def headline(dataset: "xarray.Dataset") -> str:
-    """Return a line with the data, and exponents of weight decay in collapse time and in delay after fitting."""
-    decays, seeds, data = dataset.weight_decays.values, dataset.seeds.values, json.loads(dataset.attrs["data"])
-    names = [f"weight decay {decay:g} seed {seed}" for decay in decays for seed in seeds]
-    return (
-        f"{data['name']}: {data['num_train']} training and {data['num_test']} test images, {len(decays)} weight decays "
-        f"x {len(seeds)} seeds, {config_of(dataset).num_steps} steps; {dataset.attrs['slope']}"
-        f"{named_diverged(names, dataset.diverged_at.values.reshape(-1))}"
-    )
-
-
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
-    """Return a header and a row per weight decay: steps of threshold crossings, and measures at the last step."""
-    shown = crossing_table(dataset)
-    shown[0] += ["test accuracy", "RNC1", "NC2"]
-    ends = {name: dataset[name].values[:, :, -1] for name in ("test_accuracy", "rnc1_score", "nc2_score")}
-    for index, row in enumerate(shown[1:]):
-        row += [number(values[index], form) for values, form in zip(ends.values(), (".4f", ".2g", ".3g"), strict=True)]
-    return shown
+def _digest_of_run(folder: str | os.PathLike[str], config: Config) -> str:
+    """Return the digest of the run in `folder`; raise unless its configuration equals `config`."""
+    identity = read_identity(folder)
+    if different := differences(identity["config"], as_json(config)):
+        raise RefusedFile(
+            f"`folder` must hold parts of a run of this configuration, got {folder}, whose {that_differ(different)}."
+        )
+    return digest_of(identity)

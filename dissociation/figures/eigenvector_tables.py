@@ -1,18 +1,13 @@
 """Tables of the figure `eigenvectors`: similarity with its intervals, masks, certified accuracy."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from dissociation.bilinear._certificate import certified_accuracy
 from dissociation.figures._eigenvector_measures import RANKINGS, of_size
 from dissociation.figures._harness import config_of
 
-if TYPE_CHECKING:
-    import xarray
 
-
-def similarity_table(dataset: "xarray.Dataset", ranks: tuple[int, ...] = (1, 5, 20)) -> list[list[str]]:
+def similarity_table(dataset: xarray.Dataset, ranks: tuple[int, ...] = (1, 5, 20)) -> list[list[str]]:
     """Return the similarity within the reference size, by order and rank, with two 90 % intervals and chance.
 
     Args:
@@ -33,7 +28,7 @@ def similarity_table(dataset: "xarray.Dataset", ranks: tuple[int, ...] = (1, 5, 
     return rows
 
 
-def accuracy_table(dataset: "xarray.Dataset") -> list[list[str]]:
+def accuracy_table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return test accuracy by size: mean, smallest and largest over seeds."""
     rows = [["size", "seeds", "accuracy", "lowest", "highest"]]
     for size in dataset.hidden_sizes.values.tolist():
@@ -44,7 +39,7 @@ def accuracy_table(dataset: "xarray.Dataset") -> list[list[str]]:
     return rows
 
 
-def mask_table(dataset: "xarray.Dataset") -> list[list[str]]:
+def mask_table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return accuracy under a mask from the weights, its negative, and random masks of the same norm."""
     rows = [["norm", "mask", "negative", "taken for the digit", "negative", "random masks"]]
     columns = (*dataset.mask_accuracy.values, *dataset.mask_share.values, dataset.random_accuracy.values)
@@ -54,7 +49,7 @@ def mask_table(dataset: "xarray.Dataset") -> list[list[str]]:
 
 
 def certified_table(
-    dataset: "xarray.Dataset", levels: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+    dataset: xarray.Dataset, levels: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 ) -> list[list[str]]:
     """Return certified accuracy by the norm of the perturbation and the components kept per class.
 

@@ -7,38 +7,41 @@ seeds and sizes, and counts those that the classification needs.
 import dataclasses
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jaxtyping import Array
 
-from dissociation._core.checks import check_count, check_distinct, check_non_negative, fail
-from dissociation.bilinear._forms import decompose
+from dissociation._core.checks import check_non_negative, fail
+from dissociation.bilinear._forms import Spectrum, decompose
 from dissociation.data._datasets import Dataset
-from dissociation.figures import _eigenvector_drawing as drawing
 from dissociation.figures import _eigenvector_measures as measures
 from dissociation.figures._cache import AnyMeter, Arrays, Cache, CacheFolder
+from dissociation.figures._eigenvector_drawing import caption as caption
+from dissociation.figures._eigenvector_drawing import components_needed as components_needed
 from dissociation.figures._eigenvector_drawing import draw
-from dissociation.figures._eigenvector_measures import MEASURES, ORDERS, PADDED, RANKINGS, of_size, pooled
-from dissociation.figures._harness import config_of, padded, run
-from dissociation.figures._members import DataConfig, check_fields, described
+from dissociation.figures._eigenvector_drawing import headline as headline
+from dissociation.figures._eigenvector_drawing import table as table
+from dissociation.figures._eigenvector_measures import MEASURES, ORDERS, PADDED, pooled
+from dissociation.figures._eigenvector_measures import of_size as of_size
+from dissociation.figures._harness import check_limits, padded, run
+from dissociation.figures._members import DataConfig, described
 from dissociation.figures._members import source as source
-from dissociation.figures._seeds import cell, check_some_left, masked_job, named_diverged, stand_ins
-from dissociation.plotting._axes import summarise
+from dissociation.figures._seeds import check_some_left, stand_ins, without_diverged
 from dissociation.recipes._bilinear import train_bilinear
 from dissociation.training._bmap import bmap
 from dissociation.training._members import take
 from dissociation.training._progress import Progress
 
-if TYPE_CHECKING:
-    import xarray
-
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "eigenvectors"
 SHOWS = "Eigenvectors of bilinear networks, compared across seeds and sizes."
+
+PIXELS = {"units": "pixel intensity"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +83,11 @@ class Config(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_distinct("sizes", self.sizes)
-        for size in self.sizes:
-            check_count("sizes", size, minimum=1)
-        counts = ("large", "num_epochs", "batch_size", "num_ranks", "num_components", "num_certified")
-        check_fields(self, check_count, *counts, minimum=1)
-        check_fields(self, check_non_negative, "weight_decay", "noise")
-        check_non_negative("mask_norms", np.asarray(self.mask_norms))
-        if not 0 <= check_count("digit", self.digit) <= 9:
-            fail("digit", "be a digit from 0 to 9", self.digit)
+        check_limits(self, sizes=1, large=1, num_epochs=1, batch_size=1, num_ranks=1, num_components=1, num_certified=1)
+        check_limits(self, num_seeds=2, num_large_seeds=2, digit=(0, 9))
+        check_limits(self, weight_decay=check_non_negative, noise=check_non_negative, mask_norms=check_non_negative)
         if self.reference not in self.sizes:
             fail("reference", f"be one of the sizes {self.sizes}", self.reference)
-        check_fields(self, check_count, "num_seeds", "num_large_seeds", minimum=2)
 
     def seeds(self, size: int) -> int:
         """Return the number of networks of a size."""
@@ -107,7 +103,7 @@ class Config(DataConfig):
 
 def compute(
     config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train, decompose and compare; see `figures.Figure.compute`.
 
     Returns:
@@ -130,156 +126,123 @@ def compute(
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
-    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
-    found: dict[int, dict[str, Any]] = {}
-    leading, forms, alive = {}, {}, {}
-    reference: Any = ()
-    for size in config.sizes:
-        trained = train_bilinear(
-            data,
-            size,
-            key=jax.random.fold_in(key, size),
-            num_seeds=config.seeds(size),
-            callbacks=[Progress(cache.progress)],
-            checkpoint=cache.path(f"size_{size}.ckpt"),
-            **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
-        )
-        cache.seconds[f"training size {size}"] = trained.seconds
-        observed = trained.history.observed
-        # A diverged network would have the accuracy of the first class.
-        finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
-        alive[size] = check_some_left(trained.diverged_at, f"networks of size {size}")
-        models = stand_ins(trained.models, alive[size])
-        spectra = forms[size] = bmap(decompose, batch_size=1)(models)
-        leading[size] = measures.leading_components(spectra, min(config.num_ranks, spectra.values.shape[2]))
-        job = partial(measures.truncations, config.num_components, spectra, images, labels)
-        part = cache.get(f"truncation_{size}", masked_job(alive[size], job))
-        found[size] = {
-            **{name: (("seeds", "epochs"), np.where(finite, values, np.nan)) for name, values in observed.items()},
-            "diverged_at": (("seeds",), np.asarray(trained.diverged_at)),
-            "full_error": (("seeds",), part["full"]),
-            "error": (("orders", "seeds", "components"), np.stack([part[order] for order in ORDERS])),
-        }
-        if size == config.reference:
-            reference = take((models, spectra), 0)
+class _Networks(NamedTuple):
+    """Trained networks of a size."""
+
+    models: Any  # stacked; diverged ones are replaced, see `_seeds.stand_ins`
+    spectra: Spectrum  # stacked
+    alive: np.ndarray  # True for networks that did not diverge, [seeds]
+    variables: dict[str, Any]  # of the training and of truncations, by name: axes and array
+
+
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
+    sizes = {size: _trained(config, size, jax.random.fold_in(key, size), data, cache) for size in config.sizes}
+    reference = take(sizes[config.reference][:2], 0)
     cache.network = reference[0]
-    for size in config.sizes:
-        first, second = pairs = measures.compared_pairs(alive, size, config.reference)
-        both = alive[size][first] & alive[config.reference][second]
-        others = None if size == config.reference else alive[config.reference]
+    leading = {size: measures.leading_components(own.spectra, config.num_ranks) for size, own in sizes.items()}
+    forms, alive = ({size: getattr(own, part) for size, own in sizes.items()} for part in ("spectra", "alive"))
+    found: dict[int, dict[str, Any]] = {}
+    for size, own in sizes.items():
+        pairs = measures.compared_pairs(alive, size, config.reference)
         job = partial(measures.similarities, leading, forms, size, config.reference, pairs)
-        part = cache.get(f"similarity_{size}", masked_job(both, job))
-        found[size] |= {
-            "first": (("pairs",), first),
-            "second": (("pairs",), second),
+        part = cache.get(f"similarity_{size}", job)
+        compared = {
             "similarity": (("measures", "pairs", "classes", "ranks"), np.stack([part[name] for name in MEASURES])),
             "form": (("pairs", "classes"), part["form"][..., 0]),
-            "interval": (
-                ("measures", "kinds", "bounds", "ranks"),
-                np.stack([measures.intervals(part[name], pairs, alive[size], others) for name in MEASURES]),
-            ),
         }
+        compared = without_diverged(compared, pairs=alive[size][pairs[0]] & alive[config.reference][pairs[1]])
+        others = None if size == config.reference else alive[config.reference]
+        intervals = [measures.intervals(each, pairs, alive[size], others) for each in compared["similarity"][1]]
+        found[size] = {
+            **own.variables,
+            "first": (("pairs",), pairs[0]),
+            "second": (("pairs",), pairs[1]),
+            **compared,
+            "interval": (("measures", "kinds", "bounds", "ranks"), np.stack(intervals)),
+        }
+    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
     jobs = {
         "details": partial(measures.details, config, *reference, images, labels),
         "top": partial(measures.top_similarity, leading, alive),
         "masks": partial(measures.masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0)),
     }
-    parts = {name: cache.get(name, job) for name, job in jobs.items()}
-    return _dataset(config, data, found, parts, int(alive[config.reference].sum()))
-
-
-def _dataset(
-    config: Config, data: Dataset, found: dict[int, dict[str, Any]], parts: dict[str, Arrays], count: int
-) -> "xarray.Dataset":
-    """Return the dataset of variables by size and cached arrays, with `count` networks of the reference size."""
-    import xarray
-
-    details, masks, pixels = parts["details"], parts["masks"], {"units": "pixel intensity"}
-    kept = [int(name.removeprefix("radii_")) for name in details if name.startswith("radii_")]
-    kept.sort(key=lambda components: components or np.inf)
-    overlap = pooled(found[config.reference]["similarity"][1][0])[0]
+    details, top, masks = (cache.get(name, job) for name, job in jobs.items())
+    overlap, count = pooled(found[config.reference]["similarity"][1][0])[0], int(alive[config.reference].sum())
     # Among pairs i <= j, n (n - 1) / 2 are of different networks, and n of a network with itself, of similarity 1.
     with_self = (overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)
-    variables = {
-        "top": (("hidden_sizes", "other_hidden_sizes"), parts["top"]["top"]),
-        "with_self": ((), float(with_self)),
-        "eigenvalues": ("value_ranks", details["values"]),
-        "leading": (("ends", "end_ranks", "pixels"), details["leading"]),
-        "image": ("pixels", details["image"], pixels),
-        "contributions": ("explaining", details["contributions"]),
-        "vectors": (("explaining", "pixels"), details["vectors"]),
-        "component_values": ("explaining", details["component_values"]),
-        "radii": (("kept", "images"), np.stack([details[f"radii_{components}"] for components in kept]), pixels),
-        "mask": ("pixels", masks["mask"]),
-        "mask_accuracy": (("signs", "norms"), masks["mask_accuracy"]),
-        "mask_share": (("signs", "norms"), masks["mask_share"]),
-        "random_accuracy": ("norms", masks["random_accuracy"]),
-    }
+    of_reference, kept = _of_reference(details | masks)
+    variables, counted = _padded(found, config.reference)
+    whole = {"top": (("hidden_sizes", "other_hidden_sizes"), top["top"]), "with_self": ((), float(with_self))}
     coords = {
-        "hidden_sizes": list(config.sizes),
-        "other_hidden_sizes": list(config.sizes),
-        "measures": list(MEASURES),
-        "orders": list(ORDERS),
-        "kinds": ["members", "pairs"],
-        "bounds": ["mean", "low", "high"],
-        "ends": ["positive", "negative"],
-        "kept": [str(components) if components else "all" for components in kept],
-        "signs": ["mask", "negative"],
-        "norms": ("norms", list(config.mask_norms), pixels),
+        "hidden_sizes": list(found), "other_hidden_sizes": list(found), "measures": list(MEASURES),
+        "orders": list(ORDERS), "kinds": ["members", "pairs"], "bounds": ["mean", "low", "high"],
+        "ends": ["positive", "negative"], "kept": kept, "signs": ["mask", "negative"],
+        "norms": ("norms", list(config.mask_norms), PIXELS), **counted,
+    }  # fmt: skip
+    return xarray.Dataset(whole | of_reference | variables, coords, {"data": json.dumps(described(data))})
+
+
+def _trained(config: Config, size: int, key: Array, data: Dataset, cache: Cache) -> _Networks:
+    trained = train_bilinear(
+        data,
+        size,
+        key=key,
+        num_seeds=config.seeds(size),
+        callbacks=[Progress(cache.progress)],
+        checkpoint=cache.path(f"size_{size}.ckpt"),
+        **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
+    )
+    cache.seconds[f"training size {size}"] = trained.seconds
+    alive = check_some_left(trained.diverged_at, f"networks of size {size}")
+    models = stand_ins(trained.models, alive)
+    spectra = bmap(decompose, batch_size=1)(models)
+    observed = trained.history.observed
+    # A diverged network would have the accuracy of the first class.
+    finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
+    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
+    job = partial(measures.truncations, config.num_components, spectra, images, labels)
+    part = cache.get(f"truncation_{size}", job)
+    errors = {
+        "full_error": (("seeds",), part["full"]),
+        "error": (("orders", "seeds", "components"), np.stack([part[order] for order in ORDERS])),
     }
-    for name, (dims, like) in found[config.reference].items():
+    variables = {name: (("seeds", "epochs"), np.where(finite, values, np.nan)) for name, values in observed.items()}
+    variables |= {"diverged_at": (("seeds",), trained.diverged_at), **without_diverged(errors, seeds=alive)}
+    return _Networks(models, spectra, alive, variables)
+
+
+def _of_reference(found: Arrays) -> tuple[dict[str, Any], list[str]]:
+    """Return variables of one network from `measures.details` and `measures.masking`, and numbers of components."""
+    kept = sorted(int(name.removeprefix("radii_")) for name in found if name.startswith("radii_"))
+    kept = [*kept[1:], 0]  # 0 stands for all components
+    variables = {
+        "eigenvalues": ("value_ranks", found["values"]),
+        "leading": (("ends", "end_ranks", "pixels"), found["leading"]),
+        "image": ("pixels", found["image"], PIXELS),
+        "contributions": ("explaining", found["contributions"]),
+        "vectors": (("explaining", "pixels"), found["vectors"]),
+        "component_values": ("explaining", found["component_values"]),
+        "radii": (("kept", "images"), np.stack([found[f"radii_{components}"] for components in kept]), PIXELS),
+        "mask": ("pixels", found["mask"]),
+        "mask_accuracy": (("signs", "norms"), found["mask_accuracy"]),
+        "mask_share": (("signs", "norms"), found["mask_share"]),
+        "random_accuracy": ("norms", found["random_accuracy"]),
+    }
+    return variables, [str(components) if components else "all" for components in kept]
+
+
+def _padded(found: dict[int, dict[str, Any]], reference: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return variables of all sizes, padded with NaN or -1, and coordinates with lengths of axes."""
+    variables, lengths = {}, {}
+    for name, (dims, like) in found[reference].items():
         arrays = [own[name][1] for own in found.values()]
         fill = -1 if np.issubdtype(like.dtype, np.integer) else np.nan
         variables[name] = (("hidden_sizes", *dims), padded(arrays, fill))
-        lengths = {axis: [array.shape[place] for array in arrays] for place, axis in enumerate(dims)}
-        coords |= {f"{axis}_length": ("hidden_sizes", lengths[axis]) for axis in PADDED if axis in lengths}
-        coords |= {axis: np.arange(max(lengths[axis])) for axis in ("seeds", "epochs", "components") if axis in lengths}
-    coords["ranks"] = np.arange(1, max(coords["ranks_length"][1]) + 1)
-    return xarray.Dataset(variables, coords, {"data": json.dumps(described(data))})
-
-
-def components_needed(dataset: "xarray.Dataset", order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
-    """Return by size the least number of components per class that costs less accuracy than `drop`, mean over seeds.
-
-    It is infinite if `num_components` are too few.
-    """
-    added = dataset.error.sel(orders=order) - dataset.full_error
-    enough = summarise(added.transpose("seeds", "hidden_sizes", "components").values).mean < drop
-    sizes = dataset.hidden_sizes.values.tolist()
-    return {size: float(row.argmax()) if row.any() else np.inf for size, row in zip(sizes, enough, strict=True)}
-
-
-def caption(dataset: "xarray.Dataset") -> str:
-    """Return the caption."""
-    return f"{drawing.caption(dataset)} Data: {headline(dataset)}."
-
-
-def headline(dataset: "xarray.Dataset") -> str:
-    """Return a line with the data and the size of the run."""
-    config, data = config_of(dataset), json.loads(dataset.attrs["data"])
-    sizes = f"{data['num_train']} training and {data['num_test']} test images"
-    steps = {size: of_size(dataset, size).diverged_at.values for size in config.sizes}
-    names = [f"size {size} seed {i}" for size, own in steps.items() for i in range(len(own))]
-    gone = named_diverged(names, np.concatenate(list(steps.values())))
-    return (
-        f"{data['name']}: {sizes}, {config.num_epochs} epochs; similarities with size {config.reference}, "
-        f"pairs of different networks only{gone}"
-    )
-
-
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
-    """Return a header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
-    shown = [rank for rank in (1, 5, 20) if rank <= config_of(dataset).num_ranks]
-    rows = [["size", "seeds", "accuracy", *(f"rank {rank}, {by}" for by in RANKINGS for rank in shown)]]
-    rows[0] += ["matched", "form", "needed", "needed, by contribution"]
-    needed = [components_needed(dataset, order) for order in ORDERS]
-    for size in dataset.hidden_sizes.values.tolist():
-        one = of_size(dataset, size)
-        accuracy = 100 * (1 - one.full_error.values)
-        means = {str(name): pooled(values.values) for name, values in zip(MEASURES, one.similarity, strict=True)}
-        row = [str(size), str(len(accuracy)), cell(accuracy, unit=" %")]
-        row += [f"{means[by][rank - 1]:.3f}" if rank <= len(means[by]) else "" for by in RANKINGS for rank in shown]
-        row += [f"{means['matched'].mean():.3f}", f"{pooled(one.form.values[..., None]).mean():.3f}"]
-        rows.append(row + [f"{found[size]:g}" for found in needed])
-    return rows
+        lengths |= {axis: [array.shape[place] for array in arrays] for place, axis in enumerate(dims)}
+    coords = {}
+    for axis in ("seeds", "epochs", "components", "pairs", "ranks"):
+        if axis in PADDED:
+            coords[f"{axis}_length"] = ("hidden_sizes", lengths[axis])
+        if axis != "pairs":
+            coords[axis] = np.arange(max(lengths[axis])) + (axis == "ranks")
+    return variables, coords

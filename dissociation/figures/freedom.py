@@ -5,25 +5,26 @@ interval that scaling the first network's neurons can reach; certified rewrites 
 """
 
 import dataclasses
+import itertools
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from jaxtyping import Array
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation._core.checks import check_count, check_non_negative, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import config_of, run
+from dissociation.figures._harness import check_limits, config_of, drawing, run
 from dissociation.figures._members import source as source
-from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
+from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces
 from dissociation.figures._seeds import cell
 from dissociation.models._representations import member_representations, representations
 from dissociation.plotting import _axes as plotting
@@ -33,9 +34,6 @@ from dissociation.rewrites._groups import NeuronGroup, neuron_groups
 from dissociation.rewrites._rewrites import Rewrite, scale
 from dissociation.similarity._kernels import linear_cka
 from dissociation.training._members import take
-
-if TYPE_CHECKING:
-    import xarray
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -77,12 +75,8 @@ class Config(members.Config):
     inputs."""
 
     def __post_init__(self):
-        check_count("num_seeds", self.num_seeds, minimum=2)
         super().__post_init__()
-        check_count("num_samples", self.num_samples, minimum=2)
-        check_non_negative("null_scale", self.null_scale)
-        if not 0 <= self.spread <= 10:
-            fail("spread", "lie from 0 to 10", self.spread)
+        check_limits(self, num_seeds=2, num_samples=2, null_scale=(0.0, np.inf), spread=(0.0, 10.0))
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -93,7 +87,7 @@ class Config(members.Config):
 
 def compute(
     config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train, compare and rewrite; see `figures.Figure.compute`.
 
     Returns:
@@ -106,7 +100,7 @@ def compute(
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key = jax.random.split(key)
     trained = members.train_members(config, key=train_key, data=data, cache=cache)
     images = jnp.asarray(data.test_images[: config.num_samples])
@@ -130,11 +124,11 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
         for kind in ("approached", "change")
     }
     variables["moved"] = (("rewrites", *pairs), np.stack([found["moved"][name] for name in REWRITES]))
-    off = trained.alive[:, None] & trained.alive & ~np.eye(config.num_seeds, dtype=bool)
-    masked = {name: (dims, np.where(off, values, np.nan)) for name, (dims, values) in variables.items()}
+    same = np.eye(config.num_seeds, dtype=bool)
+    apart = {name: (dims, np.where(same, np.nan, values)) for name, (dims, values) in variables.items()}
     others = np.arange(config.num_seeds)
     coords = {"layers": list(groups), "ends": list(ENDS), "rewrites": list(REWRITES), "other_seeds": others}
-    return trained.dataset(data, masked, coords)
+    return trained.dataset(data, apart, coords)
 
 
 def rewritten_layers(config: Config, models: Any, example: Array | np.ndarray) -> dict[str, NeuronGroup]:
@@ -151,14 +145,11 @@ def _freedom(
     count = len(represented)
     ends = [f"{kind}_{end}" for kind in ("approached", "change") for end in ENDS]
     tables = {name: np.full((count, count), np.nan) for name in (*_INTERVALS, *ends)}
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    found = [cka_freedom(np.asarray(represented[i]), np.asarray(represented[j])) for i, j in pairs]
-    for pair, free in zip(pairs, found, strict=True):
+    for i, j in itertools.permutations(range(count), 2):
+        free, model = cka_freedom(np.asarray(represented[i]), np.asarray(represented[j])), take(models, i)
         for name in _INTERVALS:
-            tables[name][pair] = getattr(free, name)
-    for end in ENDS:
-        for (i, j), free in zip(pairs, found, strict=True):
-            model = take(models, i)
+            tables[name][i, j] = getattr(free, name)
+        for end in ENDS:
             scaled = _rewritten(model, free.rewrite(group, end=end))
             value, change = _compared(model, scaled, group.name, images, all_images, represented[j])
             tables[f"approached_{end}"][i, j], tables[f"change_{end}"][i, j] = float(value), float(change)
@@ -194,46 +185,45 @@ def _moved(
         return scale(group, jnp.exp(config.spread * jax.random.normal(key, (group.size,))))(model)
 
     moved: dict[str, Any] = {"null-perturbed": null_perturbed(weights, config.null_scale), "unevenly": unevenly}
-    variants = members.neuron_rewrites(config, group) | moved
-    found = {}
+    variants, found = config.rewrites(group) | moved, {}
     for index, name in enumerate(REWRITES):
-
-        @eqx.filter_jit
-        def row(model: Any, given: Any, images: Array, features: Array, name: str = name) -> Array:
-            own = representations(variants[name](model, given), images)["features"]
-            return jax.vmap(lambda reference: linear_cka(own, reference))(features)
-
         given: Any = jax.random.split(jax.random.fold_in(key, index), config.num_seeds)
         if name == "null-perturbed":
-            given = given, of_members(bases, config.num_seeds)
-        rows = [row(take(models, seed), take(given, seed), images, features) for seed in range(config.num_seeds)]
-        found[name] = np.stack([np.asarray(each) for each in rows])
+            given = given, jnp.broadcast_to(bases, (config.num_seeds, *bases.shape[1:]))
+        each = ((take(models, seed), take(given, seed)) for seed in range(config.num_seeds))
+        found[name] = np.stack([np.asarray(_row(variants[name], *one, images, features)) for one in each])
     return found
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+@eqx.filter_jit
+def _row(rewrite: Any, model: Any, given: Any, images: Array, features: Array) -> Array:
+    """Return linear CKA of a rewritten network with trained ones, [seeds]."""
+    own = representations(rewrite(model, given), images)["features"]
+    return jax.vmap(lambda reference: linear_cka(own, reference))(features)
+
+
+@drawing
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw a panel per layer with every pair's value in its interval, and one of rewrites; 1.75 x 1.7 inches each."""
     layers = dataset.layers.values
-    with plotting.house_style():
-        figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
-        for index, (panel, title) in enumerate(zip(axes, LAYERS[-len(layers) :], strict=False)):
-            _intervals(panel, dataset.isel(layers=index))
-            panel.set_title(title)
-        axes[0].set_ylabel("linear CKA")
-        axes[0].set_ylim(-0.03, 1.03)
-        _rewrites(axes[-1], dataset)
-        plotting.letter(*axes)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
+    figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
+    for index, (panel, title) in enumerate(zip(axes, LAYERS[-len(layers) :], strict=False)):
+        _intervals(panel, dataset.isel(layers=index))
+        panel.set_title(title)
+    axes[0].set_ylabel("linear CKA")
+    axes[0].set_ylim(-0.03, 1.03)
+    _rewrites(axes[-1], dataset)
+    plotting.letter(*axes)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
-def _known(values: "xarray.DataArray") -> np.ndarray:
+def _known(values: xarray.DataArray) -> np.ndarray:
     """Return the finite entries of a matrix of pairs, flat; the diagonal and diverged networks are NaN."""
     return values.values[np.isfinite(values.values)]
 
 
-def _intervals(panel: Axes, layer: "xarray.Dataset") -> None:
+def _intervals(panel: Axes, layer: xarray.Dataset) -> None:
     """Draw pairs from left to right by similarity."""
     own = [_known(layer[name]) for name in ("measured", "low", "high")]
     measured, low, high = (part[np.argsort(own[0])] for part in own)
@@ -243,7 +233,7 @@ def _intervals(panel: Axes, layer: "xarray.Dataset") -> None:
     panel.set(xticks=[], xlabel="pairs of seeds", xlim=(-1, len(places)))
 
 
-def _rewrites(panel: Axes, dataset: "xarray.Dataset") -> None:
+def _rewrites(panel: Axes, dataset: xarray.Dataset) -> None:
     trained = _known(dataset.measured.isel(layers=-1))
     panel.axhline(float(trained.mean()), color="0.5", linestyle=":", linewidth=0.8)
     for place, moved in enumerate(dataset.moved):
@@ -255,7 +245,7 @@ def _rewrites(panel: Axes, dataset: "xarray.Dataset") -> None:
     panel.set_title("first one rewritten")
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     layers = [f"({letter}) {title}" for letter, title in zip("ab", LAYERS[-len(dataset.layers) :], strict=False)]
     rewritten = "bc"[len(layers) - 1]
@@ -268,7 +258,7 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def headline(dataset: "xarray.Dataset") -> str:
+def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data, the measure, and the attainable range."""
     layer = dataset.isel(layers=-1)
     measured = _known(layer.measured)
@@ -280,7 +270,7 @@ def headline(dataset: "xarray.Dataset") -> str:
     )
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per layer: value, ends, distance of rewrites from them, change of the function."""
     header = ["layer", "measured", "least", "largest", "distance from ends", "change of a logit", "residual"]
     shown = [header]

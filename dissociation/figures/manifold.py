@@ -5,18 +5,18 @@ After figures 1, 3 and 4 of Braun, Grant and Saxe (2025), with exact walks in pl
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jax import lax
 from jaxtyping import Array
 
-from dissociation._core.checks import check_count, check_positive, fail
+from dissociation._core.checks import check_positive, fail
 from dissociation._core.linalg import centre
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import run
+from dissociation.figures._harness import check_limits, run
 from dissociation.figures._manifold_drawing import QUANTITIES, draw, scaled
 from dissociation.figures._manifold_drawing import caption as caption
 from dissociation.figures._manifold_drawing import headline as headline
@@ -27,9 +27,6 @@ from dissociation.linear._planting import plant_rsm
 from dissociation.linear._tasks import Task, complete_tree, hierarchy_task, make_task, random_task
 from dissociation.similarity._dissimilarity import rsa
 from dissociation.similarity._predictivity import linear_predictivity
-
-if TYPE_CHECKING:
-    import xarray
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -74,25 +71,13 @@ class Config:
     """Draws of noise in simulations."""
 
     def __post_init__(self):
-        for name in ("num_samples", "num_inputs", "input_rank", "num_outputs", "rank", "depth"):
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("num_tasks", "num_steps", "pair_steps", "num_scales", "num_draws"):
-            check_count(name, getattr(self, name), minimum=2)
-        check_count("hidden", self.hidden, minimum=self.rank)
-        for name, most in (
-            ("input_rank", min(self.num_samples, self.num_inputs)),
-            ("rank", min(self.input_rank, self.num_outputs)),
-            ("pair_steps", self.num_steps),
-            ("depth", 7),
-        ):
-            if getattr(self, name) > most:
-                fail(name, f"be at most {most}", getattr(self, name))
-        check_count("num_samples", self.num_samples, minimum=10)
-        check_positive("rate", self.rate)
+        check_limits(self, num_samples=10, num_inputs=1, num_outputs=1, depth=(1, 7), hidden=self.rank)
+        check_limits(self, input_rank=(1, min(self.num_samples, self.num_inputs)))
+        check_limits(self, rank=(1, min(self.input_rank, self.num_outputs)), condition=(1.0, 1000.0))
+        check_limits(self, num_tasks=2, num_steps=2, pair_steps=(2, self.num_steps), num_scales=2, num_draws=2)
+        check_limits(self, rate=check_positive)
         if self.rate > 1:
             fail("rate", "be at most 1", self.rate)
-        if not 1 <= self.condition <= 1000:
-            fail("condition", "be from 1 to 1000", self.condition)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -105,7 +90,7 @@ def source(config: Config) -> None:
 
 def compute(
     config: Config, *, key: Array, data: None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Walk, plant, compare and add noise; see `figures.Figure.compute`.
 
     Returns:
@@ -120,9 +105,7 @@ def compute(
     return run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: None, cache: Cache) -> "xarray.Dataset":
-    import xarray
-
+def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Dataset:
     task_key, walk_key, noise_key, tree_key = jax.random.split(key, 4)
     tasks = _tasks(config, task_key)
     jobs = {

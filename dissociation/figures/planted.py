@@ -7,21 +7,22 @@ towards an image while all predictions stay, its RSM is given two patterns, and 
 import dataclasses
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import xarray
 from jaxtyping import Array
 from scipy.spatial.distance import squareform
 
-from dissociation._core.checks import check_count, check_positive, fail
+from dissociation._core.checks import check_positive, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import padded, run
+from dissociation.figures._harness import check_limits, padded, run
 from dissociation.figures._members import source as source
 from dissociation.figures._planted_drawing import caption as caption
 from dissociation.figures._planted_drawing import draw
@@ -43,9 +44,6 @@ from dissociation.training._progress import Progress
 from dissociation.training._samplers import Epochs
 from dissociation.training._state import make_step
 
-if TYPE_CHECKING:
-    import xarray
-
 __all__ = ["Config", "compute", "draw"]
 
 STEM = "planted-representations"
@@ -55,7 +53,6 @@ LAYER = "layers[0]"
 EXTENTS = "few inputs", "more inputs"
 PATTERNS = "blocks", "checkerboard"
 MARKS = "strip", "whole"
-MAX_NEURONS = 2**16
 FLOOR = 0.5
 """Added to the checkerboard of zeros and ones, which is then positive semidefinite."""
 
@@ -93,21 +90,15 @@ class Config(members.DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        counts = "num_epochs", "width", "num_passes", "batch_size", "num_factors"
-        members.check_fields(self, check_count, *counts, minimum=1)
-        members.check_fields(self, check_count, "num_shown", "num_more", "strip", "num_around", minimum=10)
-        members.check_fields(self, check_positive, "learning_rate", "gain")
+        check_limits(self, num_epochs=1, width=1, num_passes=1, batch_size=1, num_factors=1)
+        check_limits(self, num_shown=10, num_more=10, strip=10, num_around=10)
+        check_limits(self, learning_rate=check_positive, gain=check_positive)
         if self.gain > 1:
             fail("gain", "be at most 1", self.gain)
-        for name in ("num_factors", "strip", "num_around"):
-            if self.width + getattr(self, name) > MAX_NEURONS:
-                fail(name, f"make at most {MAX_NEURONS} hidden units with `width`", getattr(self, name))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer training images than are shown."""
-        for name in ("num_shown", "num_more"):
-            if getattr(self, name) > len(data.train_images):
-                fail(name, f"be at most the number of training images ({len(data.train_images)})", getattr(self, name))
+        check_limits(self, **dict.fromkeys(("num_shown", "num_more"), (10, len(data.train_images))))
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -117,7 +108,7 @@ class Config(members.DataConfig):
 
 def compute(
     config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train and plant; see `figures.Figure.compute`.
 
     Returns:
@@ -133,9 +124,7 @@ def compute(
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
-    import xarray
-
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, few_key, more_key, rsm_key = jax.random.split(key, 4)
     images = jnp.asarray(data.train_images)
     cache.network = model = _trained(config, train_key, data, cache)

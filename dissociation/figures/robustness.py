@@ -6,36 +6,31 @@ or given nuisance neurons, which keeps it everywhere and so under input noise. U
 
 import dataclasses
 import json
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
-from dissociation._core.checks import check_count, check_non_negative, fail
+from dissociation._core.checks import fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import rows, run
+from dissociation.figures._harness import check_limits, drawing, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
-from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
-from dissociation.figures._seeds import cell, masked_job
+from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces
+from dissociation.figures._seeds import cell
 from dissociation.measures._robustness import input_noise_error, parameter_noise_error
 from dissociation.plotting import _axes as plotting
-from dissociation.rewrites._groups import NeuronGroup
 from dissociation.rewrites._noise import parameter_noise
 from dissociation.rewrites._null_spaces import null_spectrum
-from dissociation.rewrites._seen import LayerInputs
-
-if TYPE_CHECKING:
-    import xarray
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -68,10 +63,7 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        check_count("num_scales", self.num_scales, minimum=2)
-        check_non_negative("null_scale", self.null_scale)
-        if self.null_scale > members.FACTORS[1]:
-            fail("null_scale", f"be at most {members.FACTORS[1]:g}", self.null_scale)
+        check_limits(self, num_scales=2, null_scale=(0.0, members.FACTORS[1]))
         if self.published_null and self.model != "mlp":
             fail("published_null", "be False except for the perceptron, whose first layer gets the data", self.model)
 
@@ -82,21 +74,9 @@ class Config(members.Config):
         )
 
 
-def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[str, Callable[..., Any]]:
-    """Return the variants as functions of a network and a key, the trained network first.
-
-    Moves in a null space take a pair of key and basis, orthonormal rows [dimension, features], instead of the key.
-    """
-    moved = null_perturbed(weights, config.null_scale)
-    trained, others = "trained", members.neuron_rewrites(config, group)
-    found = {trained: others[trained], "null-perturbed": moved}
-    found |= {name: others[name] for name in ("duplicated", "scaled", "nuisance")}
-    return found | ({UNCLEAR: moved} if config.published_null else {})
-
-
 def compute(
     config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train, rewrite and measure; see `figures.Figure.compute`.
 
     Returns:
@@ -108,15 +88,18 @@ def compute(
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
     trained = members.train_members(config, key=train_key, data=data, cache=cache)
     all_images = np.concatenate([data.train_images, data.test_images])
     group = members.rewritten_group(trained.models, all_images[0])
     weights = moved_weights(config.model, trained.models, group, all_images[:1])
     null_space = cache.get("null_space", lambda: _null_space(config, trained.models, weights.path, all_images, data))
-    variants = rewrites(config, group, weights)
-
+    moved, others = null_perturbed(weights, config.null_scale), config.rewrites(group)
+    # The first variant is the reference of differences.
+    variants = {"trained": others["trained"], "null-perturbed": moved}
+    variants |= {name: others[name] for name in ("duplicated", "scaled", "nuisance")}
+    variants |= {UNCLEAR: moved} if config.published_null else {}
     input_scales, parameter_scales = (jnp.logspace(*ends, config.num_scales) for ends in ((-1, 1), (-4, 0)))
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     noise = jax.random.normal(input_key, images.shape, images.dtype)
@@ -130,7 +113,8 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
     }
     for name, basis in (("null-perturbed", "basis"), (UNCLEAR, "published_basis")):
         if name in variants:
-            rewrite_keys[name] = (rewrite_keys[name], of_members(null_space[basis], config.num_seeds))
+            every = (config.num_seeds, *null_space[basis].shape[-2:])
+            rewrite_keys[name] = (rewrite_keys[name], jnp.broadcast_to(null_space[basis], every))
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
     jobs = {
         f"{name}_{kind}": partial(
@@ -140,7 +124,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
         for kind, measure in measures.items()
         if (name, kind) != (UNCLEAR, "parameter")
     }
-    found = cache.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "measuring")
+    found = cache.get_all(jobs, "measuring")
     missing = {"error": np.full((config.num_seeds, config.num_scales), np.nan)}
     errors = {
         f"{kind}_error": (
@@ -159,36 +143,35 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
     return dataset.assign_attrs(null_space=json.dumps(cut))
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+@drawing
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw test error by noise on inputs and parameters, and below what rewrites add; 3.24 x 2.9 inches."""
     looks = plotting.looks(dataset.variants.values)
     if UNCLEAR in looks:
         looks[UNCLEAR] |= {"color": "0.6", "marker": None}
-    with plotting.house_style():
-        figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.9), sharex="col")
-        axes[0, 1].sharey(axes[0, 0])
-        for (above, below), (title, scales, errors) in zip(axes.T, _noises(dataset), strict=True):
-            for name, curves in errors.items():
-                plotting.band(above, scales, curves, label=name, within=(1e-4, 1.0), **looks[name])
-            plotting.differences(below, scales, errors, looks=looks)
-            above.set(xscale="log", title=f"{title} noise")
-            plotting.log_height(above)
-            below.set(xlabel="noise scale (log)", xlim=(round(float(scales[0]), 6), round(float(scales[-1]), 6)))
-        axes[0, 0].set_ylabel("test error (log)")
-        axes[1, 0].set_ylabel("added test error")
-        plotting.letter(*axes.flat)
-        handles = axes[0, 0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2)
-    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
+    figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.9), sharex="col")
+    axes[0, 1].sharey(axes[0, 0])
+    for (above, below), (title, scales, errors) in zip(axes.T, _noises(dataset), strict=True):
+        for name, curves in errors.items():
+            plotting.band(above, scales, curves, label=name, within=(1e-4, 1.0), **looks[name])
+        plotting.differences(below, scales, errors, looks=looks)
+        above.set(xscale="log", title=f"{title} noise")
+        plotting.log_height(above)
+        below.set(xlabel="noise scale (log)", xlim=(round(float(scales[0]), 6), round(float(scales[-1]), 6)))
+    axes[0, 0].set_ylabel("test error (log)")
+    axes[1, 0].set_ylabel("added test error")
+    plotting.letter(*axes.flat)
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2)
     return figure
 
 
-def _noises(dataset: "xarray.Dataset") -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
+def _noises(dataset: xarray.Dataset) -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
     kinds = ("input", "parameter")
     return [(kind, dataset[f"{kind}_scales"].values, rows(dataset[f"{kind}_error"], "variants")) for kind in kinds]
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     said, every = [], []
     for kind, scales, errors in _noises(dataset):
@@ -208,7 +191,7 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per variant: errors (%) clean and at two noise scales, and changes of the function."""
     at = {"input": 0.37, "parameter": 0.01}
     noisy = [dataset[f"{kind}_error"].sel({f"{kind}_scales": at[kind]}, method="nearest") for kind in at]

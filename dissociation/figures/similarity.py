@@ -6,30 +6,27 @@ Measures of `similarity` compare the representations of test images in every lay
 import dataclasses
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jaxtyping import Array, Float
 
 from dissociation import similarity
-from dissociation._core.checks import check_choice, check_count, check_distinct, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import config_of, run
+from dissociation.figures._harness import check_limits, config_of, run
 from dissociation.figures._members import source as source
-from dissociation.figures._seeds import cell, without_diverged
+from dissociation.figures._seeds import cell, stand_ins
 from dissociation.figures._similarity_drawing import REWRITES, draw, layers_of, of_seeds
 from dissociation.models._representations import member_representations, representations
 from dissociation.recipes._mnist import HeldOutPerformance
 from dissociation.rewrites._rewrites import permute
 from dissociation.similarity._measures import MEASURES
-
-if TYPE_CHECKING:
-    import xarray
 
 __all__ = ["Config", "compute", "draw", "of_seeds"]
 
@@ -43,9 +40,6 @@ SIMILARITIES = tuple(
     name for name in REPRESENTATIONAL if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
 )
 """Measures that are larger for closer representations, at most 1."""
-
-MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
-"""Features of the widest layer that does not depend on `width`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,24 +68,9 @@ class Config(members.Config):
     """Nuisance neurons, one per group."""
 
     def __post_init__(self):
-        check_count("num_seeds", self.num_seeds, minimum=3)
         super().__post_init__()
-        check_count("num_samples", self.num_samples, minimum=20)
-        check_count("num_blocks", self.num_blocks, minimum=2)
-        for name in ("measures", "rewrite_measures"):
-            check_distinct(name, getattr(self, name))
-            for measure in getattr(self, name):
-                check_choice(name, measure, SIMILARITIES if name == "measures" else REPRESENTATIONAL)
-        if self.num_blocks > self.num_samples:
-            fail("num_blocks", f"be at most `num_samples` ({self.num_samples})", self.num_blocks)
-        left = self.num_samples - -(-self.num_samples // self.num_blocks)
-        layer = max(self.width, MAPS[self.model])
-        rewritten = max(round(self.width * self.duplicate_multiplier), self.width + self.num_zero)
-        for name, widest, samples in (("measures", layer, left), ("rewrite_measures", rewritten, self.num_samples)):
-            for measure in getattr(self, name):
-                if MEASURES[measure].narrow and widest >= samples - 1:
-                    advice = "Raise `num_samples`, lower `width`, or leave the measure out"
-                    fail(name, f"suit {samples} samples of {widest} features", measure, advice)
+        check_limits(self, num_seeds=3, num_samples=20, num_blocks=(2, self.num_samples))
+        check_limits(self, measures=SIMILARITIES, rewrite_measures=REPRESENTATIONAL)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -114,7 +93,7 @@ class Snapshots(eqx.Module):
 
 def compute(
     config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train, represent and compare; see `figures.Figure.compute`.
 
     Returns:
@@ -131,7 +110,7 @@ def compute(
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
     observe = Snapshots(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images)
@@ -139,7 +118,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
     keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
     layers = member_representations(trained.models, images)
     group = members.rewritten_group(trained.models, images[0])
-    variants = members.neuron_rewrites(config, group) | {"permuted": lambda model, key: permute(group, key=key)(model)}
+    variants = config.rewrites(group) | {"permuted": lambda model, key: permute(group, key=key)(model)}
     rewritten = {
         name: members.measure_members(variants[name], eqx.Partial(members.represent, images), trained.models, own, own)
         for name, own in zip(REWRITES, keys, strict=True)
@@ -186,10 +165,9 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
         "rewrites": list(REWRITES),
         "ends": ["mean", "low", "high"],
     }
-    alive = {"seeds": trained.alive, "other_seeds": trained.alive}
-    alive |= {axis: trained.alive[items["seed"]] for axis in ("items", "other_items")}
     # Means over seeds leave diverged ones out already.
-    return trained.dataset(data, without_diverged(variables, alive), coords)
+    alive = trained.alive[items["seed"]]
+    return trained.dataset(data, variables, coords, items=alive, other_items=alive)
 
 
 def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
@@ -201,10 +179,7 @@ def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> d
     count = config.num_seeds
     return {
         "matrix": found.values,
-        "estimate": found.estimate,
-        "low": found.low,
-        "high": found.high,
-        "baseline": found.baseline,
+        **{part: getattr(found, part) for part in ("estimate", "low", "high", "baseline")},
         "disagreement": np.asarray(found.disagreement)[:count, :count],
         "jensen_shannon": np.asarray(found.jensen_shannon)[:count, :count],
     }
@@ -225,7 +200,7 @@ def _of_rewrites(
 
 def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, Any]:
     known = np.flatnonzero(alive)
-    features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `_seeds.stand_ins` does
+    features = stand_ins(features, alive)
     tables = [
         np.asarray(similarity.pairwise(features[:, step], name, members=True, baseline=False, progress=None).values)
         for step in range(features.shape[1])
@@ -244,7 +219,7 @@ def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
     return {"points": found.points, "stress": found.relative_stress}
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     config = config_of(dataset)
     pairs = f"{config.num_seeds * (config.num_seeds - 1) // 2} pairs of seeds"
@@ -259,12 +234,12 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def headline(dataset: "xarray.Dataset") -> str:
+def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     return f"{members.headline(dataset)}; {config_of(dataset).num_samples} samples"
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per measure. Columns: pairs of seeds in each layer, chance, and each rewrite."""
     layers = layers_of(dataset)
     names = dict.fromkeys((*dataset.measures.values, *dataset.rewrite_measures.values))

@@ -8,31 +8,29 @@ limited time, at a rate by its curvature, or at the largest one that is stable f
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from jaxtyping import Array
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from dissociation._core.checks import check_choice, check_count, check_distinct, fail
+from dissociation._core.checks import fail
 from dissociation.data._datasets import Dataset
 from dissociation.data._tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import config_of, rows, run
+from dissociation.figures._harness import check_limits, config_of, drawing, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
-from dissociation.figures._seeds import cell, masked_job
+from dissociation.figures._seeds import cell
 from dissociation.measures._probes import stable_step_size, transfer_errors
 from dissociation.plotting import _axes as plotting
-
-if TYPE_CHECKING:
-    import xarray
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -71,11 +69,7 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        members.check_fields(self, check_count, "num_budgets", "gradient_steps", minimum=1)
-        check_count("num_splits", self.num_splits, minimum=2)
-        check_distinct("probes", self.probes)
-        for name in self.probes:
-            check_choice("probes", name, PROBES)
+        check_limits(self, num_budgets=1, gradient_steps=1, num_splits=2, probes=PROBES)
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are too few test images for quarter turns, or for folds of the smallest budget."""
@@ -85,6 +79,10 @@ class Config(members.Config):
         if count // self.num_budgets < self.num_splits:
             wanted = f"leave each of the `num_splits` folds ({self.num_splits}) a sample of the smallest budget"
             fail("num_budgets", wanted, f"{self.num_budgets} budgets of {count} test images")
+
+    def fractions(self) -> tuple[float, ...]:
+        """Return sample budgets as fractions of the test images."""
+        return tuple((np.arange(1, self.num_budgets + 1) / self.num_budgets).tolist())
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -96,7 +94,7 @@ class Config(members.Config):
 
 def compute(
     config: Config, *, key: Array, data: Dataset | None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train, rewrite and probe; see `figures.Figure.compute`.
 
     Returns:
@@ -107,7 +105,7 @@ def compute(
     return run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarray.Dataset":
+def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key, rotation_key, coarse_key = jax.random.split(key, 4)
     trained = members.train_members(config, key=train_key, data=data, cache=cache)
     keys = jax.random.split(rewrite_key, config.num_seeds)
@@ -116,68 +114,65 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> "xarra
         "rotation": rotated_quarters(images, key=rotation_key),
         "coarse": coarse_grained(images, labels, key=coarse_key),
     }
-    fractions = np.arange(1, config.num_budgets + 1) / config.num_budgets
-    variants = members.neuron_rewrites(config, members.rewritten_group(trained.models, data.test_images[0]))
+    variants = config.rewrites(members.rewritten_group(trained.models, data.test_images[0]))
     certify = eqx.Partial(members.certify_members, images, labels)
     jobs = {
         f"{name}_certificate": partial(members.measure_members, rewrite, certify, trained.models, keys, keys)
         for name, rewrite in variants.items()
     }
     jobs |= {
-        f"{name}_{task}_{probe}": partial(
-            _curves, config, tuple(fractions.tolist()), probe, tasks[task], variants, name, trained.models, keys
-        )
+        f"{name}_{task}_{probe}": partial(_curves, config, probe, tasks[task], variants, name, trained.models, keys)
         for task in TASKS
         for probe in config.probes
         for name in variants
     }
-    found = cache.get_all({name: masked_job(trained.alive, job) for name, job in jobs.items()}, "probing")
+    found = cache.get_all(jobs, "probing")
     errors = [
         [[found[f"{name}_{task}_{probe}"]["error"] for name in variants] for probe in config.probes] for task in TASKS
     ]
     variables = {"transfer_error": (("tasks", "probes", "variants", "seeds", "budgets"), np.array(errors))}
+    budgets = (np.array(config.fractions()) * len(images) + 1e-6).astype(int)
     coords = {
         "tasks": list(TASKS),
         "probes": list(config.probes),
         "variants": list(variants),
-        "budgets": ("budgets", (fractions * len(images) + 1e-6).astype(int), {"units": "samples"}),
+        "budgets": ("budgets", budgets, {"units": "samples"}),
     }
     return trained.dataset(data, variables | members.certified(found, variants, trained.alive), coords)
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+@drawing
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw transfer error by sample budget, and what rewrites add: two rows a task, a column (1.62 inches) a probe."""
     budgets, steps = dataset.budgets.values, config_of(dataset).gradient_steps
     first, last = budgets[-1] / 10, budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= budgets[0]]
     probes, looks = dataset.probes.values, plotting.looks(dataset.variants.values)
-    with plotting.house_style():
-        figure, axes = plt.subplots(2 * len(TASKS), len(probes), figsize=(1.62 * len(probes), 4.6), squeeze=False)
-        for (task, title), pair in zip(TASKS.items(), (axes[:2], axes[2:]), strict=True):
-            for above, below, probe in zip(*pair, probes, strict=True):
-                curves = rows(dataset.transfer_error.sel(tasks=task, probes=probe), "variants")
-                for name, errors in curves.items():
-                    plotting.band(above, budgets, errors, label=name, within=(1e-4, 1.0), **looks[name])
-                plotting.differences(below, budgets, curves, looks=looks)
-                above.set_title(f"{title},\n{PROBES[probe].format(steps)}")
-                plotting.log_height(above)
-            pair[0, 0].set_ylabel("transfer error (log)")
-            pair[1, 0].set_ylabel("added transfer error")
-        for panel in axes.flat:
-            panel.set(xscale="log", xlim=(first if len(budgets) == 1 else max(first, budgets[0]), last))
-            panel.xaxis.set_major_locator(FixedLocator(ticks))
-            panel.xaxis.set_major_formatter(ScalarFormatter())
-            panel.xaxis.set_minor_locator(NullLocator())
-        for panel in axes[-1]:
-            panel.set_xlabel("sample budget (log)")
-        plotting.letter(*axes.flat)
-        handles = axes[0, 0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)
-    plt.close(figure)  # pyplot forgets it, so that a notebook shows it once
+    figure, axes = plt.subplots(2 * len(TASKS), len(probes), figsize=(1.62 * len(probes), 4.6), squeeze=False)
+    for (task, title), pair in zip(TASKS.items(), (axes[:2], axes[2:]), strict=True):
+        for above, below, probe in zip(*pair, probes, strict=True):
+            curves = rows(dataset.transfer_error.sel(tasks=task, probes=probe), "variants")
+            for name, errors in curves.items():
+                plotting.band(above, budgets, errors, label=name, within=(1e-4, 1.0), **looks[name])
+            plotting.differences(below, budgets, curves, looks=looks)
+            above.set_title(f"{title},\n{PROBES[probe].format(steps)}")
+            plotting.log_height(above)
+        pair[0, 0].set_ylabel("transfer error (log)")
+        pair[1, 0].set_ylabel("added transfer error")
+    for panel in axes.flat:
+        panel.set(xscale="log", xlim=(first if len(budgets) == 1 else max(first, budgets[0]), last))
+        panel.xaxis.set_major_locator(FixedLocator(ticks))
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        panel.xaxis.set_minor_locator(NullLocator())
+    for panel in axes[-1]:
+        panel.set_xlabel("sample budget (log)")
+    plotting.letter(*axes.flat)
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)
     return figure
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     count = len(dataset.probes)
     a, c, e, g = (", ".join("abcdefghijkl"[first : first + count]) for first in range(0, 4 * count, count))
@@ -191,7 +186,7 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per variant: transfer errors (%) with all samples, and function changes."""
     names = [(task, probe) for task in TASKS for probe in dataset.probes.values]
     header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
@@ -206,7 +201,6 @@ def table(dataset: "xarray.Dataset") -> list[list[str]]:
 
 def _curves(
     config: Config,
-    fractions: tuple[float, ...],
     probe: str,
     task: tuple[Array, Array],
     variants: dict[str, Callable[[Any, Array], Any]],
@@ -223,7 +217,7 @@ def _curves(
         largest = [members.measure_members(one, step, models, keys, keys) for one in variants.values()]
         steps = jnp.min(jnp.stack(largest), 0)
     # In a separate program, which variants of one width share, because it compiles slowly.
-    measure = eqx.Partial(_errors, config, fractions, probe, labels)
+    measure = eqx.Partial(_errors, config, probe, labels)
     return members.measure_members(_as_it_is, measure, (features, steps), keys, keys)
 
 
@@ -236,17 +230,12 @@ def _as_it_is(given: Any, key: Array) -> Any:
 
 
 def _errors(
-    config: Config,
-    fractions: tuple[float, ...],
-    probe: str,
-    labels: Array,
-    given: tuple[Array, Array | None],
-    same: Any,
-    key: Array,
+    config: Config, probe: str, labels: Array, given: tuple[Array, Array | None], same: Any, key: Array
 ) -> dict[str, Array]:
     features, step = given
-    kind: Literal["converged", "gradient"] = "converged" if probe == "converged" else "gradient"
-    options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps, "step_size": step}
     # As published: rows in the order of the test set, contiguous folds.
-    options |= {"key": None, "folds": "contiguous", "num_splits": config.num_splits}
-    return {"error": transfer_errors(features, labels, fractions=fractions, probe=kind, **options)}
+    options: dict[str, Any] = {"key": None, "folds": "contiguous", "num_splits": config.num_splits}
+    if probe == "converged":
+        return {"error": transfer_errors(features, labels, fractions=config.fractions(), **options)}
+    options |= {"probe": "gradient", "num_steps": config.gradient_steps, "step_size": step}
+    return {"error": transfer_errors(features, labels, fractions=config.fractions(), **options)}

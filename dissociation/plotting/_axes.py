@@ -3,6 +3,7 @@
 import functools
 import io
 import os
+import string
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -233,8 +234,8 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def letter(*panels: Axes) -> None:
-    """Write a, b, c, ... in bold at the panels' upper left corners."""
-    for mark, panel in zip("abcdefghijklmnopqrstuvwxyz", panels, strict=False):
+    """Write a, b, c, ..., A, B, ... in bold at the panels' upper left corners."""
+    for mark, panel in zip(string.ascii_letters, panels, strict=False):
         place = {"xycoords": "axes fraction", "xytext": (-3, 3), "textcoords": "offset points"}
         panel.annotate(mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place)
 

@@ -1,9 +1,10 @@
 """Drawing of the figure `ordered-mnist`, panel by panel, from its dataset."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -11,21 +12,18 @@ from dissociation import plotting
 from koopman.datasets import cycle_spectrum
 from koopman.figures._ordered_mnist_models import MODELS
 
-if TYPE_CHECKING:
-    import xarray
 
-
-def _shown(dataset: "xarray.Dataset", name: str) -> "xarray.Dataset":
+def _shown(dataset: xarray.Dataset, name: str) -> xarray.Dataset:
     """Return a model's results by the protocol that is drawn."""
     return dataset.sel(models=name, protocols=MODELS[name].shown, scales="raw")
 
 
-def _curves(dataset: "xarray.Dataset", name: str) -> np.ndarray:
+def _curves(dataset: xarray.Dataset, name: str) -> np.ndarray:
     """Return the drawn accuracy of a model, [seeds, steps]."""
     return _shown(dataset, name).accuracy.values[:, :-1]
 
 
-def _shown_seed(dataset: "xarray.Dataset", name: str) -> int:
+def _shown_seed(dataset: xarray.Dataset, name: str) -> int:
     """Return the seed of median accuracy at the last drawn step, among those that did not diverge."""
     accuracy = _curves(dataset, name)[:, -1]
     # Nearly all forecasts of a fixed seed might be read as one digit, see `stuck` of the dataset.
@@ -33,7 +31,7 @@ def _shown_seed(dataset: "xarray.Dataset", name: str) -> int:
     return int(order[len(order) // 2]) if len(order) else 0
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw sequence, errors, forecast strips, eigenfunctions and eigenvalues; 7 x 8.5 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.0, 8.5))
@@ -44,7 +42,7 @@ def draw(dataset: "xarray.Dataset") -> Figure:
     return figure
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption without the data, which the headline has."""
     names = dataset.models.values
     letters = iter("abcdefghij")
@@ -70,7 +68,7 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def _draw_sequence(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
+def _draw_sequence(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     axes = panel.subplots(1, 10)
     for axis, image, label in zip(axes, dataset.test_images.values, dataset.labels.values, strict=False):
         axis.imshow(image, cmap="gray", vmin=0, vmax=1)
@@ -79,14 +77,14 @@ def _draw_sequence(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     return [axes[0]]
 
 
-def _groups(dataset: "xarray.Dataset") -> list[list[str]]:
+def _groups(dataset: xarray.Dataset) -> list[list[str]]:
     """Return the models of both panels, encoders and autoencoders."""
     names = dataset.models.values.tolist()
     groups = [[name for name in names if ("autoencoder" in MODELS[name].label) == auto] for auto in (False, True)]
     return [group for group in groups if group]
 
 
-def _draw_errors(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
+def _draw_errors(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     times, groups = dataset.times.values[:-1], _groups(dataset)
     axes = panel.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     least = 0.5 / dataset.sizes["images"]  # a logarithmic axis has no zero
@@ -109,7 +107,7 @@ def _draw_errors(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     return list(axes)
 
 
-def _draw_strips(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
+def _draw_strips(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     steps = min(dataset.sizes["steps"], 14)
     axes = panel.subplots(dataset.sizes["models"], steps + 1, squeeze=False)
     start = dataset.test_images.values[:1]
@@ -133,11 +131,11 @@ def _draw_strips(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
     return [axes[0, 0]]
 
 
-def _with_functions(dataset: "xarray.Dataset") -> list[str]:
+def _with_functions(dataset: xarray.Dataset) -> list[str]:
     return [name for name in ("classifier", "vamp", "contrastive") if name in dataset.models]
 
 
-def _draw_spectra(panel: Any, dataset: "xarray.Dataset") -> list[Any]:
+def _draw_spectra(panel: Any, dataset: xarray.Dataset) -> list[Any]:
     names, digits, labels = _with_functions(dataset), dataset.sizes["classes"], dataset.labels.values
     axes = panel.subplots(1, len(names) + 1, squeeze=False)[0]
     for axis, name in zip(axes, names, strict=False):

@@ -1,21 +1,19 @@
 """Forecasts of a sequence of digits, read by an oracle."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jax import lax
 from jaxtyping import Array, Complex, Float, Int
 
 from dissociation.models import Encoder
 from koopman import Operator, decompose, eigenpairs, encode, left_eigenfunctions, matrix_powers, predict
 from koopman.datasets import cycle_spectrum
-
-if TYPE_CHECKING:
-    import xarray
 
 PROTOCOLS = ("images", "powers", "circle", "roots")
 """Ways to forecast: by the model from its last forecast image, or by powers of its operator, with eigenvalues as
@@ -107,22 +105,22 @@ def evaluate(
     "eigenvalues" [r]; "left", eigenfunctions, [n, r], zero for a latent map.
     """
     images = jnp.asarray(images)
-    one, values = jnp.asarray([1]), _encoded(forecaster.features, images)
+    values = _encoded(forecaster.features, images)
+
+    def forecasts(protocol: str) -> Iterator[Array]:
+        if protocol == "images":  # step by step, not to the far horizon
+            now = images
+            for _ in range(num_steps):
+                yield (now := _forecast(forecaster, now, jnp.asarray([1])))
+        else:
+            moved = forecaster if protocol == "powers" else project(forecaster, protocol, num_digits)
+            yield from (_ahead(moved, values, jnp.asarray([step])) for step in [*range(1, num_steps + 1), far])
+
     logits, strips = [], []
     for protocol in PROTOCOLS:
-        moved = forecaster if protocol in ("images", "powers") else project(forecaster, protocol, num_digits)
-        outputs, strip, current = [], [], images
-        for step in [*range(1, num_steps + 1), far]:
-            if protocol == "images" and step == far:
-                outputs.append(jnp.full_like(outputs[-1], jnp.nan))
-                continue
-            if protocol == "images":
-                now = current = _forecast(moved, current, one)
-            else:
-                now = _ahead(moved, values, jnp.asarray([step]))
-            outputs.append(_read(oracle, now, norm))
-            strip.append(now[0])
-        logits.append(jnp.stack(outputs, 1))
+        outputs, strip = zip(*((_read(oracle, now, norm), now[0]) for now in forecasts(protocol)), strict=True)
+        missing = [jnp.full_like(outputs[0], jnp.nan)] * (num_steps + 1 - len(outputs))
+        logits.append(jnp.stack([*outputs, *missing], 1))
         strips.append(jnp.stack(strip[:num_steps]))
     spectrum = {"eigenvalues": spectral(forecaster.dynamics)[0], "left": _left(forecaster, values)}
     found = {"logits": jnp.stack(logits), "strips": jnp.stack(strips), **spectrum}
@@ -161,7 +159,7 @@ def predicted(logits: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
 
 
-def measured(dataset: "xarray.Dataset") -> "xarray.Dataset":
+def measured(dataset: xarray.Dataset) -> xarray.Dataset:
     """Return the dataset with measures of its logits and eigenvalues, see `ordered_mnist.compute`."""
     read, classes = predicted(dataset.logits.values), dataset.sizes["classes"]
     digits = (dataset.labels.values + dataset.times.values[:, None]) % classes

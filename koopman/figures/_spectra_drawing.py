@@ -1,25 +1,21 @@
 """Drawing of the figure `spectra` from its dataset."""
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 import numpy as np
+import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dissociation import plotting
 
-if TYPE_CHECKING:
-    import xarray
 
-
-def kept(dataset: "xarray.Dataset", system: str) -> "xarray.Dataset":
+def kept(dataset: xarray.Dataset, system: str) -> xarray.Dataset:
     """Return a system's results, with one component per conjugate pair, because both have the same rate."""
     one = dataset.sel(systems=system)
     return one.isel(components=np.flatnonzero(one.exact.values[: int(one.num_components)].imag >= 0))
 
 
-def draw(dataset: "xarray.Dataset") -> Figure:
+def draw(dataset: xarray.Dataset) -> Figure:
     """Draw rates, leading eigenfunction and errors, a row per system, 6.5 inches wide."""
     with plotting.house_style():
         rows = dataset.sizes["systems"]
@@ -41,7 +37,7 @@ def draw(dataset: "xarray.Dataset") -> Figure:
     return figure
 
 
-def _draw_rates(axes: Axes, one: "xarray.Dataset") -> None:
+def _draw_rates(axes: Axes, one: xarray.Dataset) -> None:
     """Draw estimated over exact rates, with mean and interval."""
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
     for index, rate in enumerate(one.rate.values[:, :, -1]):
@@ -56,7 +52,7 @@ def _draw_rates(axes: Axes, one: "xarray.Dataset") -> None:
     axes.set(xlabel="exact rate per lag", ylabel="estimated over exact", xlim=(-0.5, len(ticks) - 0.5))
 
 
-def _draw_errors(axes: Axes, errors: "xarray.DataArray") -> None:
+def _draw_errors(axes: Axes, errors: xarray.DataArray) -> None:
     lengths, guide = errors.lengths.values, np.nan
     for index, (title, error) in enumerate(zip(errors.estimators.values, errors.values, strict=True)):
         summary = plotting.summarise(error)

@@ -5,13 +5,13 @@ Operators are fitted on features of trained encoders, and an oracle reads the fo
 
 import dataclasses
 import json
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jaxtyping import Array
 
 from dissociation import figures, member
@@ -21,11 +21,8 @@ from koopman import encode
 from koopman.datasets import ordered_mnist
 from koopman.figures import _ordered_mnist_drawing as drawing
 from koopman.figures._ordered_mnist_drawing import draw as draw
-from koopman.figures._ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, measured, predicted
-from koopman.figures._ordered_mnist_models import MODELS, Networks, forecasters, train_networks
-
-if TYPE_CHECKING:
-    import xarray
+from koopman.figures._ordered_mnist_measures import PROTOCOLS, SCALES, evaluate, measured, predicted
+from koopman.figures._ordered_mnist_models import MODELS, Networks, forecaster, train_networks
 
 __all__ = ["Config", "compute", "draw", "PROTOCOLS"]
 
@@ -72,18 +69,12 @@ class Config:
 
     def __post_init__(self):
         figures.check_choice("data", self.data, NAMES)
-        for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size"):
-            figures.check_count(name, getattr(self, name), minimum=1)
-        for name in ("num_train", "num_validation"):
-            figures.check_count(name, getattr(self, name), minimum=2)
-        if self.num_digits > 10:
-            figures.fail("num_digits", "be at most 10", self.num_digits)
-        if self.batch_size >= self.num_train:
-            figures.fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
-        for name in ("num_epochs", "oracle_epochs"):
-            figures.check_count(name, getattr(self, name))
-        if figures.check_count("far", self.far) <= self.num_steps:
-            figures.fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
+        counts = {"num_seeds": 1, "num_test": 1, "num_steps": 1, "num_train": 2, "num_validation": 2}
+        for name, least in (counts | {"num_epochs": 0, "oracle_epochs": 0}).items():
+            figures.check_count(name, getattr(self, name), minimum=least)
+        figures.check_count("num_digits", self.num_digits, minimum=1, maximum=10)
+        figures.check_count("batch_size", self.batch_size, minimum=1, maximum=self.num_train - 1)
+        figures.check_count("far", self.far, minimum=self.num_steps + 1)
         figures.check_positive("alpha", self.alpha)
         figures.check_distinct("models", self.models)
         for name in self.models:
@@ -112,7 +103,7 @@ def source(config: Config, data: Digits | None = None) -> Digits:
 
 def compute(
     config: Config, *, key: Array, data: Digits | None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train, fit, forecast and read, on a sequence of `koopman.datasets.ordered_mnist`; see `figures.Figure.compute`.
 
     Returns:
@@ -130,9 +121,7 @@ def compute(
     return figures.run(_computed, config, key=key, data=source(config, data), cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray.Dataset":
-    import xarray
-
+def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> xarray.Dataset:
     sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
     train, validation, test = zip(*(np.split(part, sizes)[:3] for part in data[:2]), strict=True)
     networks = train_networks(config, key, train[0], validation[0], train[1], cache)
@@ -140,19 +129,12 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray
     alive = figures.check_some_left(diverged_at["oracle"], "oracles")
     cache.network = member(oracles, 0)
     norm = float(np.sqrt((train[0] ** 2).sum((1, 2))).mean())
-    jobs = {
-        name: partial(_evaluated, config, name, build, networks, test[0], norm)
-        for name, build in forecasters(config, train[0], networks.models).items()
-    }
+    names = [name for name in MODELS if name in config.models]
+    jobs = {name: partial(_evaluated, config, name, networks, train[0], test[0], norm) for name in names}
     found = cache.get_all(jobs, "forecasting")
     run = eqx.filter_jit(encode)
     logits = [run(member(oracles, seed), jnp.asarray(validation[0])) for seed in range(config.num_seeds)]
     right = (predicted(np.stack(logits)) == validation[1]).mean(1)
-    nothing = np.full((config.num_seeds, config.num_epochs + 1), np.nan, jnp.result_type(float))
-
-    def of_networks(arrays: dict[str, np.ndarray], missing: np.ndarray) -> np.ndarray:
-        return np.stack([arrays.get(name, missing) for name in diverged_at])
-
     forecasts = {
         "logits": ("protocols", "scales", "times", "images", "classes"),
         "strips": ("protocols", "steps", "rows", "columns"),
@@ -165,8 +147,8 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray
     }
     variables |= {
         "test_images": (("images", "rows", "columns"), test[0]),
-        "validation": (("networks", "seeds", "epochs"), of_networks(networks.validation, nothing)),
-        "batched": (("networks", "seeds"), of_networks(networks.batched, nothing[:, 0])),
+        "validation": (("networks", "seeds", "epochs"), np.stack(list(networks.validation.values()))),
+        "batched": (("networks", "seeds"), np.stack(list(networks.batched.values()))),
         "diverged_at": (("networks", "seeds"), np.stack(list(diverged_at.values()))),
         "oracle_accuracy": ("seeds", np.where(alive, right, np.nan)),
     }
@@ -186,18 +168,16 @@ def _computed(config: Config, key: Array, data: Digits, cache: Cache) -> "xarray
 
 
 def _evaluated(
-    config: Config, name: str, build: Callable[[int], Forecaster], networks: Networks, test: np.ndarray, norm: float
+    config: Config, name: str, networks: Networks, train: np.ndarray, test: np.ndarray, norm: float
 ) -> dict[str, np.ndarray]:
     """Evaluate a model's forecasters of all seeds; NaN for seeds whose networks or oracle diverged."""
-    needed = [networks.diverged_at[network] for network in ("oracle", *MODELS[name].networks)]
+    alive = (networks.diverged_at["oracle"] < 0) & (networks.diverged_at[MODELS[name].network] < 0)
     options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits, "norm": norm}
-    found = {
-        seed: evaluate(build(seed), member(networks.models["oracle"], seed), test, **options)
-        for seed in np.flatnonzero((np.stack(needed) < 0).all(0)).tolist()
-    }
-    nothing = _nothing(config, test)
-    seeds = [found.get(seed, nothing) for seed in range(config.num_seeds)]
-    return {field: np.stack([seed[field] for seed in seeds]) for field in nothing}
+    seeds = [_nothing(config, test)] * config.num_seeds
+    for seed in np.flatnonzero(alive).tolist():
+        built = forecaster(config, name, train, networks.models, seed)
+        seeds[seed] = evaluate(built, member(networks.models["oracle"], seed), test, **options)
+    return {field: np.stack([seed[field] for seed in seeds]) for field in seeds[0]}
 
 
 def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
@@ -211,12 +191,12 @@ def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     return f"{drawing.caption(dataset)} Data: {headline(dataset)}."
 
 
-def headline(dataset: "xarray.Dataset") -> str:
+def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     data, seeds = json.loads(dataset.attrs["data"]), dataset.seeds.values
     sizes = ", ".join(f"{data[f'num_{part}']} {part}" for part in PARTS)
@@ -226,7 +206,7 @@ def headline(dataset: "xarray.Dataset") -> str:
     return f"{data['name']}: {sizes} images, {len(seeds)} seeds; oracle {oracle} right on validation images{gone}"
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per model."""
     *_, last, far = dataset.times.values
     columns = {

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xarray
 from jaxtyping import Array
 
 from dissociation import bmap, figures, plotting
@@ -25,9 +26,6 @@ from koopman import (
     right_eigenfunctions,
 )
 from koopman.figures._spectra_drawing import draw, kept
-
-if TYPE_CHECKING:
-    import xarray
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -86,8 +84,7 @@ class Config:
             ("num_centres", self.num_centres, MAX_RANK, 5000),
             *(("lengths", length, 100, 10**8) for length in self.lengths),
         ):
-            if figures.check_count(name, value, minimum=least) > most:
-                figures.fail(name, f"be at most {most}", value)
+            figures.check_count(name, value, minimum=least, maximum=most)
         figures.check_positive("alpha", self.alpha)
         if self.alpha > 1e6:
             figures.fail("alpha", "be at most 1e6, for features with mean squares of one", self.alpha)
@@ -163,7 +160,7 @@ def source(config: Config) -> None:
 
 def compute(
     config: Config, *, key: Array, data: None = None, cache: CacheFolder = None, progress: AnyMeter = None
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Simulate, fit and compare; see `dissociation.figures.Figure.compute`.
 
     Returns:
@@ -177,9 +174,7 @@ def compute(
     return figures.run(_computed, config, key=key, data=data, cache=cache, progress=progress)
 
 
-def _computed(config: Config, key: Array, data: None, cache: Cache) -> "xarray.Dataset":
-    import xarray
-
+def _computed(config: Config, key: Array, data: None, cache: Cache) -> xarray.Dataset:
     processes = systems(config)
     jobs = {}
     for place, (name, system) in enumerate(processes.items()):
@@ -263,7 +258,7 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
     return bmap(one, batch_size=batch_size)(jax.random.split(key, config.num_trajectories))
 
 
-def caption(dataset: "xarray.Dataset") -> str:
+def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
     many = f"{dataset.sizes['trajectories']} independent trajectories"
     functions = dataset.functions.values
@@ -281,13 +276,13 @@ def caption(dataset: "xarray.Dataset") -> str:
     )
 
 
-def headline(dataset: "xarray.Dataset") -> str:
+def headline(dataset: xarray.Dataset) -> str:
     """Return a line with the data and the size of the run."""
     longest = dataset.lengths.values[-1]
     return f"{dataset.sizes['trajectories']} trajectories of up to {longest} transitions; rates -log|lambda| per lag"
 
 
-def table(dataset: "xarray.Dataset") -> list[list[str]]:
+def table(dataset: xarray.Dataset) -> list[list[str]]:
     """Return a header and a row per system, estimator and rate."""
     shown = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
     for name in dataset.systems.values:

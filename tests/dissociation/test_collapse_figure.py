@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 import xarray
 from compiled import compilations
-from drawn import assert_only_draws
-from saved import assert_saved
+from drawn import assert_figure, assert_only_draws
 
 from dissociation import member_mesh
 from dissociation.figures import Cache, collapse
 from dissociation.figures import _collapse_measures as collapse_measures
 from dissociation.figures._cache import digest_of, read_identity, read_part
-from dissociation.figures._collapse_results import EVENTS, assemble, crossings, first_crossings, median_delay
-from dissociation.figures._harness import described
-from dissociation.figures._seeds import masked
+from dissociation.figures._collapse_measures import EVENTS, assemble, crossings, first_crossings, median_of
 from dissociation.recipes import observation_steps
 from dissociation.recipes._grokking import standardised
 
@@ -36,17 +33,8 @@ def small(tmp_path_factory):
     config = dataclasses.replace(
         collapse.Config().quick(), num_steps=200, num_images=320, num_test=320, init_scale=1.0, learning_rate=5e-3
     )
-    folder, cache = tmp_path_factory.mktemp("collapse"), tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collapse_measures, "code_cache", lambda: cache)
-        results = collapse.compute(config, key=KEY, cache=folder)
-        assert len(list(cache.iterdir())) == 1  # the next sweep finds them
-        with np.load(folder / "codes.npz") as first:
-            data, key = collapse.source(config), jax.random.fold_in(KEY, 2)
-            options = {"size": config.code, "num_epochs": config.compression_epochs, "key": key}
-            again = collapse_measures.compressed(data.train_images[:10_000], data.test_images, **options)
-            np.testing.assert_array_equal(first["codes"], again["codes"])
-    return results, config, folder
+    folder = tmp_path_factory.mktemp("collapse")
+    return collapse.compute(config, key=KEY, cache=folder), config, folder
 
 
 def along(dataset, axis):
@@ -79,7 +67,7 @@ def test_another_rate_and_scale_compile_nothing_anew(small, caplog, monkeypatch)
     _, config, folder = small
     with np.load(folder / "codes.npz") as file:
         codes = {"codes": file["codes"]}
-    monkeypatch.setattr(collapse, "compressed", lambda *args, **options: codes)
+    monkeypatch.setattr(collapse, "_codes", lambda *args: codes)
     other = dataclasses.replace(config, learning_rate=3e-3, init_scale=2.0, weight_decays=(0.2, 0.02))
     assert compilations(caplog, lambda: collapse.compute(other, key=KEY)) == []
 
@@ -132,11 +120,10 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
     flat = {name: values.reshape(4, -1).copy() for name, values in flat.items()}
     flat["train_loss"][0, 2:] = np.inf
     margins = {name: values for name, values in kept_margins(folder).items() if name != "seconds"}
-    margins = masked(margins, np.array([False, True, True, True]))
     # After training, and under way.
     for diverged_at, step in ((np.array([9, -1, -1, -1]), 9), (None, steps[2])):
         found = assemble(config, json.loads(results.data), steps, flat, margins, diverged_at)
-        found = described(found, config)
+        found = found.assign_attrs(config=results.config)
         for name, values in along(found, "time_step").items():
             assert np.isfinite(values[0, 0, :2]).all(), name
             assert np.isnan(values[0, 0, 2:]).all(), name
@@ -160,11 +147,8 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
         assert " of 1" in row[5]  # one network could have crossed
 
 
-def test_steps_are_coordinates(small, tmp_path):
+def test_steps_are_coordinates(small):
     results, config, _ = small
-    series = ("weight_decays", "seeds", "time_step")
-    dims = {"rnc1_score": series, "nhsic_zx": (*series[:2], "information_step")}
-    assert_saved(results, tmp_path, dims)
     last = results.rnc1_score.sel(weight_decays=0.03, seeds=43, time_step=config.num_steps)
     assert last == results.rnc1_score.values[1, 1, -1]
     assert (results.time_step.units, results.mi_zx_smoothed.units) == ("steps", "nats")
@@ -177,7 +161,7 @@ def test_figures_of_nothing(small):
     nan = {name: np.full_like(values, np.nan) for name, values in whole.items()}
     first = {name: values[..., :5] for name, values in whole.items()}
     for series, times in ((nan, steps), (first, steps[:5])):
-        figure = collapse.draw(described(assemble(config, {}, times, series, {}, None), config))
+        figure = collapse.draw(assemble(config, {}, times, series, {}, None).assign_attrs(config=results.config))
         with warnings.catch_warnings(action="error"):
             figure.canvas.draw()
 
@@ -187,7 +171,7 @@ def test_crossings(small):
     steps = np.asarray([0, 10, 20, 40])
     curves = np.asarray([[[0.1, 0.5, 1.0, 1.0], [0.1, 0.2, 0.3, 0.4]]])
     names = ("train_accuracy", "test_accuracy", "rnc1_score", "train_loss")
-    of = lambda *series: first_crossings(config, dict(zip(names, series, strict=True)), steps)  # noqa: E731
+    of = lambda *series: first_crossings(config, dict(zip(names, series, strict=True)), steps)[0]  # noqa: E731
     found = of(curves, curves, 1 - curves, curves)
     np.testing.assert_array_equal(found["fitted"], [[20, np.nan]])
     np.testing.assert_array_equal(found["collapsed"], [[20, np.nan]])
@@ -197,9 +181,9 @@ def test_crossings(small):
     found = of(curves[:, :1], early, early, early)
     np.testing.assert_array_equal(found["collapsed"], [[40]])
     np.testing.assert_array_equal(found["delay"], [[20]])
-    assert median_delay(np.asarray([20.0, np.nan]), np.asarray([30.0, np.nan]), 100).value == 30
-    assert np.isnan(median_delay(np.full(2, np.nan), np.full(2, np.nan), 100).value)
-    assert median_delay(np.asarray([20.0, 30.0, 30.0]), np.asarray([30.0, np.nan, np.nan]), 100).value == np.inf
+    assert median_of(np.asarray([30.0, np.nan]), np.asarray([80.0, np.nan])).value == 30
+    assert np.isnan(median_of(np.full(2, np.nan), np.full(2, np.nan)).value)
+    assert median_of(np.asarray([30.0, np.nan, np.nan]), np.asarray([80.0, 70.0, 70.0])).value == np.inf
     assert np.isnan(found["generalised"]).all()
 
 
@@ -242,18 +226,18 @@ def test_the_line_of_first_crossings(small):
 
 def test_images_tables_and_resuming(small):
     results, config, folder = small
-    for shown in (results, collapse.load_partial(config, folder)):
+    part = collapse.load_partial(config, folder)
+    series = ("weight_decays", "seeds", "time_step")
+    dims = {"rnc1_score": series, "nhsic_zx": (*series[:2], "information_step")}
+    said = ("means over 2 seeds", f"measured {len(results.information_step)} times", "200 training", "(l) first")
+    for shown in (part, results):
         with warnings.catch_warnings(action="error"):
             assert_only_draws(collapse, shown)
-    part = collapse.load_partial(config, folder)
+    assert_figure(collapse, config, KEY, results, folder, dims=dims, rows=3, parts=said)
     count = len(part.time_step)
     assert count == len(results.time_step)
     np.testing.assert_array_equal(part.rnc1_score, results.rnc1_score[..., :count])
     assert "glyphs" in collapse.headline(results)
-    for part in ("means over 2 seeds", f"measured {len(results.information_step)} times", "200 training", "(l) first"):
-        assert part in collapse.caption(results)
-    again = collapse.compute(config, key=KEY, cache=folder)
-    assert results.identical(again)
 
 
 def tiny(**options):
@@ -280,7 +264,7 @@ def test_a_sweep_of_convolutional_networks():
 
 
 def test_bad_input_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`test_threshold` must lie from 0 to below 1, got 1.0"):
+    with pytest.raises(ValueError, match="`test_threshold` must lie from 0 to 0.999999, got 1.0"):
         collapse.Config(test_threshold=1.0)  # nothing is above it
     with pytest.raises(FileNotFoundError, match="must hold series.npz"):
         collapse.load_partial(collapse.Config(), tmp_path)

@@ -150,18 +150,6 @@ def test_the_same_command_goes_on(run, toy, tmp_path, monkeypatch, capsys):
         np.testing.assert_array_equal(array, first[name])
 
 
-def test_nothing_to_resume_names_the_nearest_run(run, tmp_path, capsys):
-    assert run("--num-seeds", 4) == 0
-    assert run("--num-seeds", 5, "--num-steps", 7, "--seed", 3) == 0
-    capsys.readouterr()
-    assert run("--num-seeds", 5, "--resume") == 1
-    said = one_line(capsys)
-    assert said.startswith("toy: `resume` must find an earlier run of the same settings, got none in ")
-    assert "toy_num_seeds-4_" in said
-    assert "whose num_seeds differs." in said
-    assert len(folders(tmp_path / "out")) == 2
-
-
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [

@@ -1,6 +1,5 @@
 """Both figures in small: what the theory says of the curves, the files, and resuming."""
 
-import dataclasses
 import json
 
 import equinox as eqx
@@ -90,7 +89,8 @@ def test_features_of_networks_of_images_transfer():
 
 @pytest.mark.slow
 def test_certificates(noise, transferred):
-    results, *_ = noise
+    results, config, folder = noise
+    assert results.identical(robustness.compute(config, key=KEY, cache=folder))
     assert results.max_abs_change.sel(variants="trained") == 0
     kept = results.sel(variants=["null-perturbed", "duplicated", "scaled", "nuisance"])
     assert (kept.max_abs_change < 1e-4).all()
@@ -103,19 +103,6 @@ def test_certificates(noise, transferred):
     assert list(command.certificates_of(transferred)["certificates on the test images"]) == named
     assert transfer.draw(transferred).axes[0].get_legend_handles_labels()[1] == named
     assert transferred.variants.values.tolist() == named
-
-
-@pytest.mark.slow
-def test_finished_parts_are_used_again_and_others_refused(noise):
-    results, config, folder = noise
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.suffix == ".npz"}
-    again = robustness.compute(config, key=KEY, cache=folder)
-    assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert results.identical(again)
-    with pytest.raises(ValueError, match="whose null_scale differ"):
-        robustness.compute(dataclasses.replace(config, null_scale=0.2), key=KEY, cache=folder)
-    with pytest.raises(ValueError, match="whose key differ"):
-        robustness.compute(config, key=jax.random.PRNGKey(6), cache=folder)
 
 
 def test_a_part_is_kept_as_soon_as_it_is_done(tmp_path):
@@ -225,26 +212,6 @@ def test_transfer_curves_and_figure(transferred):
     assert figure.axes[-1].get_xlabel() == "sample budget (log)"
     assert [axes.get_ylabel() for axes in figure.axes[::2]] == 2 * ["transfer error (log)", "added transfer error"]
     assert "quarter turns (a, b) and least prime factor (e, f)" in transfer.caption(results)
-
-
-@pytest.mark.slow
-def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
-    config = transfer.Config(**SMALL, num_budgets=2, num_splits=3, num_zero=6)
-    curves = np.array([[0.5, 0.25], [0.75, 0.75]], np.float32)  # what the probes find on the stand-in too
-
-    def probe(config, fractions, probe, task, variants, name, models, keys):
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(eqx.filter(models, eqx.is_array)))
-        return {"error": curves}
-
-    monkeypatch.setattr(transfer, "_curves", probe)
-    certificate = {"clean_error": np.ones(2), **{name: np.ones(2) for name in Certificate._fields}}
-    monkeypatch.setattr(members, "measure_members", lambda *_: dict(certificate))
-    found = transfer.compute(config, key=KEY)
-    values = found.transfer_error.sel(tasks="rotation", probes="converged", variants="scaled")
-    np.testing.assert_array_equal(values, [[0.5, 0.25], [np.nan, np.nan]])
-    assert transfer.table(found)[1][1:3] == ["25.00 % (1 of 2)"] * 2
-    assert "seed 1 at step 7" in transfer.headline(found)
-    np.testing.assert_allclose(transfer.draw(found).axes[0].lines[0].get_ydata(), [0.5, 0.25])
 
 
 def test_a_change_that_is_nan_shows_unless_its_network_diverged():

@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from drawn import assert_only_draws
-from saved import assert_saved
+from drawn import assert_figure, assert_only_draws
 
 from dissociation import recipes
 from dissociation.figures import _members as members
@@ -81,14 +80,9 @@ def test_seeds_that_diverged_are_left_out(monkeypatch):
 def test_the_files_and_the_figure(run):
     results, folder = run
     dims = {"change": ("ends", "layers", "seeds", "other_seeds"), "moved": ("rewrites", "seeds", "other_seeds")}
-    assert_saved(results, folder.parent, dims)
-    assert len(freedom.table(results)) == 1 + 2 + 5
-    for part in ("6 ordered pairs", "80 test images", "400 training", "(b) last hidden layer", "(c)"):
-        assert part in freedom.caption(results)
+    parts = ("6 ordered pairs", "80 test images", "400 training", "(b) last hidden layer", "(c)")
+    assert_figure(freedom, CONFIG, jax.random.PRNGKey(0), results, folder, dims=dims, rows=1 + 2 + 5, parts=parts)
     assert "the functions of a pair can show anything from" in freedom.headline(results)
-    assert_only_draws(freedom, results)
-    again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder)
-    assert results.identical(again)
 
 
 def test_of_networks_of_images_the_last_layer():

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from drawn import assert_only_draws
-from saved import assert_saved
+from drawn import assert_figure
 
 from dissociation.figures import manifold
 
@@ -67,11 +66,6 @@ def test_the_hierarchy_is_planted(run):
     assert np.abs(rsm[0] - rsm[1]).max() > 0.1
 
 
-def test_it_draws_saves_and_resumes(run, tmp_path):
-    results, folder = run
-    again = manifold.compute(CONFIG, key=jax.random.key(1), cache=folder)
-    assert again.identical(results)
-    assert_only_draws(manifold, results)
-    assert_saved(results, tmp_path, {"moved": ("quantities", "tasks", "steps")})
-    assert "MRNS" in manifold.caption(results)
-    assert len(manifold.table(results)) == 19
+def test_it_draws_saves_and_resumes(run):
+    dims = {"moved": ("quantities", "tasks", "steps")}
+    assert_figure(manifold, CONFIG, jax.random.key(1), *run, dims=dims, rows=19, parts=("MRNS",))

@@ -6,8 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from drawn import assert_only_draws
-from saved import assert_saved
+from drawn import assert_figure
 
 from dissociation.figures import planted
 
@@ -70,12 +69,7 @@ def test_marks_show_an_image(run):
     np.testing.assert_allclose(results.rdm.sel(states="whole"), 1 - np.corrcoef(results.whole.values), atol=1e-3)
 
 
-def test_it_draws_saves_and_resumes(run, tmp_path):
-    results, folder = run
-    again = planted.compute(CONFIG, key=jax.random.key(1), cache=folder)
-    assert again.identical(results)
-    assert_only_draws(planted, results)
-    assert_saved(results, tmp_path, {"correlation": ("extents", "stages")})
-    assert "64 hidden units" in planted.caption(results)
-    assert len(planted.table(results)) == 7
-    assert json.loads(results.attrs["data"])["num_train"] == 500
+def test_it_draws_saves_and_resumes(run):
+    dims = {"correlation": ("extents", "stages")}
+    assert_figure(planted, CONFIG, jax.random.key(1), *run, dims=dims, rows=7, parts=("64 hidden units",))
+    assert json.loads(run[0].attrs["data"])["num_train"] == 500

@@ -1,6 +1,7 @@
-"""What a run depended on, as far as the process can tell."""
+"""What a run depended on, as far as the process can tell, and its record."""
 
 import json
+import logging
 import shutil
 import subprocess
 from importlib import metadata
@@ -53,3 +54,28 @@ def test_the_peak_of_memory_never_falls():
     assert after > before + held.nbytes // 4
     del held
     assert provenance.peak_memory()["host"] >= after
+
+
+def record_of(folder):
+    return json.loads((folder / provenance.RECORD).read_text())
+
+
+def test_runs_are_done_failed_stopped_and_running(tmp_path):
+    with provenance.recorded(
+        tmp_path / "good", ["python", "-m", "dissociation", "two words"], {"settings": {"width": 3}}
+    ):
+        logging.getLogger("dissociation.training").info("a plan")
+        assert record_of(tmp_path / "good")["status"] == "running"
+    with pytest.raises(ValueError, match="wrong"), provenance.recorded(tmp_path / "bad", ["b"], {}):
+        raise ValueError("wrong")
+    with pytest.raises(KeyboardInterrupt), provenance.recorded(tmp_path / "stopped", ["c"], {}):
+        raise KeyboardInterrupt
+    found = {path.name: record_of(path) for path in tmp_path.iterdir()}
+    assert {name: kept["status"] for name, kept in found.items()} == {
+        "good": "done", "bad": "failed", "stopped": "stopped",
+    }  # fmt: skip
+    assert found["good"]["command"] == "python -m dissociation 'two words'"
+    assert found["bad"]["error"] == "ValueError: wrong"
+    assert found["good"]["settings"] == {"width": 3}
+    assert "a plan" in (tmp_path / "good" / provenance.LOG).read_text()
+    assert "failed: ValueError: wrong" in (tmp_path / "bad" / provenance.LOG).read_text()

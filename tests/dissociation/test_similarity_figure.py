@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from drawn import assert_only_draws
-from saved import assert_saved
+from drawn import assert_figure
 
 from dissociation.figures import rows, similarity
 from dissociation.figures._seeds import without_diverged
@@ -49,12 +48,11 @@ def test_matrices_and_training_are_of_the_same_networks(run):
     assert 0 < results.stress < 1
 
 
-def test_the_files_and_the_figure(run, tmp_path):
+def test_the_files_and_the_figure(run):
     results, folder = run
-    again = similarity.compute(CONFIG, key=jax.random.PRNGKey(0), cache=folder)
-    assert results.identical(again)
     dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("rewrite_measures", "rewrites", "seeds")}
-    assert_saved(results, tmp_path, dims)
+    parts = ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress.item():.2f}", "(e)")
+    assert_figure(similarity, CONFIG, jax.random.PRNGKey(0), results, folder, dims=dims, rows=1 + 4, parts=parts)
     assert (results.layer.values[3], results.other_seed.values[4]) == ("layers[1]", 1)
     last = results.through[0, -1].values[np.triu_indices(3, 1)]
     for layer in ("layers[1]", "features"):
@@ -62,11 +60,7 @@ def test_the_files_and_the_figure(run, tmp_path):
     with pytest.raises(ValueError, match=r"`layer` must be one of .* 'hidden0'. It is 'layers\[0\]' now"):
         similarity.of_seeds(results.matrix[0], "hidden0")
     assert results.jensen_shannon.attrs == {"units": "nats"}
-    assert len(similarity.table(results)) == 1 + 4
     assert "3 seeds" in similarity.headline(results)
-    for part in ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress.item():.2f}", "(e)"):
-        assert part in similarity.caption(results)
-    assert_only_draws(similarity, results)
     drawn = similarity.draw(results)
     (legend,) = drawn.subfigs[1].legends
     legends = {text.get_text() for text in legend.get_texts()}
@@ -79,7 +73,7 @@ def test_seeds_that_diverged_are_left_out(run):
     variables = {name: (results[name].dims, results[name].values) for name in ("matrix", "through", "calibrated")}
     alive = np.array([True, False, True])
     items = alive[results.seed.values]
-    found = without_diverged(variables, {"seeds": alive, "other_seeds": alive, "items": items, "other_items": items})
+    found = without_diverged(variables, seeds=alive, other_seeds=alive, items=items, other_items=items)
     matrix, through = found["matrix"][1], found["through"][1]
     assert np.isnan(matrix[:, 1]).all()
     assert np.isnan(matrix[:, :, 1]).all()

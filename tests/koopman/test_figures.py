@@ -1,6 +1,5 @@
 import dataclasses
 import warnings
-from functools import partial
 
 import equinox as eqx
 import jax
@@ -216,16 +215,15 @@ def test_a_seed_that_diverged_is_not_measured(monkeypatch):
     oracle = eqx.filter_vmap(lambda key: Encoder(5, key=key))(jax.random.split(jax.random.key(1)))
     oracle = jax.tree.map(lambda leaf: leaf.at[0].set(np.nan) if eqx.is_array(leaf) else leaf, oracle)
     gone = {"oracle": np.array([2, -1]), "contrastive": np.array([-1, 3])}
-    trained = Networks({"oracle": oracle}, {}, {}, gone)
+    losses = {name: np.zeros((2, config.num_epochs + 1)) for name in gone}
+    batched = {name: np.zeros(2) for name in gone}
+    trained = Networks({"oracle": oracle}, losses, batched, gone)
     seen = []
-
-    def build(name, seed):
-        seen.append((name, seed))
 
     shapes = ordered_mnist._nothing(config, np.zeros((20, 28, 28)))
     evaluation = {name: np.ones_like(part) for name, part in shapes.items()}
     monkeypatch.setattr(ordered_mnist, "train_networks", lambda *_: trained)
-    monkeypatch.setattr(ordered_mnist, "forecasters", lambda *_: {name: partial(build, name) for name in models})
+    monkeypatch.setattr(ordered_mnist, "forecaster", lambda config, name, *_: seen.append((name, _[-1])))
     monkeypatch.setattr(ordered_mnist, "evaluate", lambda *_, **__: evaluation)
     results = ordered_mnist.compute(config, key=jax.random.key(0), data=glyphs())
     assert seen == [("classifier", 1)]  # both contrastive seeds lack their oracle or themselves
