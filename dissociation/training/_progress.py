@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -19,40 +19,30 @@ MAX_DESCRIBED = 6
 """Number of recorded values that progress shows by default."""
 
 
-@runtime_checkable
-class Meter(Protocol):
-    """Interface of a meter: any object with these two methods."""
+class Meter:
+    """Base of meters, which shows nothing; any object with these two methods is a meter."""
 
     def advance(self, step: int, text: str) -> None:
         """Show `step` finished steps of the total and a short text; an empty text keeps the last one."""
-        ...
 
     def close(self) -> None:
         """End the meter; called once, also after an error."""
-        ...
 
 
 MeterFactory = Callable[[int, str], Meter]
 """Function from the total number of steps and a description to a meter."""
 
 
-class SilentMeter:
-    """Meter that shows nothing."""
+class BarMeter(Meter):
+    """Meter with a bar of a tqdm class; in a file, a line every `SECONDS` seconds and one at the end."""
 
-    def advance(self, step: int, text: str) -> None:
-        """Do nothing."""
+    SECONDS = 10.0
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class TqdmMeter:
-    """Meter with a bar of a tqdm class, which appears after `delay` seconds."""
-
-    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm, delay: float = 0.0):
-        options = {"file": sys.stderr, "dynamic_ncols": True, "mininterval": 0.2, "smoothing": 0, "delay": delay}
-        self._bar = bar(total=total, desc=description, **options)
-        self._started = False
+    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm):
+        self._in_file = bar is tqdm and not sys.stderr.isatty()
+        options = {"file": sys.stderr, "dynamic_ncols": True, "mininterval": 0.2, "smoothing": 0}
+        self._bar = bar(total=total, desc=description, delay=np.inf if self._in_file else 0.0, **options)
+        self._started, self._shown, self._last = False, -np.inf, None
 
     def advance(self, step: int, text: str) -> None:
         if text:
@@ -60,28 +50,9 @@ class TqdmMeter:
         self._bar.update(step - self._bar.n)
         if step and not self._started:  # the rate leaves compilation out
             self._started, self._bar.initial, self._bar.start_t = True, step, time.time()
-        self.show()
-
-    def show(self) -> None:
-        self._bar.refresh()
-
-    def close(self) -> None:
-        """Close the bar; its last state stays on the screen."""
-        self._bar.close()
-
-
-class LineMeter(TqdmMeter):
-    """Meter for a file: a line every `SECONDS` seconds, and one at the end."""
-
-    SECONDS = 10.0
-
-    def __init__(self, total: int, description: str):
-        self._shown, self._last = -float("inf"), None
-        super().__init__(total, description, delay=float("inf"))
-
-    def show(self) -> None:
-        """Write a line, if the last line is old enough."""
-        if time.monotonic() - self._shown >= self.SECONDS:
+        if not self._in_file:
+            self._bar.refresh()
+        elif time.monotonic() - self._shown >= self.SECONDS:
             self._write()
 
     def _write(self) -> None:
@@ -91,18 +62,20 @@ class LineMeter(TqdmMeter):
             sys.stderr.flush()
 
     def close(self) -> None:
-        self._write()
-        super().close()
+        """Close the bar; its last state stays on the screen."""
+        if self._in_file:
+            self._write()
+        self._bar.close()
 
 
-class LateMeter:
+class LateMeter(Meter):
     """Meter that opens after `SECONDS` seconds, also during a compiled program."""
 
     SECONDS = 4.0
 
     def __init__(self, total: int, description: str):
         self._begun: tuple[int, str] = total, description
-        self._meter: Meter = SilentMeter()
+        self._meter = Meter()
         self._state, self._lock = (0, ""), threading.Lock()
         self._timer = threading.Timer(self.SECONDS, self._open)
         self._timer.daemon = True
@@ -126,36 +99,22 @@ class LateMeter:
             self._meter.close()
 
 
-def _terminal_meter(total: int, description: str) -> Meter:
-    return TqdmMeter(total, description) if sys.stderr.isatty() else LineMeter(total, description)
-
-
 def _auto_meter(total: int, description: str) -> Meter:
     from tqdm.auto import tqdm as auto_bar
     from tqdm.notebook import tqdm as notebook_bar
 
-    if issubclass(auto_bar, notebook_bar):
-        return TqdmMeter(total, description, auto_bar)
-    return _terminal_meter(total, description)
+    return BarMeter(total, description, auto_bar if issubclass(auto_bar, notebook_bar) else tqdm)
 
 
-def _notebook_meter(total: int, description: str) -> Meter:
-    from tqdm.notebook import tqdm as notebook_bar  # Needs ipywidgets, which only notebooks have.
-
-    return TqdmMeter(total, description, notebook_bar)
-
-
-_NAMED: dict[str, MeterFactory] = {
-    "terminal": _terminal_meter, "notebook": _notebook_meter, "auto": _auto_meter, "late": LateMeter,
-}  # fmt: skip
+_NAMED: dict[str, MeterFactory] = {"terminal": BarMeter, "auto": _auto_meter, "late": LateMeter}
 
 
 def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Meter:
     """Open a meter.
 
     Args:
-        progress: None for silence, "terminal", "notebook", "auto" (terminal or notebook), "late" ("auto", if the work
-            takes longer than 4 seconds), or a factory `(total, description) -> Meter`.
+        progress: None for silence, "terminal", "auto" (a terminal or a notebook), "late" ("auto", if the work takes
+            longer than 4 seconds), or a factory `(total, description) -> Meter`.
         total: Total number of steps.
         description: Short text in front of the bar.
 
@@ -165,7 +124,7 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
         >>> meter.close()
     """
     if progress is None:
-        return SilentMeter()
+        return Meter()
     if isinstance(progress, str):
         checks.check_choice("progress", progress, _NAMED)
         return _NAMED[progress](total, description)
@@ -176,17 +135,14 @@ class Progress(Callback):
     """Meter of steps, with mean and standard deviation over members of recorded numbers.
 
     Args:
-        how: "auto", "terminal", "notebook", None for silence, or a factory `(total, description) -> Meter`.
+        how: "auto", "terminal", None for silence, or a factory `(total, description) -> Meter`.
         shown: Names of the numbers to show beside the loss; default: the first six.
     """
 
     def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
-        self.how, self.shown, self._meter, self._text, self._recorded = how, shown, SilentMeter(), "", False
+        self.how, self.shown, self._meter, self._text, self._recorded = how, shown, Meter(), "", False
 
-    @property
-    def needs_records(self) -> bool:
-        """Return False, because the meter shows losses without records."""
-        return False
+    needs_records = property(lambda self: False)  # the meter shows losses without records
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False

@@ -17,7 +17,7 @@ from dissociation._core import checks
 from dissociation.plotting import band, differences, drawn_as, heat, house_style, letter, look, summarise
 from dissociation.training import _progress as progress_module
 from dissociation.training import log_spaced_steps
-from dissociation.training._progress import LineMeter, open_meter
+from dissociation.training._progress import BarMeter, open_meter
 
 
 def test_log_spaced_steps():
@@ -51,7 +51,7 @@ def test_a_file_has_a_line_now_and_then(capsys, monkeypatch):
     meter = open_meter("terminal", 20, "training")
     for step in range(20):
         meter.advance(step, f"loss {step}")
-        now[0] += LineMeter.SECONDS / 4.5
+        now[0] += BarMeter.SECONDS / 4.5
     shown = capsys.readouterr().err
     assert [line.split("loss ")[1] for line in shown.splitlines()] == [f"{step}]" for step in (0, 5, 10, 15)]
     assert "\r" not in shown

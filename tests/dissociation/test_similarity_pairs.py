@@ -100,7 +100,7 @@ def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
     monkeypatch.setattr(tables, "SMALLEST_CHUNK", 1)
     monkeypatch.setattr(tables, "CHUNKS", 8)  # of 3 orders, not a divisor of their number
     monkeypatch.setattr(progress.LateMeter, "SECONDS", 0.0)
-    monkeypatch.setattr(progress.LineMeter, "SECONDS", 0.0)
+    monkeypatch.setattr(progress.BarMeter, "SECONDS", 0.0)
     for one, other in zip(numbers(), whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4)
     shown = capsys.readouterr().err

@@ -339,7 +339,7 @@ def two_kinds(model, step, key):
         ({"hyperparams": [1e-2, 1e-3]}, TypeError, "`hyperparams` must hold arrays, .* first, got float 0.01 at hyp"),
         ({"seconds": np.nan}, ValueError, "`save` must have `seconds` of at least 0, got nan"),
         ({"progress": "auto", "shown": ["foo"], "observe": two_kinds}, ValueError, "one of 'loss', 'a', got 'foo'"),
-        ({"progress": "loud"}, ValueError, "'terminal', 'notebook', 'auto', 'late', got 'loud'"),
+        ({"progress": "loud"}, ValueError, "'terminal', 'auto', 'late', got 'loud'"),
         ({"optimizer": lambda rate: optax.sgd(0.1)}, TypeError, r"Call it, as in optax.adam\(1e-3\)"),
         ({"callbacks": [print, 3]}, TypeError, r"`callbacks\[1\]` must be a function of step and records, or a Call"),
         ({"observe": "loss"}, TypeError, "`save` must have a function as `observe`, got 'loss'"),
