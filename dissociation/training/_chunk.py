@@ -1,12 +1,12 @@
 """Compiled chunks of a run: some steps of every member, and observations."""
 
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from dissociation._core import checks
@@ -20,39 +20,41 @@ MAX_CHUNK = 512
 """Largest number of steps in a chunk, which sets the buffer for losses and metrics."""
 
 
-def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mesh: Mesh | None) -> Traced:
-    """Trace `step` for one member, whose batches of `size` are split over the data axis of a `mesh`.
+def shapes(tree: Any, first: int) -> Any:
+    """Return shapes and dtypes without the first axes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), tree)
 
-    The traced function takes arguments like `example`: state, sampler arrays, plan, index in the block, key. It returns
-    (state, info).
+
+@eqx.filter_jit
+def drawn(sampler: Sampler, keys: Array, block: Any) -> Any:
+    """Return the plan of a block, one for all members or one per key."""
+    return sampler.plan(keys, block) if sampler.shared else jax.vmap(sampler.plan, (0, None))(keys, block)
+
+
+def trace_step(step: Step, sampler: Sampler, example: Any, size: int | None, mesh: Any) -> Traced:
+    """Trace (state, sampler arrays, plan, index in the block, key) -> (state, info) on arguments like `example`.
+
+    Batches of `size` are split over the data axis of a `mesh`.
     """
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
 
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
-        with jax.named_scope("sampler"):
-            batch = eqx.combine(arrays, static).batch(plan, within, size)
-            batch = batch if mesh is None else jax.tree.map(partial(_over_data, mesh), batch)
-        return step(state, batch, key)
+        batch = eqx.combine(arrays, static).batch(plan, within, size)
+        return step(state, batch if mesh is None else jax.tree.map(over_data, batch), key)
 
-    if mesh is None:
+    def over_data(leaf: Array) -> Array:
+        axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
+
+    inside: Any = nullcontext()
+    if mesh is not None:  # as inside `map_members`, where the axis of members is manual
+        inside = jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types({MEMBER_AXIS: AxisType.Manual}))
+    with inside:
         return trace(function, *example)
-    # As inside `map_members`, where the axis of members is manual.
-    inside = mesh.abstract_mesh.update_axis_types({MEMBER_AXIS: AxisType.Manual})
-    with jax.sharding.use_abstract_mesh(inside):
-        return trace(function, *example)
-
-
-def _over_data(mesh: Mesh, leaf: Array) -> Array:
-    axes = (DATA_AXIS,) if leaf.ndim and leaf.shape[0] % mesh.shape[DATA_AXIS] == 0 else ()
-    return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
-    """Trace `observe` for one member.
-
-    The traced function takes (state, step, key) and returns the PyTree of `observe` with JAX arrays. Its state is the
-    result of `observable`: the model and `aux`, without the optimiser's state.
-    """
+    """Trace (state, step, key) -> JAX arrays of `observe` for one member; its state is the result of `observable`."""
     if not callable(observe):
         checks.fail_kind("save", "have a function as `observe`", repr(observe))
     advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"

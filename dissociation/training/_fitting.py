@@ -23,7 +23,7 @@ from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
-from dissociation.training._partition import Partition, without_layout
+from dissociation.training._partition import Partition
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
 from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
@@ -75,7 +75,6 @@ def dataset_of_fit(history: History, diverged_at: np.ndarray, over: Over) -> "xa
     return history.to_xarray(over).merge(dataset_of({"diverged_at": diverged_at}, "members" if over is None else over))
 
 
-@without_layout
 @validated
 def fit(
     models: PyTree,
@@ -156,7 +155,9 @@ def fit(
     times = record_steps(save, heard, first, total, sampler.epoch_steps)
     path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
     partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
-    partition = partition if path is None else _resumed(partition, path)
+    header = checkpoints.read_header(path) if path is not None and path.exists() else {}
+    if header.get("format") == FORMAT:  # `Run.check` raises for another one
+        partition = partition.resumed(header["layout"])
     with terminations_interrupt(), ExitStack() as held:
         run = Run(state, step, sampler, keys, save, partition, heard)
         check_names("save", run.observe and run.observe.out, "observed", "observed_at")
@@ -166,27 +167,16 @@ def fit(
             run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
         how = partition.total, partition.member_map, run.threads, member_devices(partition.devices)
         logger.info("%d members by %s, %d threads, %d devices", *how)
+        run.began = began
         if path is not None:
-            run.identify(state, step, sampler, key, same_program)
+            run.identify(state, sampler, key, same_program)
             held.enter_context(files.locked(path.with_name(f".{path.name}.lock"), path))
             run.resume(path, total, times)
         del state  # the run has copies
-        run.began = began
         run.to_the_end(total, times)
     state = jax.tree.map(jnp.asarray, partition.gather(partition.joined(run.states)))
-    ended = run.diverged_at, run.step, partition.member_map, run.seconds()
+    ended = run.diverged_at, run.step, partition.member_map, time.perf_counter() - run.began
     return FitResult(state.model, run.history(), *ended, state)
-
-
-def _resumed(partition: Partition, path: Path) -> Partition:
-    """Return the partition with "auto" entries from the checkpoint, if there is one."""
-    if path.is_dir():
-        checks.fail("checkpoint", "be a file", f"the folder {path}")
-    if not path.exists():
-        return partition
-    header = checkpoints.read_header(path)
-    known = "layout" in header and header["format"] <= FORMAT  # `Run.check` raises for a later format
-    return partition.resumed(header["layout"]) if known else partition
 
 
 def prepared(
@@ -195,10 +185,10 @@ def prepared(
     sampler: Sampler,
     *,
     key: Any,
-    num_steps: int | None = None,
-    num_epochs: int | None = None,
-    hyperparams: Any = None,
-    aux: Any = None,
+    num_steps: int | None,
+    num_epochs: int | None,
+    hyperparams: Any,
+    aux: Any,
 ) -> tuple[State, int, int, tuple[Array, Array, Array]]:
     """Check arguments of `fit`; return stacked states, first and last step, and keys, see `_split_key`."""
     try:
@@ -216,7 +206,6 @@ def prepared(
         state = _continued(models, step, aux, hyperparams)
     else:
         state = eqx.filter_vmap(step.start)(checked_models(models), aux, hyperparams)
-    step.check_loss(state.aux)
     first = int(np.max(np.asarray(state.step)))
     if (num_steps is None) == (num_epochs is None):
         checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")

@@ -38,7 +38,6 @@ def listen(program: str) -> None:
     signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _terminate)
-    sys.unraisablehook = _lost
     threading.Thread(target=_watch, args=(reading, writing), daemon=True).start()
 
 
@@ -87,13 +86,6 @@ def _note(number: int) -> None:
     """Store the first signal; handlers and the second thread race for it."""
     if not _heard:
         _heard.append(number)
-
-
-def _lost(unraisable: Any) -> None:
-    """End the process at an interrupt that cannot be caught; show all other exceptions."""
-    if _heard and issubclass(unraisable.exc_type, KeyboardInterrupt):
-        _leave()
-    sys.__unraisablehook__(unraisable)
 
 
 def _watch(reading: socket.socket, _keep: socket.socket) -> None:
@@ -166,8 +158,7 @@ def terminations_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is interrupt:  # unless another one was set meanwhile
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)
         if heard and callable(before):
             before(*heard[0])
         elif heard:

@@ -12,8 +12,8 @@ from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training._members import concatenate
-from dissociation.training._samplers import HostBatches, Sampler, streams
-from dissociation.training._state import Info, State, Step, check_fitting
+from dissociation.training._samplers import HostBatches, Sampler, ndims_of, streams
+from dissociation.training._state import Info, State, Step
 
 
 @validated
@@ -36,8 +36,7 @@ def train(
         The state, and the `Info` of every step: [num_steps] on the leading axis.
 
     Raises:
-        ValueError: If a count is negative, state or sampler are of several members (map over them), or the state is of
-            another optimiser.
+        ValueError: If a count is negative, or state or sampler are of several members (map over them).
         TypeError: If the sampler is a `HostBatches`.
 
     Example:
@@ -54,8 +53,12 @@ def train(
     if isinstance(sampler, HostBatches):
         checks.fail_kind("sampler", "draw its batches in the program", "a HostBatches", "Train with `training.fit`")
     total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
-    check_fitting(state, step)
-    sampler.check_single()
+    if jnp.ndim(state.step):
+        advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
+        checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
+    if sampler.stacked and ndims_of(sampler) == getattr(sampler, "ndims", None):
+        advice = "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, ...))(sampler)"
+        checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
     loss_key, _, order_key = streams(typed(key))
 
     def block(carry: Any, number: Any, start: Any, parts: Any) -> Any:

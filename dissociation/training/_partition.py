@@ -1,8 +1,8 @@
 """Partition of the member axis: over processes, into shards for worker threads, and over the devices of a mesh."""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -87,6 +87,11 @@ class Partition(NamedTuple):
         return self.mesh if isinstance(self.mesh, Mesh) else None
 
     @property
+    def shards(self) -> int:
+        """Return the number of shards that worker threads train."""
+        return self.mesh.shards if isinstance(self.mesh, Threads) else 1
+
+    @property
     def data_mesh(self) -> Mesh | None:
         """Return the mesh if it splits the samples of a batch, else None."""
         return self.devices if self.devices is not None and DATA_AXIS in self.devices.axis_names else None
@@ -99,14 +104,9 @@ class Partition(NamedTuple):
     @property
     def size(self) -> int:
         """Return the number of members in a shard."""
-        devices, shards = member_devices(self.devices), self.mesh.shards if isinstance(self.mesh, Threads) else 1
+        devices = member_devices(self.devices)
         # With "unroll", a shard is one member of every device, so that one program serves all shards.
-        return devices if self.member_map == "unroll" else devices * -(-self.number // (devices * shards))
-
-    @property
-    def num_shards(self) -> int:
-        """Return the number of shards of this process' members."""
-        return -(-self.number // self.size)
+        return devices if self.member_map == "unroll" else devices * -(-self.number // (devices * self.shards))
 
     def take(self, tree: Any) -> Any:
         """Return this process' members of a PyTree with all members first."""
@@ -140,32 +140,32 @@ class Partition(NamedTuple):
         whole = shards[0] if len(shards) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *shards)
         return jax.tree.map(lambda leaf: leaf[: self.number] if eqx.is_array(leaf) else leaf, whole)
 
-    def everywhere(self, tree: Any) -> Any:
-        """Place arrays of all members on every device of the mesh."""
+    def placed(self, tree: Any, own: bool) -> Any:
+        """Split arrays of single members into shards, or place those of all members on every device of the mesh."""
+        if own:
+            return self.split(tree)
         return tree if self.devices is None else place_members(tree, self.devices, PartitionSpec())
 
     def chosen(self, arrays: Any, step: Traced, *others: Traced) -> tuple["Partition", int]:
         """Return the partition, with only `members_per_batch` perhaps "auto", and the number of worker threads."""
         member_map, per_batch, mesh = self.member_map, self.members_per_batch, self.devices
         checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
-        if isinstance(per_batch, str):
-            checks.check_choice("members_per_batch", per_batch, ("auto",))
-        elif per_batch is not None:
-            checks.check_count("members_per_batch", per_batch, minimum=1)
         if mesh is not None:
             check_mesh(mesh)
-        elif not (self.mesh is None or self.mesh == "auto" or isinstance(self.mesh, Threads)):
+        elif self.mesh not in (None, "auto") and not isinstance(self.mesh, Threads):
             checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(self.mesh))
         if member_map == "auto":
             platform = None if mesh is None else mesh.devices.flat[0].platform
             sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
             member_map = sequential if at_once(platform) == 1 else "vmap"
+        if per_batch not in (None, "auto"):
+            checks.check_count("members_per_batch", per_batch, minimum=1)
+            if member_map != "vmap":
+                wanted = f"be None with sequential mapping (member_map={member_map!r})"
+                checks.fail("members_per_batch", wanted, per_batch)
         chosen = self._replace(member_map=member_map, mesh=mesh or Threads(1))
         if member_map == "vmap":
             return chosen, 1
-        if per_batch not in (None, "auto"):
-            wanted = f"be None with sequential mapping (member_map={member_map!r})"
-            checks.fail("members_per_batch", wanted, per_batch)
         chosen = chosen._replace(members_per_batch=None)
         if mesh is not None or self.mesh is None:
             return chosen, 1
@@ -179,25 +179,19 @@ class Partition(NamedTuple):
         """Return how members are mapped, for JSON; a mesh becomes its numbers of devices for members and data."""
         mesh, members = self.devices, member_devices(self.devices)
         sizes = None if mesh is None else [members, mesh.size // members]
-        shards = self.mesh.shards if isinstance(self.mesh, Threads) else 1
-        how = {"member_map": self.member_map, "members_per_batch": self.members_per_batch}
-        return {**how, "mesh": sizes, "threads": shards}
+        return self.how | {"mesh": sizes, "threads": self.shards}
 
     def resumed(self, stored: dict[str, Any]) -> "Partition":
         """Return the partition with "auto" entries from a stored one."""
         if self.member_map not in ("auto", stored["member_map"]):
             return self
-        partition = self._replace(member_map=stored["member_map"])
-        if self.members_per_batch == "auto":
-            partition = partition._replace(members_per_batch=stored["members_per_batch"])
-        if self.mesh != "auto":
-            return partition
-        if not isinstance(stored["mesh"], list):
-            return partition if stored["threads"] == "auto" else partition._replace(mesh=Threads(stored["threads"]))
-        size = math.prod(stored["mesh"])
-        if size > jax.local_device_count():
-            return partition
-        return partition._replace(mesh=member_mesh(jax.local_devices()[:size], data=stored["mesh"][1]))
+        per_batch, mesh, sizes = self.members_per_batch, self.mesh, stored["mesh"]
+        if mesh == "auto" and sizes is None:
+            mesh = Threads(stored["threads"])
+        elif mesh == "auto" and math.prod(sizes) <= jax.local_device_count():
+            mesh = member_mesh(jax.local_devices()[: math.prod(sizes)], data=sizes[1])
+        per_batch = stored["members_per_batch"] if per_batch == "auto" else per_batch
+        return self._replace(member_map=stored["member_map"], members_per_batch=per_batch, mesh=mesh)
 
 
 def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threads: int) -> Any:
@@ -206,16 +200,3 @@ def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threa
     each = partition.split(stacked)
     program = compiled(function, threads, shared, each[0])
     return partition.joined(run_tasks([partial(program, shared, one) for one in each], threads))
-
-
-def without_layout(function: Callable[..., Any]) -> Any:
-    """Decorate a function so that the earlier argument `layout` raises an error with the new call."""
-
-    @wraps(function)
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        if "layout" in kwargs:
-            advice = 'The call is fit(..., mesh=None, member_map="vmap", members_per_batch=2)'
-            checks.fail_kind("layout", "be given by its fields", repr(kwargs["layout"]), advice)
-        return function(*args, **kwargs)
-
-    return refusing

@@ -19,12 +19,13 @@ from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
-from dissociation.training._batches import Batches, example
 from dissociation.training._chunk import (
     MAX_CHUNK,
+    drawn,
     largest_batch,
     observe_members,
     run_chunk,
+    shapes,
     trace_observation,
     trace_step,
 )
@@ -40,11 +41,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 1.0
 """Target time of a chunk, between updates of progress and checks for an interrupt."""
-FORMAT = 2
-"""Format of a run's header; earlier files are resumed with `same_program=True`."""
-TRACED = ("loss", "optimizer", "step", "observe")
-"""Parts of a run's identity that are digests of programs."""
-UPDATE = "Update this package"
+FORMAT = 3
+"""Format of a run's header."""
 FIRST_WRITE = 5.0
 """Longest time until the first checkpoint, written after a chunk, so that compilation is not lost."""
 
@@ -69,29 +67,33 @@ class Run:
     ):
         order, loss, observe = keys
         state, loss, observe = partition.take((state, loss, observe))
-        own = partition.take(sampler) if sampler.stacked else sampler
-        self.batches = batches = Batches(own, order if sampler.shared else partition.take(order))
+        self.sampler = sampler = partition.take(sampler) if sampler.stacked else sampler
+        self.order = order if sampler.shared else partition.take(order)
         self.num_members, self.save = partition.total, save
         self.callbacks = [] if partition.process else callbacks
         self.file: Path | None = None
         self.identity: dict[str, Any] = {}
         self.arguments, self.same_program, self.error, self.raise_signal = "", False, None, lambda: None
         self.first = self.step = int(np.max(np.asarray(state.step)))
-        one = example(state)
-        inputs = one, *batches.example(self.step), jnp.asarray(0), loss[0]
-        self.traced = cache(partial(trace_step, step, own, inputs))
-        self.program, self.observe = self.traced(sampler.segment(self.step).size, None), None
+        data, segment = eqx.filter(sampler, eqx.is_array), sampler.segment(self.step)
+        self.block, self.host_blocks, self.host_end = segment.block, iter(()), -1
+        plan, one = self._drawn(segment.block), shapes(state, 1)
+        of_data, of_plan = shapes(data, int(sampler.stacked)), shapes(plan, int(not sampler.shared))
+        inputs = one, of_data, of_plan, jnp.asarray(0), loss[0]
+        self.traced = cache(partial(trace_step, step, sampler, inputs))
+        self.program, self.observe = self.traced(segment.size, None), None
         self.info = self.program.out[1]
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), observe[0])
         programs = [each for each in (self.program, self.observe) if each is not None]
-        self.partition, self.threads = partition.chosen((state, batches.arrays), *programs)
+        self.partition, self.threads = partition.chosen((state, data), *programs)
         # Copies, because steps donate the state; without weak types, as steps return it: one program serves all.
-        copied = partial(jnp.array, copy=self.partition.num_shards == 1)  # `split` has copied several shards
         parts = self.partition.split(state)
+        copied = partial(jnp.array, copy=len(parts) == 1)  # `split` has copied several shards
         self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in parts]
         self.loss_keys, self.observe_keys = self.partition.split(loss), self.partition.split(observe)
-        batches.lay(self.partition)
+        self.data = self.partition.placed(data, sampler.stacked)
+        self.plan = self.partition.placed(plan, not sampler.shared)
         if self.partition.members_per_batch == "auto":
             fitting = largest_batch(self.example(), self.states[0])
             self.partition = self.partition._replace(members_per_batch=fitting)
@@ -103,27 +105,44 @@ class Run:
         self.stopped, self.written_at = False, None
         self.chunk, self.unsaved, self.first_write = 1, 0.0, FIRST_WRITE
         self.began = self.saved_at = time.perf_counter()
-        self.earlier_seconds = 0.0
 
     def _empty(self, tree: Any, columns: int) -> Any:
         """Return NumPy zeros [members, columns, ...] for the shapes of one member."""
         return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
 
-    def _inputs(self, source: tuple[Any, list[Any], Segment], active: list[Any]) -> list[Any]:
+    def _drawn(self, block: int) -> Any:
+        """Return the plan of a block, or stacked batches of the host from the next step on."""
+        if not isinstance(self.sampler, HostBatches):
+            return drawn(self.sampler, self.order, jnp.asarray(block))  # a Python number would be a constant
+        if self.step != self.host_end:
+            self.host_blocks = self.sampler.blocks(self.step)
+        self.host_end, batches = next(self.host_blocks, (-1, None))
+        if batches is None:
+            wanted, advice = f"give a batch for every step, {self.step} among them", "Repeat it with itertools.cycle"
+            checks.fail("start", wanted, "an iterator that has ended", advice)
+        return batches
+
+    def _segment(self) -> Segment:
+        """Return the place of the next step, whose block's plan is then in `self.plan`."""
+        segment = self.sampler.segment(self.step)
+        if segment.block != self.block or self.step == self.host_end:
+            self.plan = self.partition.placed(self._drawn(segment.block), not self.sampler.shared)
+            self.block = segment.block
+        return segment._replace(end=self.host_end) if isinstance(self.sampler, HostBatches) else segment
+
+    def _inputs(self, segment: Segment, active: Any = None) -> list[Any]:
         """Return the inputs of `run_chunk` for every shard, without the last one: the place of the steps."""
-        common, mapped, place = source
-        shared = self.partition.how, self.traced(place.size, self.partition.data_mesh)
-        return [(*shared, *own, common) for own in zip(self.loss_keys, active, mapped, strict=True)]
+        count, stacked, own = len(self.states), self.sampler.stacked, not self.sampler.shared
+        common = None if stacked else self.data, None if own else self.plan
+        mapped = zip(self.data if stacked else [None] * count, self.plan if own else [None] * count, strict=True)
+        shared = self.partition.how, self.traced(segment.size, self.partition.data_mesh)
+        shards = zip(self.loss_keys, active or [None] * count, mapped, strict=True)
+        return [(*shared, *shard, common) for shard in shards]
 
     def example(self) -> Any:
         """Return the inputs of `run_chunk` for one step of the first shard."""
-        source = self.batches.source(self.step)
-        first, *_ = self._inputs(source, [None] * len(self.states))
-        return *first, jnp.asarray((self.step, source[2].within, 1))
-
-    def seconds(self) -> float:
-        """Return the wall time, earlier parts included."""
-        return self.earlier_seconds + time.perf_counter() - self.began
+        segment = self._segment()
+        return *self._inputs(segment)[0], jnp.asarray((self.step, segment.within, 1))
 
     def to_the_end(self, total: int, times: np.ndarray) -> None:
         """Alternate chunks and records, until `total` steps are done or a callback ends the run."""
@@ -144,10 +163,10 @@ class Run:
                     self.frozen = np.asarray(frozen)
                     if self.stopped or self.step == total or self.frozen.all():
                         break
-                    later = times[times > self.step]
-                    source = self.batches.source(self.step)  # may wait for the host, so interrupts are not delayed
+                    segment = self._segment()  # may wait for the host, so interrupts are not delayed
+                    target = min([total, segment.end, *times[times > self.step][:1].tolist()])
                     with interrupts_later():
-                        losses = self.advance(min([total, *later[:1].tolist()]), source)
+                        losses = self.advance(target, segment)
                     if self.unsaved >= min(self.save.seconds, self.first_write):
                         self.write()
             except BaseException as error:
@@ -187,16 +206,13 @@ class Run:
             checks.fail("fit", wanted, f"other arguments in process {different[0]} than in process 0")
         return [own for _, own in said]
 
-    def advance(self, target: int, source: tuple[Any, list[Any], Segment]) -> np.ndarray:
+    def advance(self, target: int, segment: Segment) -> np.ndarray:
         """Run and record one chunk, at most up to step `target`, and return the losses."""
-        place = source[2]
-        count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
-        began = time.perf_counter()
+        began, count = time.perf_counter(), min(target - self.step, self.chunk, MAX_CHUNK)
         calls, per_call = (count, 1) if self.partition.member_map == "unroll" else (1, count)
-        places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
-        goes = self.partition.take(jnp.asarray(~self.frozen))
-        active = self.partition.split(goes) if self.frozen.any() else [None] * len(self.states)
-        inputs = self._inputs(source, active)
+        places = [jnp.asarray((self.step + i, segment.within + i, per_call)) for i in range(calls)]
+        active = self.partition.split(self.partition.take(jnp.asarray(~self.frozen))) if self.frozen.any() else None
+        inputs = self._inputs(segment, active)
         program = compiled(run_chunk, self.threads, (*inputs[0], places[0]), self.states[0])
 
         def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
@@ -291,7 +307,7 @@ class Run:
             "run": self.identity,
             "jax": jax.__version__,
             "step": self.step,
-            "seconds": self.seconds(),
+            "seconds": time.perf_counter() - self.began,
             "observed_at": self.observed_at,
             "stopped": self.stopped,
             "frozen": self.frozen.tolist(),
@@ -315,78 +331,66 @@ class Run:
             return
         newest = found[max(common)]
         header = checkpoints.read_header(newest)
-        if header.get("layout") != self.partition.stored():
-            logger.warning("%s was written under another layout or none is known: bits may differ.", path)
+        if header["layout"] != self.partition.stored():
+            logger.warning("%s was written under another layout: bits may differ.", path)
         if newest != path:  # another process was killed before it wrote the newer one
             os.replace(newest, path)
         self.step, recorded = header["step"], header["observed_at"]
         if self.step > total:
             wanted = f"be at least the {self.step - self.first} of {path}, where the run stands already"
             checks.fail("num_steps", wanted, total - self.first, "Delete it or name another file")
-        observed, missed = None, [int(time) for time in times if time < self.step and time not in recorded]
-        if self.observe is not None:
-            if missed:
-                wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
-                checks.fail("at", wanted, missed[0])
+        missed, observed = [int(time) for time in times if time < self.step and time not in recorded], None
+        if self.observe is not None and missed:
+            checks.fail("at", f"hold no step before {self.step} at which the run in {path} was not observed", missed[0])
+        if self.observe is not None and recorded:
             observed = self._empty(self.observe.out, len(recorded))
         infos = self._empty(self.info, self.step - self.first)
-        like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
+        like = infos.loss, np.zeros(len(recorded), np.int64), observed, infos.metrics
         rows = self.partition.number
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
         state, loss, _, observed, metrics = checkpoints.restore(path, (own, *like))
         self.states, self.written_at = self.partition.split(state), self.step
-        self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
+        self.infos, self.began = [Info(loss, metrics)], self.began - header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
         self.diverged_at = np.asarray(header["diverged_at"])
         kept = [index for index, time in enumerate(recorded) if time in times]
         self.observed_at = [recorded[index] for index in kept]
         self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], observed) for i in kept]
 
-    def identify(self, state: State, step: Step, sampler: Sampler, key: Any, same_program: bool) -> None:
-        """Set the identity: digests of the program by part, with the precision of products, and of the inputs."""
+    def identify(self, state: State, sampler: Sampler, key: Any, same_program: bool) -> None:
+        """Set the identity: digests of the programs, with the precision of products, and of the inputs."""
         self.same_program, precision = same_program, getattr(jax.config, "jax_default_matmul_precision", None)
         given = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
         fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
-        program, hosts = self.program.digests("sampler", "loss", "optimizer"), isinstance(sampler, HostBatches)
         self.identity = {name: checkpoints.fingerprint(part) for name, part in given.items()} | {
-            "loss": [program["loss"], precision],
-            "optimizer": [program["optimizer"], precision],
-            "step": [program[""], step.micro_batches, precision],
+            "program": [self.program.fingerprint(), precision],
             "observe": None if self.observe is None else [self.observe.fingerprint(), precision],
-            "sampler": [type(sampler).__name__, fields, program["sampler"]],
-            "data": "the host's" if hosts else checkpoints.fingerprint(eqx.filter(sampler, eqx.is_array)),
+            "sampler": [type(sampler).__name__, fields],
+            "data": checkpoints.fingerprint(eqx.filter(sampler, eqx.is_array)),
             "begin": [self.first, checkpoints.fingerprint(state.opt_state) if self.first else None],
         }
 
     def check(self, path: Path, header: dict[str, Any]) -> None:
         """Raise unless a file with this header is of the same run."""
-        if (written := header.get("format", 0)) > FORMAT:
-            checks.fail("checkpoint", f"be a file of format {FORMAT} or lower", f"{path} of format {written}", UPDATE)
-        if "pieces" in header:
-            advice = "Delete it and its pieces, or name another file"
-            checks.fail("checkpoint", "be one process' file", f"{path}, of several and an earlier version", advice)
-        stored, version = header.get("run", {}), header.get("jax")
-        wanted = {k: value for k, value in self.identity.items() if not (self.same_program and k in TRACED)}
-        if self.same_program and written < 2:  # with another digest of the draw
-            stored, wanted = ({**run, "sampler": run.get("sampler", [])[:2]} for run in (stored, wanted))
-        different = [name for name, value in wanted.items() if stored.get(name, "unknown") != value]
+        advice = "Delete it or name another file"
+        if (written := header.get("format", 0)) != FORMAT:
+            checks.fail("checkpoint", f"be a file of format {FORMAT}", f"{path} of format {written}", advice)
+        traced = {"program", "observe"}
+        different = [name for name, value in self.identity.items() if header["run"][name] != value]
+        different = [name for name in different if not (self.same_program and name in traced)]
         if not different:
             return
-        advice = "Delete it or name another file"
-        if set(different) <= set(TRACED):
-            cause = "" if version == jax.__version__ else f" (JAX {version} wrote it, this is {jax.__version__})"
-            cause = cause if written == FORMAT else " (an earlier version of this package wrote it)"
+        if traced.issuperset(different):
+            other = f" (JAX {header['jax']} wrote it, this is {jax.__version__})"
+            cause = other if header["jax"] != jax.__version__ else ""
             advice += f"; if it is the same program{cause}, pass same_program=True"
-        got = f"{path}, whose {checks.that_differ(different)}"
-        checks.fail("checkpoint", "be a file of the same run", got, advice)
+        checks.fail("checkpoint", "be a file of the same run", f"{path}, whose {checks.that_differ(different)}", advice)
 
     def _notice_divergence(self, losses: np.ndarray) -> None:
         bad = ~np.isfinite(losses)
         for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~self.frozen):
             column = int(bad[member].argmax())
             self.diverged_at[member] = self.step - losses.shape[1] + column
+            became = f"the loss became {losses[member, column]} at step {self.diverged_at[member]}"
             if not self.partition.process:
-                message = (
-                    f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
-                )
-                checks.warn(f"{message}; the other members go on.")
+                checks.warn(f"member {member}: {became}; the other members go on.")

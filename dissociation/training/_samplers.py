@@ -4,7 +4,10 @@ Steps are cut into blocks (`segment`); `plan` draws once per block, and `batch` 
 number determine all batches, however steps are chunked, mapped or resumed.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,7 +51,7 @@ class Segment(NamedTuple):
 class Sampler(eqx.Module):
     """Base of samplers.
 
-    Subclasses define `segment`, `plan` and `batch`. Those with stacked data also define `check_single`.
+    Subclasses define `segment`, `plan` and `batch`.
 
     Attributes:
         shared: True if all members of a sweep draw with one key, False if each draws with its own.
@@ -59,12 +62,6 @@ class Sampler(eqx.Module):
     shared: eqx.AbstractVar[bool]
     stacked: eqx.AbstractVar[bool]
     epoch_steps: eqx.AbstractVar[int]
-
-    def check_single(self) -> None:
-        """Raise if the sampler is `stacked` but not mapped over members."""
-        if self.stacked and _ndims(self) == getattr(self, "ndims", None):
-            advice = "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, ...))(sampler)"
-            checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
 
     def segment(self, step: int) -> Segment:
         """Return the place of `step`, on the host."""
@@ -79,7 +76,16 @@ class Sampler(eqx.Module):
         raise NotImplementedError
 
 
-class FullBatch(Sampler):
+class _Known(Sampler):
+    """Base of the samplers here; `ndims` holds the number of axes of every array that was given."""
+
+    shared: bool = eqx.field(static=True)
+    stacked: bool = eqx.field(static=True)
+    epoch_steps: int = eqx.field(static=True)
+    ndims: tuple[int, ...] = eqx.field(static=True)
+
+
+class FullBatch(_Known):
     """Sampler of all samples in every step, in the given order.
 
     Args:
@@ -88,21 +94,17 @@ class FullBatch(Sampler):
     """
 
     data: PyTree
-    stacked: bool = eqx.field(static=True)
-    shared: bool = eqx.field(static=True)
-    epoch_steps: int = eqx.field(static=True)
-    ndims: tuple[int, ...] = eqx.field(static=True)
 
     @validated
     def __init__(self, data: Any, *, stacked: bool = False):
         self.data, self.stacked, self.shared, self.epoch_steps = as_data(data, stacked), stacked, True, 1
-        self.ndims = _ndims(self.data)
+        self.ndims = ndims_of(self.data)
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
         return self.data
 
 
-class Epochs(Sampler):
+class Epochs(_Known):
     """Sampler of passes over arrays in batches, in a new random order every time.
 
     Args:
@@ -119,12 +121,8 @@ class Epochs(Sampler):
 
     data: PyTree
     batch_size: int = eqx.field(static=True)
-    shared: bool = eqx.field(static=True)
     shuffle: bool = eqx.field(static=True)
-    stacked: bool = eqx.field(static=True)
     num_samples: int = eqx.field(static=True)
-    epoch_steps: int = eqx.field(static=True)
-    ndims: tuple[int, ...] = eqx.field(static=True)
 
     @validated
     def __init__(
@@ -138,7 +136,7 @@ class Epochs(Sampler):
         stacked: bool = False,
     ):
         self.data, self.batch_size = as_data(data, stacked), batch_size
-        self.shared, self.shuffle, self.stacked, self.ndims = shared, shuffle, stacked, _ndims(self.data)
+        self.shared, self.shuffle, self.stacked, self.ndims = shared, shuffle, stacked, ndims_of(self.data)
         self.num_samples = jax.tree.leaves(self.data)[0].shape[int(stacked)]
         self.epoch_steps = steps_per_epoch(self.num_samples, batch_size, drop_remainder=drop_remainder)
 
@@ -161,8 +159,12 @@ class Epochs(Sampler):
         """Return the order of the block's samples that are in a batch."""
         if not self.shuffle:
             return None
-        kept = min(self.num_samples, self.epoch_steps * self.batch_size)
-        return permutations(typed(key), block * self.span + jnp.arange(self.span), self.num_samples, kept)
+
+        def order(epoch: Array) -> Array:
+            whole = jax.random.permutation(jax.random.fold_in(typed(key), epoch), self.num_samples)
+            return whole[: self.epoch_steps * self.batch_size]
+
+        return jax.vmap(order)(block * self.span + jnp.arange(self.span)).reshape(-1)
 
     def batch(self, plan: Array | None, within: Any, size: int | None) -> PyTree:
         wanted = self.batch_size if size is None else size
@@ -173,7 +175,7 @@ class Epochs(Sampler):
         return jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="promise_in_bounds"), self.data)
 
 
-class Online(Sampler):
+class Online(_Known):
     """Sampler that draws a new batch in every step.
 
     Args:
@@ -185,17 +187,13 @@ class Online(Sampler):
 
     draw: Callable[..., Any]
     source: PyTree
-    shared: bool = eqx.field(static=True)
-    stacked: bool = eqx.field(static=True)
-    epoch_steps: int = eqx.field(static=True)
-    ndims: tuple[int, ...] = eqx.field(static=True)
 
     @validated
     def __init__(self, draw: Callable[..., Any], source: Any = None, *, shared: bool = False, stacked: bool = False):
         if stacked and source is None:
             checks.fail("source", "be given if every member has its own (`stacked=True`)", None)
         self.draw, self.source, self.shared, self.stacked, self.epoch_steps = draw, source, shared, stacked, 1
-        self.ndims = _ndims((draw, source))
+        self.ndims = ndims_of((draw, source))
 
     def plan(self, key: PRNGKey, block: Any) -> PyTree:
         return key
@@ -205,7 +203,7 @@ class Online(Sampler):
         return self.draw(key) if self.source is None else self.draw(self.source, key)
 
 
-class HostBatches(Sampler):
+class HostBatches(_Known):
     """Sampler of batches from a Python iterator, such as data larger than memory.
 
     For `fit` alone, because a compiled loop does not call the host. A thread makes batches ahead and copies them, so an
@@ -219,16 +217,14 @@ class HostBatches(Sampler):
     """
 
     start: Callable[[int], Iterator[Any]] = eqx.field(static=True)
-    epoch_steps: int = eqx.field(static=True)
     block: int = eqx.field(static=True)
-    shared: bool = eqx.field(static=True)
-    stacked: bool = eqx.field(static=True)
 
     @validated
     def __init__(self, start: Callable[[int], Any], *, epoch_steps: int = 1, block: int = 16):
         for name, value in (("epoch_steps", epoch_steps), ("block", block)):
             checks.check_count(name, value, minimum=1)
-        self.start, self.epoch_steps, self.block, self.shared, self.stacked = start, epoch_steps, block, True, False
+        self.start, self.epoch_steps, self.block = start, epoch_steps, block
+        self.shared, self.stacked, self.ndims = True, False, ()
 
     def segment(self, step: int) -> Segment:
         block, within = divmod(step, self.block)
@@ -236,6 +232,50 @@ class HostBatches(Sampler):
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
+
+    def blocks(self, step: int) -> Iterator[tuple[int, Any]]:
+        """Yield the end and the stacked batches of every block from that of `step` on.
+
+        Places before `step` repeat its batch, and those after the iterator's end the last one.
+        """
+        batches = self.start(step)
+        if not isinstance(batches, Iterable):
+            checks.fail_kind("start", "return an iterator of batches", describe(batches))
+        batches, first, left, like = iter(batches), step % self.block, self.block - step % self.block, None
+        ahead = _ahead(batches, left)
+        while part := ahead.result():
+            if len(part) == left:
+                ahead = _ahead(batches, self.block)
+            for batch in part:
+                arrays = as_arrays("start", batch, "samples")  # `np.stack` accepts plain numbers
+                shapes = jax.tree.map(jax.typeof, arrays)
+                if like not in (None, shapes):
+                    wanted, advice = "give batches of one structure and shape", "Drop a last, smaller batch, or pad it"
+                    checks.fail("start", wanted, f"{shapes} at step {step} after {like}", advice)
+                like, step = shapes, step + 1
+            missing = left - len(part)
+            filled = part[:1] * first + part + part[-1:] * missing
+            yield step, jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *filled)
+            if missing:
+                return
+            first, left = 0, self.block
+
+
+def _ahead(batches: Iterator[Any], count: int) -> "Future[list[Any]]":
+    """Return the next batches, at most `count`, which a thread makes; its errors are raised with the result."""
+    found: Future[list[Any]] = Future()
+
+    def copied(leaf: Any) -> Any:  # an iterator may overwrite it
+        return np.array(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
+
+    def fill() -> None:
+        try:
+            found.set_result([jax.tree.map(copied, batch) for batch in itertools.islice(batches, count)])
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=fill, daemon=True).start()
+    return found
 
 
 def streams(key: Array) -> Array:
@@ -253,23 +293,14 @@ def steps_per_epoch(num_samples: int, batch_size: int, *, drop_remainder: bool =
     return full + (rest > 0 and not drop_remainder)
 
 
-@eqx.filter_jit
-def permutations(key: Array, epochs: Array, num_samples: int, kept: int) -> Array:
-    """Return the order of the samples in every epoch, each cut to `kept`: [epochs * kept]."""
-
-    def one(epoch: Array) -> Array:
-        return jax.random.permutation(jax.random.fold_in(key, epoch), num_samples)[:kept]
-
-    return jax.vmap(one)(epochs).reshape(-1)
-
-
-def _ndims(tree: Any) -> tuple[int, ...]:
+def ndims_of(tree: Any) -> tuple[int, ...]:
+    """Return the number of axes of every array."""
     return tuple(leaf.ndim for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
 
 
-def as_data(data: Any, stacked: bool = False, *, finite: bool = True) -> Any:
-    """Return data as JAX arrays, samples first; after members if `stacked`."""
-    arrays = as_arrays("data", data, "samples", finite=finite)
+def as_data(data: Any, stacked: bool) -> Any:
+    """Return data as JAX arrays of finite numbers, samples first; after members if `stacked`."""
+    arrays = as_arrays("data", data, "samples", finite=True)
     for axis in range(1 + stacked):
         leading_size("data", arrays, axis)
     return jax.tree.map(jnp.asarray, arrays)

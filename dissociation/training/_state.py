@@ -35,10 +35,6 @@ class Static:
             return False
         return all(a is b or bool(a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
 
-    def tree(self) -> Any:
-        """Return the tree, with None in place of arrays."""
-        return self.treedef.unflatten(self.leaves)
-
 
 class State(eqx.Module):
     """State of a network's training: a PyTree of arrays, for `jax.jit`, `vmap`, `grad` and `lax.scan`.
@@ -64,7 +60,7 @@ class State(eqx.Module):
     @property
     def model(self) -> Any:
         """Return the model, or stacked models."""
-        return eqx.combine(self.arrays, self.static.tree())
+        return eqx.combine(self.arrays, self.static.treedef.unflatten(self.static.leaves))
 
     def replace(self, **changes: Any) -> "State":
         """Return the state with changed `model`, `aux`, `opt_state`, `hyperparams` or `step`."""
@@ -116,45 +112,50 @@ class Step(eqx.Module):
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
         """Return the state after one update, and the `Info`; `key` goes to the loss."""
-        self.check_loss(state.aux)
-        arrays, others = eqx.partition(state.arrays, eqx.is_inexact_array)
-        static = state.static.tree()
-
-        def objective(arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
-            return _evaluate(self.loss, eqx.combine(arrays, others, static), aux, batch, key)
-
+        advice = "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
+        carried = [] if state.aux is None else ["aux"]
+        checks.check_call("loss", self.loss, ("model", *carried, "batch", "key"), advice)
+        arrays, rest = eqx.partition(state.model, eqx.is_inexact_array)
+        objective = partial(self._evaluate, rest)
         slopes = jax.value_and_grad(objective, has_aux=True)
-        with jax.named_scope("loss"):
-            if self.micro_batches == 1:
-                (value, (aux, metrics)), slope = slopes(arrays, state.aux, batch, key)
-            else:
-                value, aux, metrics, slope = self._accumulate(slopes, arrays, state.aux, batch, key)
+        evaluate = slopes if self.micro_batches == 1 else partial(self._accumulate, slopes)
+        (value, (aux, metrics)), slope = evaluate(arrays, state.aux, batch, key)
 
         def value_of(arrays: Any) -> Array:  # for line searches
             if self.micro_batches == 1:
                 return objective(arrays, state.aux, batch, key)[0]
-            return self._accumulate(slopes, arrays, state.aux, batch, key)[0]
+            return evaluate(arrays, state.aux, batch, key)[0][0]
 
-        with jax.named_scope("optimizer"):
-            optimizer = transformation(self.optimizer, state.hyperparams)
-            more = {"value": value, "grad": slope, "value_fn": value_of}
-            updates, opt_state = optimizer.update(slope, state.opt_state, arrays, **more)
-            arrays = eqx.combine(optax.apply_updates(arrays, updates), others)
-        new = State(arrays, aux, opt_state, state.hyperparams, state.step + 1, state.static)
+        more = {"value": value, "grad": slope, "value_fn": value_of}
+        update = transformation(self.optimizer, state.hyperparams).update
+        updates, opt_state = update(slope, state.opt_state, arrays, **more)
+        model = eqx.combine(optax.apply_updates(arrays, updates), rest)
+        new = state.replace(model=model, aux=aux, opt_state=opt_state, step=state.step + 1)
         if self.after_update is not None:
-            new = _same_structure(self.after_update(new), new)
+            new = _same_structure(self.after_update(new), new, "after_update", "the state")
         return new, Info(value, metrics)
 
-    def check_loss(self, aux: Any) -> None:
-        """Raise unless the loss takes a model, `aux` if there is one, a batch and a key."""
-        advice = "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
-        checks.check_call("loss", self.loss, ("model", *([] if aux is None else ["aux"]), "batch", "key"), advice)
+    def _evaluate(self, rest: Any, arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
+        """Return (scalar, (aux, metrics)) of a loss in any of its forms; `rest` of the model is not trained."""
+        model = eqx.combine(arrays, rest)
+        if aux is None:
+            out = self.loss(model, batch, key)
+            value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        else:
+            # A copy, because an `eqx.nn.State` can be used only once and the caller still needs it.
+            out = self.loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
+            if not isinstance(out, tuple) or len(out) not in (2, 3):
+                wanted = "return a scalar and the new `aux`, or these and metrics, if a state has an `aux`"
+                checks.fail("loss", wanted, type(out).__name__)
+            value, new, metrics = out if len(out) == 3 else (*out, None)
+            aux = _same_structure(new, aux, "loss", "aux")
+        if getattr(value, "shape", None) != ():
+            got = f"shape {np.shape(value)}" if hasattr(value, "shape") else value
+            checks.fail("loss", "return a scalar for one member and one batch, or a tuple that begins with it", got)
+        return value, (aux, jax.tree.map(jnp.asarray, metrics))
 
     def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
-        """Return means over micro-batches of value, metrics and gradient, and the last `aux`.
-
-        Each micro-batch takes `aux` from the previous one.
-        """
+        """Return what `slopes` does: means over micro-batches, each with the `aux` of the previous one."""
         count = self.micro_batches
         for leaf in jax.tree.leaves(batch):
             if not leaf.ndim or leaf.shape[0] % count:
@@ -168,7 +169,7 @@ class Step(eqx.Module):
 
         aux, outputs = jax.lax.scan(one, aux, (parts, jax.random.split(key, count)))
         value, metrics, slope = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), outputs)
-        return value, aux, metrics, slope
+        return (value, (aux, metrics)), slope
 
 
 @validated
@@ -211,29 +212,6 @@ def make_step(
     return Step(loss, optimizer, after_update, checks.check_count("micro_batches", micro_batches, minimum=1))
 
 
-def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
-    """Raise unless hyperparameters are given exactly if the optimiser is a function."""
-    made = isinstance(optimizer, optax.GradientTransformation)
-    if hyperparams is None and not made:
-        wanted = "be an optax.GradientTransformation if `hyperparams` is None"
-        advice = "Call it, as in optax.adam(1e-3), or pass its `hyperparams`"
-        checks.fail_kind("optimizer", wanted, repr(optimizer), advice)
-    if hyperparams is not None and (made or not callable(optimizer)):
-        wanted = "be a function of one member's hyperparameters if `hyperparams` is given"
-        checks.fail_kind("optimizer", wanted, f"{optimizer!r}, which does not use them")
-
-
-def check_fitting(state: State, step: Step) -> None:
-    """Raise unless the state is of one member and of the step's optimiser."""
-    if jnp.ndim(state.step):
-        advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
-        checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
-    like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
-    if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
-        wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) starts from scratch"
-        checks.fail("state", wanted, "that of another", advice)
-
-
 def _one_transformation(optimizer: Any) -> Any:
     """Return a transformation whose update takes further arguments; others stay unchanged."""
     multi = getattr(getattr(optimizer, "update", None), "__self__", None)
@@ -244,46 +222,32 @@ def _one_transformation(optimizer: Any) -> Any:
         try:
             inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
         except TypeError:  # in spite of the type, as for `optax.contrib.sam`
-            update = _without_grad_fn(optimizer.update)
-            return optax.with_extra_args_support(optax.GradientTransformation(optimizer.init, update))
+            optimizer = optax.GradientTransformation(*optimizer)
+        return optax.with_extra_args_support(optimizer)
     return optimizer
 
 
-def _without_grad_fn(update: Any) -> Any:
-    """Return an update whose error names the option if Optax requires `grad_fn`."""
-
-    def wrapped(updates: Any, state: Any, params: Any = None) -> Any:
-        try:
-            return update(updates, state, params)
-        except ValueError as error:
-            if "grad_fn" not in str(error):
-                raise
-            advice = "Pass opaque_mode=False, as in optax.contrib.sam(optimizer, adversary)"
-            checks.fail("optimizer", "need no `grad_fn`", "one of opaque_mode=True", advice)
-
-    return wrapped
-
-
-def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformationExtraArgs:
-    """Return the optimiser, called with hyperparameters if it is a function."""
+def transformation(optimizer: Any, hyperparams: Any) -> Any:
+    """Return the optimiser, called with hyperparameters if it is a function; raise if it cannot use them."""
     if isinstance(optimizer, optax.GradientTransformation):
-        return optax.with_extra_args_support(optimizer)
-    check_optimizer(optimizer, hyperparams)
+        if hyperparams is not None:
+            wanted = "be a function of one member's hyperparameters if `hyperparams` is given"
+            checks.fail_kind("optimizer", wanted, f"{optimizer!r}, which does not use them")
+        return optimizer
+    if hyperparams is None:
+        wanted = "be an optax.GradientTransformation if `hyperparams` is None"
+        advice = "Call it, as in optax.adam(1e-3), or pass its `hyperparams`"
+        checks.fail_kind("optimizer", wanted, repr(optimizer), advice)
     made = _one_transformation(optimizer(hyperparams))
     if not isinstance(made, optax.GradientTransformation):
         wanted = "return an optax.GradientTransformation for one member's `hyperparams`"
         checks.fail_kind("optimizer", wanted, repr(made))
-    return optax.with_extra_args_support(made)
+    return made
 
 
 def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
     """Return the optimiser's initial state for one member's arrays."""
-    check_optimizer(optimizer, hyperparams)
     fresh = transformation(optimizer, hyperparams).init(eqx.filter(arrays, eqx.is_inexact_array))
-    pairs = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
-    if any(map(pairs, jax.tree.leaves(fresh, is_leaf=pairs))):
-        advice = "Average weights in `aux` by `after_update`"
-        checks.fail_kind("optimizer", "update the model's own arrays", "optax.lookahead, which updates pairs", advice)
     return jax.tree.map(jnp.asarray, fresh)
 
 
@@ -291,6 +255,9 @@ def checked_models(models: Any) -> Any:
     """Return models with arrays of real numbers that JAX keeps, none in half precision."""
 
     def one(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, eqx.nn.State):
+            advice = "Pass models alone and their states as `aux`: the optimiser would change running statistics"
+            checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
         if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
             return leaf
         place = f"models{jax.tree_util.keystr(path)}"
@@ -298,33 +265,10 @@ def checked_models(models: Any) -> Any:
         check_fits(place, array)
         return jnp.asarray(as_numbers(place, array, frozenset({"bool", "int", "float"})))
 
-    is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
-    if any(map(is_state, jax.tree.leaves(models, is_leaf=is_state))):
-        advice = "Pass models alone and their states as `aux`: the optimiser would change running statistics"
-        checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
-    return jax.tree_util.tree_map_with_path(one, models)
+    return jax.tree_util.tree_map_with_path(one, models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State))
 
 
-def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: Any) -> Any:
-    """Return (scalar, (aux, metrics)) of a loss in any of its forms."""
-    if aux is None:
-        out = loss(model, batch, key)
-        value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    else:
-        # A copy, because an `eqx.nn.State` can be used only once and the caller still needs it.
-        out = loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
-        if not isinstance(out, tuple) or len(out) not in (2, 3):
-            wanted = "return a scalar and the new `aux`, or these and metrics, if a state has an `aux`"
-            checks.fail("loss", wanted, type(out).__name__)
-        value, new, metrics = out if len(out) == 3 else (*out, None)
-        aux = _same_structure(new, aux, "loss", "aux")
-    if getattr(value, "shape", None) != ():
-        got = f"shape {np.shape(value)}" if hasattr(value, "shape") else value
-        checks.fail("loss", "return a scalar for one member and one batch, or a tuple that begins with it", got)
-    return value, (aux, jax.tree.map(jnp.asarray, metrics))
-
-
-def _same_structure(new: Any, old: Any, name: str = "after_update", what: str = "the state") -> Any:
+def _same_structure(new: Any, old: Any, name: str, what: str) -> Any:
     """Return `new`; raise unless its arrays have the shapes and dtypes of `old`."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:

@@ -85,33 +85,6 @@ class Traced(eqx.Module):
     def _avals(self) -> list[Any]:
         return [var.aval for var in self.code.jaxpr.outvars]
 
-    def digests(self, *scopes: str) -> dict[str, str]:
-        """Return a digest per `jax.named_scope` of its operations and their arrays; "" has all other operations.
-
-        A scope's digest does not depend on the operations of others, but on which of their results it takes.
-        """
-        writer, jaxpr = _Description(), self.code.jaxpr
-        texts: dict[str, list[str]] = {name: [] for name in (*scopes, "")}
-        names: dict[str, dict[Any, str]] = {name: {} for name in texts}
-        known: dict[Any, str] = dict(zip(jaxpr.invars, _places(self.code.in_tree), strict=True))
-        known |= {var: writer.of(const) for var, const in zip(jaxpr.constvars, self.consts, strict=True)}
-        source: dict[Any, str] = {}
-        for equation in jaxpr.eqns:
-            scope = next((part for part in str(equation.source_info.name_stack).split("/") if part in scopes), "")
-            for var in equation.invars:
-                if not isinstance(var, jex.Literal) and var not in names[scope]:
-                    names[scope][var] = given = f"v{len(names[scope])}"
-                    if var not in known:
-                        texts[source[var]].append(f"{scope} takes {names[source[var]][var]}")
-                    texts[scope].append(f"{given} = {known.get(var, source.get(var))}")
-            texts[scope].append(writer.of_equation(names[scope], equation))
-            source |= dict.fromkeys(equation.outvars, scope)
-        outs: list[Any] = list(jaxpr.outvars)
-        for place, var in zip(_places(self.code.out_tree), outs, strict=True):
-            origin = "" if isinstance(var, jex.Literal) else source.get(var, "")
-            texts[origin].append(f"output {place} = {writer.used(names[origin] | known, var)}")
-        return {name: _digest("\n".join(lines)) for name, lines in texts.items()}
-
     def fingerprint(self) -> str:
         """Return a digest of the operations and of `consts`, the same in all processes with one version of JAX."""
         return self.code.digest + checkpoints.fingerprint(self.consts)
@@ -127,20 +100,8 @@ def trace(function: Callable[..., Any], *example: Any) -> Traced:
     return Traced(Code(closed.jaxpr, jax.tree.structure(example), jax.tree.structure(out)), consts)
 
 
-def _places(structure: Any) -> list[str]:
-    """Return the path of every leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(structure.unflatten(range(structure.num_leaves)))
-    return [jax.tree_util.keystr(path) for path, _ in leaves]
-
-
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _bound(names: dict[Any, str], variables: Any) -> str:
-    for var in variables:
-        names[var] = f"v{len(names)}"
-    return " ".join(f"{names[var]}:{var.aval!r}" for var in variables)
 
 
 class _Description:
@@ -153,25 +114,25 @@ class _Description:
 
     def of_jaxpr(self, jaxpr: jex.Jaxpr) -> str:
         names: dict[Any, str] = {}
-        lines = [_bound(names, jaxpr.constvars), _bound(names, jaxpr.invars)]
-        lines += [self.of_equation(names, equation) for equation in jaxpr.eqns]
-        lines.append(" ".join(self.used(names, atom) for atom in jaxpr.outvars))
-        return "\n".join(lines)
 
-    def of_equation(self, names: dict[Any, str], equation: Any) -> str:
-        self.primitives.add(equation.primitive.name)
-        # Arguments first, because results get new names.
-        arguments = " ".join(self.used(names, atom) for atom in equation.invars)
-        skipped = IRRELEVANT.get(equation.primitive.name, ())
-        params = [f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped]
-        setting = [getattr(equation.ctx, k, None) for k in ("compute_type", "threefry_partitionable")]
-        head = f"{_bound(names, equation.outvars)} = {equation.primitive.name} {arguments}"
-        return f"{head} [{', '.join(params)}] {setting}"
+        def bound(variables: Any) -> str:
+            names.update({var: f"v{number}" for number, var in enumerate(variables, len(names))})
+            return " ".join(f"{names[var]}:{var.aval!r}" for var in variables)
 
-    def used(self, names: dict[Any, str], atom: Any) -> str:
-        if isinstance(atom, jex.Literal):
-            return f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"
-        return names[atom]
+        def used(atoms: Any) -> str:
+            literal = lambda atom: f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"  # noqa: E731
+            return " ".join(literal(atom) if isinstance(atom, jex.Literal) else names[atom] for atom in atoms)
+
+        lines = [bound(jaxpr.constvars), bound(jaxpr.invars)]
+        for equation in jaxpr.eqns:
+            operation = equation.primitive.name
+            self.primitives.add(operation)
+            arguments = used(equation.invars)  # first, because results get new names
+            skipped = IRRELEVANT.get(operation, ())
+            params = [f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped]
+            setting = [getattr(equation.ctx, k, None) for k in ("compute_type", "threefry_partitionable")]
+            lines.append(f"{bound(equation.outvars)} = {operation} {arguments} [{', '.join(params)}] {setting}")
+        return "\n".join([*lines, used(jaxpr.outvars)])
 
     def of(self, value: Any) -> str:
         if isinstance(value, jex.ClosedJaxpr):

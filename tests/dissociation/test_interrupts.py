@@ -21,12 +21,6 @@ if kind == "deaf":
         time.sleep(30)
     except KeyboardInterrupt:
         time.sleep(30)
-if kind == "callback":
-    interrupts.begin()
-    class Lost:
-        def __del__(self):
-            time.sleep(30)
-    Lost()
 if kind == "threads":
     import atexit, os
     interrupts.begin()
@@ -49,7 +43,6 @@ except KeyboardInterrupt:
         ("saving", "saved", signal.SIGTERM),
         ("threads", "saved", signal.SIGTERM),
         ("deaf", "", signal.SIGINT),
-        ("callback", "", signal.SIGTERM),
     ],
 )
 def test_signals_end_a_program_at_any_moment(kind, said, number):

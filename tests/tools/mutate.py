@@ -32,9 +32,12 @@ SWAPS |= {"maximum": "minimum", "sum": "mean", "mean": "sum", "all": "any", "any
 SWAPS |= {"argmin": "argmax", "floor": "ceil", "ceil": "floor", "True": "False", "False": "True"}
 TESTED_BY = {
     "dissociation.training._state": ["dissociation/test_training_state.py"],
-    "dissociation.training._samplers": ["dissociation/test_samplers.py", "dissociation/test_training_loop.py"],
+    "dissociation.training._samplers": [
+        "dissociation/test_samplers.py",
+        "dissociation/test_training_loop.py",
+        "dissociation/test_callbacks.py",
+    ],
     "dissociation.training._partition": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
-    "dissociation.training._batches": ["dissociation/test_samplers.py", "dissociation/test_callbacks.py"],
     "dissociation.training._loop": ["dissociation/test_training_loop.py"],
     "dissociation.training._chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
     "dissociation.training._run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
