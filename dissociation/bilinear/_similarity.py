@@ -105,7 +105,7 @@ class Interval(NamedTuple):
     __repr__ = printed
 
 
-def student_interval(samples: Array) -> Interval:
+def student_interval(samples: Array | np.ndarray) -> Interval:
     """Return Student's 90 % interval for the mean of independent samples [n, ...]; NaN for one."""
     count, mean = samples.shape[0], jnp.mean(samples, 0)
     half = float(stats.t.ppf(0.95, count - 1)) * jnp.std(samples, axis=0, ddof=1) / count**0.5

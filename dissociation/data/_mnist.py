@@ -6,9 +6,11 @@ References:
 
 import gzip
 import hashlib
+import io
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import platformdirs
@@ -28,6 +30,8 @@ CHECKSUMS = {
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
+MAX_BYTES = 64 * 2**20
+"""Largest size of a file, compressed or not, in bytes. The largest contents have 47 MB."""
 NUM_CLASSES = 10
 PERMUTATION_SEED = 37
 
@@ -80,9 +84,11 @@ def cache_folder() -> Path:
 
 def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
     """Return the array of an IDX file of unsigned bytes, gzipped or not, whose contents are those of `name`."""
-    contents = path.read_bytes()
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
     try:
-        contents = gzip.decompress(contents) if contents[:2] == b"\x1f\x8b" else contents
+        with gzip.open(path) if zipped else path.open("rb") as file:
+            contents = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is corrupt: {error}.") from error
     digest = hashlib.sha256(contents).hexdigest()
@@ -115,13 +121,19 @@ def _download(name: str) -> Path:
     import pooch  # Loaded only here: most runs never download.
 
     pooch.get_logger().setLevel("WARNING")
-    loader = pooch.HTTPDownloader(progressbar=True, timeout=30)
+    loader: Any = pooch.HTTPDownloader(progressbar=True, timeout=30)
+
+    def limited(address: str, path: str, caller: Any, **options: Any) -> Any:
+        with _Limited(path, "wb") as file:
+            return loader(address, file, caller, **options)
+
     target, failures = cache_folder() / f"{name}.gz", []
     for mirror in MIRRORS:
         try:
             # Mirrors may compress differently, so the contents are verified, not the file.
-            pooch.retrieve(mirror + target.name, None, target.name, target.parent, downloader=loader)
+            pooch.retrieve(mirror + target.name, None, target.name, target.parent, downloader=limited)
             _read(target, name)
+            target.chmod(target.parent.stat().st_mode & 0o666)  # pooch's files are readable by their owner alone
             return target
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             target.unlink(missing_ok=True)
@@ -131,3 +143,12 @@ def _download(name: str) -> Path:
         f"files; set {ENVIRONMENT_VARIABLE} to such a folder; or use the built-in data, `--data glyphs`, which "
         "needs no download."
     )
+
+
+class _Limited(io.FileIO):
+    """File that raises before it becomes longer than `MAX_BYTES`."""
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > MAX_BYTES:
+            raise OSError(f"longer than {MAX_BYTES} bytes")
+        return super().write(data)

@@ -1,6 +1,7 @@
 """Tables of the figure `eigenvectors`: similarity with its intervals, masks, certified accuracy."""
 
 import numpy as np
+import xarray
 
 from dissociation.bilinear._certificate import certified_accuracy
 from dissociation.figures._eigenvector_measures import RANKINGS, of_size

@@ -40,6 +40,7 @@ class InformationPlane(Result):
     zy_null: Float[Array, ""]
 
 
+@partial(jax.jit, static_argnames="bandwidth")
 def gaussian_gram(x: Array, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Array:
     """Return kernels exp(-|x_i - x_j|^2 / (2 sigma^2 s)), [n, n], with s the dimension or the median squared distance.
 

@@ -263,7 +263,6 @@ def transfer_errors(
     check_count("num_splits", num_splits, minimum=2)
     check_count("num_buckets", num_buckets, minimum=1)
     features, size = jnp.asarray(features), features.shape[0]
-    counts = [_budget(fraction, size, num_splits) for fraction in fractions]
     if probe == "converged":
         check_positive("ridge", ridge)
         predict = eqx.Partial(crossval_softmax_predict, ridge=ridge, num_splits=num_splits, folds=folds)
@@ -271,6 +270,7 @@ def transfer_errors(
         _check_descent(features, size, num_steps, step_size)
         options = {"num_steps": num_steps, "step_size": step_size}
         predict = eqx.Partial(crossval_gradient_predict, num_splits=num_splits, folds=folds, **options)
+    counts = [_budget(fraction, size, num_splits) for fraction in fractions]
     if key is not None:
         order = jax.random.permutation(key, size)
         features, labels = features[order], jnp.asarray(labels)[order]

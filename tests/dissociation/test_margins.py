@@ -14,7 +14,8 @@ Z, W, B = (RNG.normal(size=shape).astype(np.float32) for shape in ((50, 6), (4, 
 
 
 def test_distances_and_the_plane():
-    distance, plane, boundary = class_places(Z, W, B, 1, 3)
+    weights, biases = jnp.asarray(W), jnp.asarray(B)
+    distance, plane, boundary = class_places(jnp.asarray(Z), weights, biases, 1, 3)
     logits = Z @ W.T + B
     np.testing.assert_array_equal(distance > 0, logits[:, 1] > logits[:, 3])
     # Moving by the distance against the normal lands on the boundary.
@@ -24,7 +25,7 @@ def test_distances_and_the_plane():
     np.testing.assert_allclose(plane[:, 0], Z @ normal, atol=1e-5)
     np.testing.assert_allclose(plane[:, 0] - boundary, distance, atol=1e-5)
     # The plane holds both weights: their lengths and products stay.
-    rows = class_places(W[[1, 3]], W, B, 1, 3)[1]
+    rows = class_places(weights[jnp.asarray([1, 3])], weights, biases, 1, 3)[1]
     np.testing.assert_allclose(rows @ rows.T, W[[1, 3]] @ W[[1, 3]].T, atol=1e-5)
 
 
