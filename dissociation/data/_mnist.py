@@ -91,6 +91,8 @@ def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
             contents = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is corrupt: {error}.") from error
+    if len(contents) > MAX_BYTES:
+        raise ValueError(f"{path} is too long: its contents must be of at most {MAX_BYTES} bytes.")
     digest = hashlib.sha256(contents).hexdigest()
     if digest != CHECKSUMS[name]:
         raise ValueError(

@@ -16,6 +16,7 @@ import xarray
 from jaxtyping import Array, Float
 
 from dissociation import similarity
+from dissociation._core.checks import fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
@@ -40,6 +41,9 @@ SIMILARITIES = tuple(
     name for name in REPRESENTATIONAL if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
 )
 """Measures that are larger for closer representations, at most 1."""
+
+MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
+"""Features of the widest layer that does not depend on `width`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +75,14 @@ class Config(members.Config):
         super().__post_init__()
         check_limits(self, num_seeds=3, num_samples=20, num_blocks=(2, self.num_samples))
         check_limits(self, measures=SIMILARITIES, rewrite_measures=REPRESENTATIONAL)
+        left = self.num_samples - -(-self.num_samples // self.num_blocks)
+        layer = max(self.width, MAPS[self.model])
+        rewritten = max(round(self.width * self.duplicate_multiplier), self.width + self.num_zero)
+        for name, widest, samples in (("measures", layer, left), ("rewrite_measures", rewritten, self.num_samples)):
+            for measure in getattr(self, name):
+                if MEASURES[measure].narrow and widest >= samples - 1:
+                    advice = "Raise `num_samples`, lower `width`, or leave the measure out"
+                    fail(name, f"suit {samples} samples of {widest} features", measure, advice)
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""

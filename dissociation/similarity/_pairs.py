@@ -1,5 +1,6 @@
 """Comparison of all pairs of representations of layers and members."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count, fail, fail_kind, warn
+from dissociation._core.checks import check_choice, check_count, describe, fail, fail_kind, warn
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -191,6 +192,7 @@ def pairwise(
         ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
         TypeError: If representations are of another type.
     """
+    _check_order(representations)
     known = as_measure(measure)
     form = known.with_options(**options)
     axes = {"members": members, "positions": positions, "channels": channels}
@@ -244,6 +246,13 @@ def pairwise(
         results = [None if part is None else part[..., 0, 0] for part in results]
     labels = {"items": tuple(first.labels), "others": tuple(second.labels)}
     return Similarities(*results, **labels, measure=known.name, num_samples=number, counts_once=symmetric)
+
+
+def _check_order(representations: Any) -> None:
+    # The measure came first once.
+    if isinstance(representations, str | Measure) or inspect.isroutine(representations):
+        advice = "The measure comes second: pairwise(representations, measure)"
+        fail_kind("representations", "be arrays", describe(representations), advice)
 
 
 @validated

@@ -34,4 +34,5 @@ if TYPE_CHECKING:
     from dissociation.training._state import State, make_step
     from dissociation.training._sweeps import Grid
 else:
-    __getattr__, __dir__ = attach(__name__)
+    call = 'fit(..., mesh=None, member_map="vmap", members_per_batch=2)'
+    __getattr__, __dir__ = attach(__name__, Layout=f"Pass its fields to `fit` or `fit_grid`: {call}")

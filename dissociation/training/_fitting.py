@@ -23,7 +23,7 @@ from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
-from dissociation.training._partition import Partition
+from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
 from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
@@ -75,6 +75,7 @@ def dataset_of_fit(history: History, diverged_at: np.ndarray, over: Over) -> "xa
     return history.to_xarray(over).merge(dataset_of({"diverged_at": diverged_at}, "members" if over is None else over))
 
 
+@without_layout
 @validated
 def fit(
     models: PyTree,

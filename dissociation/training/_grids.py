@@ -28,7 +28,7 @@ from dissociation.training._chunk import observe_members, run_chunk
 from dissociation.training._fitting import dataset_of_fit, fit, prepared
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
-from dissociation.training._partition import Partition, Threads
+from dissociation.training._partition import Partition, Threads, without_layout
 from dissociation.training._progress import Meter, MeterFactory, open_meter
 from dissociation.training._records import Callback, History, Save, record_steps
 from dissociation.training._run import Run
@@ -93,6 +93,7 @@ class GridResult(NamedTuple):
     to_dataframe, save = Labels.to_dataframe, Labels.save
 
 
+@without_layout
 @validated
 def fit_grid(
     init: Callable[..., PyTree],

@@ -1,6 +1,7 @@
 """Training as one pure function, `train`."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training._members import concatenate
 from dissociation.training._samplers import HostBatches, Sampler, ndims_of, streams
-from dissociation.training._state import Info, State, Step
+from dissociation.training._state import Info, State, Step, first_opt_state
 
 
 @validated
@@ -36,7 +37,8 @@ def train(
         The state, and the `Info` of every step: [num_steps] on the leading axis.
 
     Raises:
-        ValueError: If a count is negative, or state or sampler are of several members (map over them).
+        ValueError: If a count is negative, state or sampler are of several members (map over them), or the state is of
+            another optimiser.
         TypeError: If the sampler is a `HostBatches`.
 
     Example:
@@ -53,9 +55,7 @@ def train(
     if isinstance(sampler, HostBatches):
         checks.fail_kind("sampler", "draw its batches in the program", "a HostBatches", "Train with `training.fit`")
     total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
-    if jnp.ndim(state.step):
-        advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
-        checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
+    _check_fitting(state, step)
     if sampler.stacked and ndims_of(sampler) == getattr(sampler, "ndims", None):
         advice = "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, ...))(sampler)"
         checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
@@ -103,3 +103,14 @@ def _blocks(sampler: Sampler, first: int, total: int) -> Any:
             parts.append((segment.size, segment.within, stop - at))
             at = stop
         yield tuple(parts), number
+
+
+def _check_fitting(state: State, step: Step) -> None:
+    """Raise unless the state is of one member and of the step's optimiser."""
+    if jnp.ndim(state.step):
+        advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
+        checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
+    like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
+    if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
+        wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) starts from scratch"
+        checks.fail("state", wanted, "that of another", advice)

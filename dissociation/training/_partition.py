@@ -1,8 +1,8 @@
 """Partition of the member axis: over processes, into shards for worker threads, and over the devices of a mesh."""
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -200,3 +200,16 @@ def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threa
     each = partition.split(stacked)
     program = compiled(function, threads, shared, each[0])
     return partition.joined(run_tasks([partial(program, shared, one) for one in each], threads))
+
+
+def without_layout(function: Callable[..., Any]) -> Any:
+    """Decorate a function so that the earlier argument `layout` raises an error with the new call."""
+
+    @wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if "layout" in kwargs:
+            advice = 'The call is fit(..., mesh=None, member_map="vmap", members_per_batch=2)'
+            checks.fail_kind("layout", "be given by its fields", repr(kwargs["layout"]), advice)
+        return function(*args, **kwargs)
+
+    return refusing

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import WrongValue, check_choice, check_classes, check_count, fail
+from dissociation._core.checks import WrongValue, check_choice, check_classes, check_count, fail, fail_kind
 from dissociation._core.conversion import as_examples
 from dissociation._core.types import InTime, PRNGKey
 from dissociation._core.validation import validated
@@ -26,6 +26,9 @@ from koopman._operators._pairs import lagged_pairs
 States = Float[Array | np.ndarray, "n *state"]
 Trajectories = Annotated[Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()]
 
+FIT_OPTIONS = ("hyperparams", "callbacks", "checkpoint", "mesh", "member_map", "same_program")
+"""Options of `training.fit` that `train_encoders` passes on."""
+
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
     "contrastive": spectral_contrastive_loss,
@@ -34,6 +37,7 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
 """Losses of features now and one lag later: VAMP-2 and DPNets without centring, spectral contrastive."""
 
 LOSSES = (*ENCODER_LOSSES, "reconstruction", "classes")
+NEW_CALL = "train_encoders(lambda key: FeatureMap(5, key=key), 'vamp', lagged_pairs(trajectories), key=key)"
 
 
 @validated
@@ -86,8 +90,8 @@ class _Validation(eqx.Module):
 @validated
 def train_encoders(
     model: Any,
-    loss: Any,
-    data: Any,
+    loss: Any = None,
+    data: Any = None,
     *,
     key: PRNGKey,
     optimizer: Any = None,
@@ -114,7 +118,8 @@ def train_encoders(
         num_epochs: Passes over the data.
         batch_size: Samples in a batch. The last batch of an epoch may be smaller.
         validation: Other data. Their loss, of all samples at once, is observed after every epoch.
-        **options: Options of `dissociation.training.fit`, such as `hyperparams`, `callbacks` and `checkpoint`.
+        **options: Options of `dissociation.training.fit`, `hyperparams`, `callbacks`, `checkpoint`, `mesh`,
+            `member_map`, `same_program`.
 
     Returns:
         Result of `fit`; `history.observed` is the validation loss, [seeds, epochs + 1], if any.
@@ -126,6 +131,13 @@ def train_encoders(
     References:
         See `vamp_loss`, `spectral_contrastive_loss`, `dpnets_loss` and `autoencoder_loss`.
     """
+    if isinstance(model, str) or data is None:
+        got = repr(model) if isinstance(model, str) else "no `data`"
+        fail_kind("model", "come first, then `loss` and `data`", got, f"Call {NEW_CALL}")
+    for name in options:
+        if name not in FIT_OPTIONS:
+            advice = f"Settings of networks are arguments of `model`, as in {NEW_CALL}"
+            fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option", advice)
     if isinstance(loss, str):
         check_choice("loss", loss, LOSSES)
     seeds, data = check_count("num_seeds", num_seeds, minimum=1), as_examples("data", data, finite=True)

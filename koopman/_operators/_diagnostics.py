@@ -173,6 +173,16 @@ def warn_regression(
             )
 
 
+def warn_small_columns(squares: Any, alpha: Any) -> None:
+    """Warn of columns so small that the default `alpha`, in proportion to all columns, suppresses them."""
+    hidden = np.flatnonzero((np.asarray(squares) > 0) & (np.asarray(squares) < 3 * float(alpha)))
+    if len(hidden):
+        _warn(
+            f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` ({len(hidden)} such): "
+            "principal components are taken in the units of the columns. Bring them to one size."
+        )
+
+
 def warn_directions(operator: Any, basis: Any, cutoff: float, asked: Any) -> None:
     """Warn of latent functions that are missing, chosen by rounding, or not orthonormal.
 

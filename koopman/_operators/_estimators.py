@@ -3,6 +3,7 @@
 C_x = X^T X / n and C_xy = X^T Y / n, not centred by default.
 """
 
+import dataclasses
 from abc import abstractmethod
 from functools import partial
 from typing import ClassVar
@@ -57,6 +58,11 @@ class Estimator(eqx.Module):
         self.size = check_count("rank", plain_number(rank), minimum=1) if known else None
         self.masked = None if known or rank is None else jnp.asarray(rank)
         self.alpha, self.solver = alpha, solver
+
+    def __check_init__(self):
+        arrays = {f.name for f in dataclasses.fields(self) if not f.metadata.get("static")} - {"alpha", "masked"}
+        if arrays:
+            raise TypeError(f"Fields of an estimator must be static, `eqx.field(static=True)`, got {sorted(arrays)}.")
 
     @property
     def rank(self) -> int | Array | None:

@@ -187,6 +187,8 @@ def _fit(
         if fallback is not None:
             which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
             diagnostics.warn_large_alpha(alpha, basis.variance, trace, which, units[0])
+        if asked is None and not level:
+            diagnostics.warn_small_columns(jnp.sum(problem.x**2, 0), alpha)
         diagnostics.warn_directions(operator, basis, float(cutoff), estimator.rank)
     return operator
 

@@ -233,3 +233,11 @@ def test_traced_labels_out_of_range_give_nan():
         assert np.isfinite(run(given)) == good
         found = jax.jit(lambda y: neural_collapse(class_moments(features, y, 5)))(given)
         assert {bool(np.isfinite(value)) for value in vars(found).values()} == {good}
+
+
+def test_gradients_are_finite_at_a_perfect_frame():
+    simplex = jnp.asarray((np.eye(4) - 0.25)[np.arange(8) % 4])  # collapsed
+    at_frame = lambda z: measured(class_moments(z, np.arange(8) % 4, 4, scatter=True))  # noqa: E731
+    slopes = jax.jit(jax.jacrev(at_frame))(simplex)
+    for name in ("rnc1", "trace", "equinorm", "equiangularity"):
+        assert np.isfinite(slopes[name]).all(), name

@@ -487,3 +487,26 @@ def test_refusals(task):
     )
     with pytest.raises(TypeError, match="its rank sets shapes, got a traced value. Call it outside"):
         jax.jit(lambda x: make_task(x, x).best_map)(np.eye(3))
+
+
+def test_gradient_descent_follows_the_flow():
+    task = white_task()
+    network = balanced_network(task, 5, 0.1, key=KEY)
+    fastest = float(jnp.max(task.map_values * task.input_values[0] ** 2 / 12))
+    rate = 1e-3 / fastest
+
+    def loss(network, batch, key):
+        return 0.5 * jnp.mean(jnp.sum((jax.vmap(network)(batch[0]) - batch[1]) ** 2, 1))
+
+    step = make_step(loss, optax.sgd(rate))
+    state, done = step.init(network), 0
+    ends = [200, 1000, 3000, 8000, 20_000]
+    flow = gradient_flow(task, network, rate * np.array(ends, float))
+    for place, end in enumerate(ends):
+        options = {"num_steps": end - done, "key": KEY, "first_step": done}
+        state, done = train(state, step, FullBatch((task.x, task.y)), **options)[0], end
+        modes = jnp.diagonal(task.map_left.T @ (state.model.map - flow.map[place]) @ task.map_right)
+        assert jnp.abs(modes / task.map_values).max() < 0.02
+    learned = task.map_left[:, 0] @ flow.map @ task.map_right[:, 0] / task.map_values[0]
+    assert learned[0] < 0.1
+    assert learned[-1] > 0.95

@@ -126,8 +126,23 @@ def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, se
     first = mnist_data()
     cached = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert cached == sorted(f"{name}.gz" for name in small)
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in (*(tmp_path / "cache").iterdir(), tmp_path / "other")}
+    assert len(modes) == 1
     monkeypatch.setattr(mnist, "MIRRORS", ())
     np.testing.assert_array_equal(mnist_data()[0], first[0])
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["sent", "unpacked"])
+def test_nothing_longer_than_the_files_is_loaded(small, tmp_path, server, monkeypatch, compress):
+    """Neither what a mirror sends without end, nor what a few bytes of gzip become."""
+    monkeypatch.setattr(mnist, "MAX_BYTES", 20_000)
+    sent = gzip.compress(bytes(10**6)) if compress else bytes(10**6)
+    write(tmp_path / "www" / "bad", {f"{name}.gz": sent for name in small})
+    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
+    with pytest.raises(ConnectionError, match="of at most 20000 bytes" if compress else "longer than 20000 bytes"):
+        mnist_data()
+    assert not list((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.skipif(mnist.ENVIRONMENT_VARIABLE not in os.environ, reason="needs the MNIST files")

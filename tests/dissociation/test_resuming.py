@@ -419,3 +419,11 @@ def test_a_resume_takes_the_layout_of_the_checkpoint(key, tmp_path, monkeypatch,
     run(num_steps=14, checkpoint=path, **other)
     assert [record.message.endswith("bits may differ.") for record in caplog.records] == [True]
     assert checkpoints.read_header(path)["layout"]["mesh"] is None
+
+
+def test_a_checkpoint_is_refused_to_other_draws(key, tmp_path):
+    run = partial(resumable, key, tmp_path / "run")
+    run(sampler=Online(drawn_about(1.0)))
+    with pytest.raises(ValueError, match="whose (program|sampler)"):
+        run(sampler=Online(drawn_about(2.0)), num_steps=30)
+    assert run(sampler=Online(drawn_about(1.0)), num_steps=30).num_steps == 30  # created again

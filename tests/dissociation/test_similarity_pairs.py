@@ -202,7 +202,7 @@ def test_wrong_calls_are_refused_by_name():
     table = lambda **options: similarity.pairwise(LAYERS, "linear_cka", members=True, **options)  # noqa: E731
     few = lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19)  # noqa: E731
     for call, words in (
-        (lambda: similarity.pairwise("linear_cka", LAYERS), "`measure` must be a name, a `Measure` or a function"),
+        (lambda: similarity.pairwise("linear_cka", LAYERS), r"comes second: pairwise\(representations, measure\)"),
         (lambda: similarity.pairwise([one, other], lambda x: x.sum()), r"must take 2 arguments \(x, y\), got \(x\)"),
         (few, "at least 20 samples, got 19 without one block"),
         (lambda: compiled(LAYERS["layers[0]"]), "`representations` must be concrete: pairs of representations"),

@@ -80,6 +80,7 @@ def test_what_cannot_be_is_refused(key):
         ({"sampler": HostBatches(lambda step: iter([]))}, "`sampler` must draw its batches in .*`training.fit`"),
         ({"num_steps": -1}, "`num_steps` must be at least 0, got -1"),
         ({"first_step": -1}, "`first_step` must be at least 0, got -1"),
+        ({"step": make_step(noisy_error, optax.sgd(0.1, momentum=0.9))}, "hold an `opt_state` of the step's optimiser"),
         ({"sampler": stacked}, "`sampler` must hold the data of one member, got those of all"),
         ({"state": eqx.filter_vmap(ADAM.init)(linear_members(key))}, r"be that of one member, got \(3,\) of them"),
     ):

@@ -486,3 +486,32 @@ def test_snapshots_in_columns_are_hinted_at_once():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "There are fewer pairs")
         fit(Ridge(), *pairs)
+
+
+def test_columns_that_principal_components_do_not_see_are_named(x64):
+    x, y = lagged_pairs(linear_trajectory(d=3)[1])
+    units = np.array([[1, 1e9, 1e9]])
+    with pytest.warns(UserWarning, match="Column 0 of `x` is too small beside the largest for the default `alpha`"):
+        fit(PrincipalComponents(2), x * units, y * units)
+    # All directions have no order: they are ridge regression's.
+    found, wanted = (eigenvalues(fit(kind, x * units, y * units)) for kind in (PrincipalComponents(3), Ridge()))
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+    with pytest.raises(ValueError, match="`x` must have a mean square from"), np.errstate(over="ignore"):
+        fit(Ridge(), x * 1e160, y * 1e160)
+
+
+def test_a_linear_kernel_is_explicit_features_by_default(x64):
+    """A tone 300 times weaker than another had modulus .99886 with one, and 1 with the other."""
+    x = np.stack([np.cos(0.3 * TIME[:200]), np.sin(0.3 * TIME[:200])], 1)
+    x = np.concatenate([x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1)
+    for options in ({}, {"kernel": Linear()}, {"kernel": Linear(), "centres": x[:30]}):
+        found = eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], **options))
+        np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
+
+
+def test_an_estimator_with_an_array_of_its_own_is_refused():
+    class Cut(Ridge):
+        rtol: float = 0.0
+
+    with pytest.raises(TypeError, match=r"Fields of an estimator must be static, .* got \['rtol'\]"):
+        Cut()

@@ -396,3 +396,12 @@ def test_lists_of_numbers_are_one_trajectory():
     np.testing.assert_array_equal(lagged_pairs(tuple(map(tuple, ROWS))).x, np.asarray(ROWS)[:-1])
     np.testing.assert_array_equal(lagged_pairs([np.float32([1, 2]), np.float32([4, 5, 6])]).y, [2.0, 5.0, 6.0])
     assert delay_embed(RUN, 5).shape == (1, 10)
+
+
+def test_float64_rounds_large_integers_with_a_word(x64):
+    large = [np.arange(2**60, 2**60 + 5), np.arange(5, dtype=np.float32)]
+    words = r"^`trajectories\[0\]` .*: float64 keeps 0 digits of it\. Subtract [^,]*$"
+    with pytest.warns(RuntimeWarning, match=words):
+        lagged_pairs(large)
+    with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
+        moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
