@@ -179,7 +179,7 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
     return value, (*front.axes, *named)
 
 
-def _own_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> list[str | None] | None:
+def _own_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> Sequence[str | None] | None:
     """Return the names of `ndim` axes, None for unnamed ones, or None if the annotation has more axes."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "index_variadic")]
     for kind in kinds:

@@ -139,7 +139,8 @@ def _misfit(*shapes: tuple[str, tuple[int, ...]]) -> int | None:
     # In one context, because jaxtyping's import hook compares axes within a function only.
     with jaxtyped("context"):
         for position, (dims, shape) in enumerate(shapes):
-            if not isinstance(jax.ShapeDtypeStruct(shape, np.float32), Shaped[Any, dims]):
+            kind: Any = Shaped[Any, dims]
+            if not isinstance(jax.ShapeDtypeStruct(shape, np.float32), kind):
                 return position
     return None
 

@@ -90,8 +90,10 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
     table = np.zeros((classes, classes), np.int32)
     table[first, second] = table[second, first] = np.arange(len(first))
     # One pair at a time bounds the memory of the eigendecompositions.
-    parts = jax.lax.map(lambda pair: make(*pair), (jnp.asarray(first), jnp.asarray(second)))
-    return Margins(*parts, jnp.asarray(table))
+    values, directions, linear, offset, rounding = jax.lax.map(
+        lambda pair: make(*pair), (jnp.asarray(first), jnp.asarray(second))
+    )
+    return Margins(values, directions, linear, offset, rounding, jnp.asarray(table))
 
 
 def _from_network(model: BilinearNetwork) -> Callable[[Array, Array], tuple[Array, ...]]:

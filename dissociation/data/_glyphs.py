@@ -208,7 +208,7 @@ def _draw_each(
     """Draw one image per label and key, at most `batch_size` at once."""
 
     def draw(item):
-        return draw_glyph(templates, *item, variation, border)
+        return draw_glyph(templates, item[0], item[1], variation, border)
 
     # Batches have one size, the last one padded, because a smaller one would compile a second program.
     num = labels.shape[0]

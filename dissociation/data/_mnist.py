@@ -125,15 +125,16 @@ def _download(name: str) -> Path:
     pooch.get_logger().setLevel("WARNING")
     loader: Any = pooch.HTTPDownloader(progressbar=True, timeout=30)
 
-    def limited(address: str, path: str, caller: Any, **options: Any) -> Any:
+    def limited(url: Any, path: Any, caller: Any) -> None:
         with _Limited(path, "wb") as file:
-            return loader(address, file, caller, **options)
+            loader(url, file, caller)
 
+    options: Any = {"downloader": limited}
     target, failures = cache_folder() / f"{name}.gz", []
     for mirror in MIRRORS:
         try:
             # Mirrors may compress differently, so the contents are verified, not the file.
-            pooch.retrieve(mirror + target.name, None, target.name, target.parent, downloader=limited)
+            pooch.retrieve(mirror + target.name, None, target.name, target.parent, **options)
             _read(target, name)
             target.chmod(target.parent.stat().st_mode & 0o666)  # pooch's files are readable by their owner alone
             return target

@@ -58,7 +58,7 @@ def of_size(dataset: xarray.Dataset, size: int) -> xarray.Dataset:
 def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.ndarray:
     """Return the first and second members of all pairs of different networks of two sizes, [2, pairs]."""
     one, two = len(alive[size]), len(alive[other])
-    return np.stack(member_pairs(one) if size == other else member_pairs(one, two))
+    return member_pairs(one) if size == other else member_pairs(one, two)
 
 
 @eqx.filter_jit

@@ -1,5 +1,7 @@
 """Coordinates for nearest-neighbour estimates of information: asinh, normal scores and whitening."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def normal_scores(points: Array) -> Array:
     return jax.vmap(replaced, (1, 0), 1)(points, scores)
 
 
-def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Array]:
+def whitened(points: Any, reference: Any = None) -> tuple[Array, Array]:
     """Return points in coordinates in which the reference (default: points) is white, and the log volume.
 
     The log volume is half the log determinant of the reference's covariance.

@@ -71,7 +71,7 @@ def wrap_bilinear(
         fail("layers", "hold at least one layer", "none")
     width, blocks = embed.shape[0], []
     for index, parts in enumerate(layers):
-        arrays = [_real(f"layers[{index}][{i}]", part) for i, part in enumerate(parts)]
+        arrays: list[Any] = [_real(f"layers[{index}][{i}]", part) for i, part in enumerate(parts)]
         shapes = [tuple(array.shape) for array in arrays]
         outputs = shapes[0][0] if shapes and shapes[0] else 0
         if shapes not in ([(outputs, width)] * 2, [(outputs, width)] * 2 + [(outputs,)] * 2):

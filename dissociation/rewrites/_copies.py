@@ -166,7 +166,7 @@ def _apply(copies: Copies, step: Step) -> None:
         copies.mark(value, own)
 
 
-def _one_by_one(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+def _one_by_one(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels:
     there = [label for label in labels if label is not None]
     return [copies.same(there, value.shape) for value in step.results]
 
@@ -189,7 +189,8 @@ def _order(step: Step) -> list[int | None]:
         places = {to: k for k, to in enumerate(params["broadcast_dimensions"])}
         return [places.get(to) for to in range(len(made))]
     if len(made) < len(given):
-        return [k for k in range(len(given)) if k not in params.get("axes", params.get("dimensions"))]
+        over = params["axes"] if "axes" in params else params["dimensions"]
+        return [k for k in range(len(given)) if k not in over]
     if "window_dimensions" in params:
         over = [k for k, width in enumerate(params["window_dimensions"]) if width > 1 or given[k] != made[k]]
     elif "fft_lengths" in params:

@@ -150,7 +150,7 @@ def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     for name, array in both.items():
         refuse_vanishing(name, array)
     for name in form.sides:
-        check_size(form, name, *both[name].shape)
+        check_size(form, name, both[name].shape[0], both[name].shape[1])
         warn_dropped(form, name, both[name])
     value = compared(of_sizes(form, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.

@@ -437,7 +437,7 @@ def _invariants(gram: Callable[[Array], Prepared], stack: Array) -> Invariants:
     return jax.lax.map(lambda x: invariants(gram(x).entries), stack)
 
 
-def moment_p_values(values: Any, gram: Callable[[Array], Prepared], sets: Sequence[Items]) -> np.ndarray:
+def moment_p_values(values: Any, gram: Any, sets: Sequence[Items]) -> np.ndarray:
     """Return p-values of inner products of unit matrices over samples, [items, others], from Pearson's type III law.
 
     It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated.

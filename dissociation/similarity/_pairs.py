@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count, describe, fail, fail_kind, warn
+from dissociation._core.checks import check_choice, check_count, fail, fail_kind, warn
+from dissociation._core.conversion import describe
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -223,7 +224,8 @@ def pairwise(
         steps.append(("orders", inference.random_orders(key, count, number, known.repeats, blocks=blocks, each=each)))
     steps += [("blocks", rows) for rows in kept]
     (values, *expected), *found = tables(known, form, first, second, steps, budget=memory_budget, progress=progress)
-    chance = p_value = None
+    chance: Any = None
+    p_value: Any = None
     if baseline:
         chance = jnp.mean(found[0], 0) if drawn[1] else expected[0]
     if p_values and by_moments:

@@ -128,7 +128,7 @@ def predictivity_path(
 
     """
     check_non_negative("alphas", alphas)
-    base.check_size(predictivity_form(num_folds=num_folds, folds=folds), "x", *x.shape)
+    base.check_size(predictivity_form(num_folds=num_folds, folds=folds), "x", x.shape[0], x.shape[1])
     base.refuse_constant("y", y)
     x, y = base.in_common_dtype(x, y)
     return _path(x, y, jnp.asarray(alphas), num_folds, folds)

@@ -142,7 +142,10 @@ class Progress(Callback):
     def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
         self.how, self.shown, self._meter, self._text, self._recorded = how, shown, Meter(), "", False
 
-    needs_records = property(lambda self: False)  # the meter shows losses without records
+    @property
+    def needs_records(self) -> bool:
+        # The meter shows losses without records.
+        return False
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False

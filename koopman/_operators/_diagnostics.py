@@ -101,7 +101,7 @@ def warn_constant(x: Array, gram: Array) -> None:
         )
 
 
-def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
+def warn_large_alpha(alpha: Array, variance: Any, trace: Array, which: str, unit: Array) -> None:
     """Warn if `alpha` exceeds the variance to which it is added, and the rounding of `trace`."""
     given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
     if given > held and given > 1.01e-6 * total:
