@@ -271,6 +271,8 @@ def transfer_errors(
         options = {"num_steps": num_steps, "step_size": step_size}
         predict = eqx.Partial(crossval_gradient_predict, num_splits=num_splits, folds=folds, **options)
     counts = [_budget(fraction, size, num_splits) for fraction in fractions]
+    if not counts:
+        fail("fractions", "name at least one budget", fractions)
     if key is not None:
         order = jax.random.permutation(key, size)
         features, labels = features[order], jnp.asarray(labels)[order]

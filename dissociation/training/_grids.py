@@ -29,7 +29,7 @@ from dissociation.training._fitting import dataset_of_fit, fit, prepared
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._partition import Partition, Threads, without_layout
-from dissociation.training._progress import Meter, MeterFactory, open_meter
+from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import Callback, History, Save, record_steps
 from dissociation.training._run import Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
@@ -357,7 +357,7 @@ def _trained(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> tuple[P
 class _Steps(Callback):
     """Advance a sweep's meter by the steps of one group, after `before` steps of others."""
 
-    def __init__(self, meter: Meter, before: int):
+    def __init__(self, meter: Any, before: int):
         self.meter, self.before = meter, before
 
     def advance(self, step: int, loss: np.ndarray) -> None:

@@ -29,8 +29,8 @@ class Meter:
         """End the meter; called once, also after an error."""
 
 
-MeterFactory = Callable[[int, str], Meter]
-"""Function from the total number of steps and a description to a meter."""
+MeterFactory = Callable[[int, str], Any]
+"""Function from the total number of steps and a description to a `Meter`, or to any object with its methods."""
 
 
 class BarMeter(Meter):
@@ -109,7 +109,7 @@ def _auto_meter(total: int, description: str) -> Meter:
 _NAMED: dict[str, MeterFactory] = {"terminal": BarMeter, "auto": _auto_meter, "late": LateMeter}
 
 
-def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Meter:
+def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Any:
     """Open a meter.
 
     Args:

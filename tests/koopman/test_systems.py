@@ -111,7 +111,7 @@ def test_wrong_arguments_are_named(key):
         (lambda: lorenz63(3, key=key, time_step=0.0), "`time_step` must be positive"),
         (lambda: lorenz63(3, key=key, mu=np.inf), "`mu` must be finite"),
         (lambda: duffing(3, key=key, beta=np.inf), "`beta` must be finite"),
-        (lambda: ornstein_uhlenbeck_spectrum().right(np.ones((3, 2))), "`states` must be an array .* 1., got"),
+        (lambda: ornstein_uhlenbeck_spectrum().right(np.ones((3, 2))), r"`states` must have shape \[n, 1\], got"),
     )
 
 
