@@ -2,6 +2,7 @@ import contextlib
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from words import refused, warned

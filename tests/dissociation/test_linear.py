@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.integrate import solve_ivp
 from scipy.optimize import minimize
@@ -40,6 +41,7 @@ from dissociation.linear import (
     teacher_task,
 )
 from dissociation.rewrites import linear_cka_freedom
+from dissociation.training import FullBatch, make_step, train
 
 KEY = jax.random.key(0)
 SHAPES = {

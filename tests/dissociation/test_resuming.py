@@ -28,6 +28,7 @@ from dissociation.training import (
     FreezeDiverged,
     FullBatch,
     HostBatches,
+    Online,
     Save,
     fit,
     make_step,
@@ -419,6 +420,11 @@ def test_a_resume_takes_the_layout_of_the_checkpoint(key, tmp_path, monkeypatch,
     run(num_steps=14, checkpoint=path, **other)
     assert [record.message.endswith("bits may differ.") for record in caplog.records] == [True]
     assert checkpoints.read_header(path)["layout"]["mesh"] is None
+
+
+def drawn_about(shift):
+    shift = jnp.full((1, 4), shift)
+    return lambda key: (shift + jax.random.normal(key, (4, 4)), jnp.ones((4, 2)))
 
 
 def test_a_checkpoint_is_refused_to_other_draws(key, tmp_path):
