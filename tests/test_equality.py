@@ -55,6 +55,8 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "bilinear/_forms.py:reorder figures/planted.py:_marks",
     "a generic projection, which ties equal rows alone":
         "rewrites/_canonical.py:canonical",
+    "a draw":
+        "koopman/_operators/_kernels.py:_by_leverage",
     "bytes":
         "training/_checkpoint.py:_read_meta",
 }  # fmt: skip

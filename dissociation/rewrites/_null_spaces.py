@@ -26,11 +26,14 @@ class NullSpectrum(NamedTuple):
         basis: Orthonormal directions orthogonal to all samples, [null dimension, *sample shape], float64.
         singular_values: Singular values, descending, [features], float64.
         rank: Number of singular values above the cut-off.
+        gap: Smallest kept singular value over the largest cut one, large if the rank is clear. Infinite if either is
+            missing or the cut one is zero.
     """
 
     basis: Float[np.ndarray, "null ..."]
     singular_values: Float[np.ndarray, " features"]
     rank: int
+    gap: float
 
     __repr__ = printed
 
@@ -62,7 +65,9 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples features ..."], rto
     # A value at the cut-off is kept: its last digits differ between processors.
     rank = int(np.sum(singular_values > (1 - CUT_SLACK) * rtol * singular_values[0]))
     basis = directions[rank:].reshape(-1, *samples.shape[1:])
-    return NullSpectrum(np.ascontiguousarray(basis), scale * singular_values, rank)
+    clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
+    gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
+    return NullSpectrum(np.ascontiguousarray(basis), scale * singular_values, rank, gap)
 
 
 @validated

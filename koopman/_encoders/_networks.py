@@ -105,6 +105,10 @@ class FeatureMap(eqx.Module):
         # Clipped, because the root has no finite derivative at zero.
         return features * (self.feature_norm * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24)))
 
+    def lagged(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
+        """Return the lagged head's features of a state."""
+        return self.lagged_head(self(state))
+
 
 class Autoencoder(eqx.Module):
     """Autoencoder with linear dynamics of the features.
@@ -129,6 +133,7 @@ class Autoencoder(eqx.Module):
         encoder: Network | None = None,
         decoder: Network | None = None,
         orthogonal: bool = False,
+        upsampling: str = "nearest",
         init: str = "pytorch",
         key: PRNGKey,
     ):
@@ -141,6 +146,7 @@ class Autoencoder(eqx.Module):
             decoder: Network from [features] to one state, or a function from a key to one. Default: the decoder of such
                 images.
             orthogonal: If True, the linear dynamics are orthogonal throughout training.
+            upsampling: Upsampling of the default decoder, "nearest" or "bilinear".
             init: Initial weights of the default encoder and decoder, "pytorch" or "lecun". The dynamics always have
                 PyTorch's.
             key: Key of the weights.
@@ -149,7 +155,7 @@ class Autoencoder(eqx.Module):
         keys = jax.random.split(key, 3)
         self.encoder = _encoder(encoder, features, init, keys[0])
         if decoder is None:
-            self.decoder = Decoder(features, init=init, key=keys[1])
+            self.decoder = Decoder(features, upsampling=upsampling, init=init, key=keys[1])
         else:
             self.decoder = build_network("decoder", decoder, key=keys[1])
         # A direction that the data do not excite keeps its initial eigenvalue, which must be below 1 (here about 0.6).

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dissociation._core.checks import (
+    check_choice,
     check_count,
     check_non_negative,
     check_positive,
@@ -304,19 +305,57 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> K
 
 
 @validated(finite=("x",))
-def choose_centres(x: States, num_centres: int, *, key: PRNGKey) -> Int[Array, " m"]:
-    """Return indices [m] of samples, drawn uniformly and without repetition, as centres.
+def choose_centres(
+    x: States,
+    num_centres: int,
+    *,
+    key: PRNGKey,
+    method: str = "uniform",
+    kernel: Kernel | None = None,
+    alpha: Scalar | None = None,
+) -> Int[Array, " m"]:
+    """Choose samples as centres, without repetition.
 
     Args:
         x: States, [n, d].
         num_centres: m, from 1 to n.
         key: Key of the draw.
+        method: "uniform", or "leverage" for ridge leverage scores [K (K + alpha I)^{-1}]_ii, estimated from m uniform
+            centres.
+        kernel: Kernel of "leverage".
+        alpha: Regularisation of "leverage". None is 1e-6 times the mean of k(x, x) on the span of the centres.
+
+    Returns:
+        Indices into x, [m].
+
+    References:
+        Rudi, Calandriello, Carratino and Rosasco (2018), On fast leverage score sampling and optimal learning.
     """
+    check_choice("method", method, ("uniform", "leverage"))
     count, number = check_count("num_centres", num_centres, minimum=1), x.shape[0]
     if count > number:
         fail("num_centres", f"be at most the number of samples ({number})", num_centres)
-    # Split, so that a key draws the centres that it drew in earlier versions.
-    return jax.random.permutation(jax.random.split(key)[0], number)[:count]
+    first, second = jax.random.split(key)
+    uniform = jax.random.permutation(first, number)[:count]
+    if method == "uniform":
+        return uniform
+    if kernel is None:
+        fail("kernel", "be given for leverage scores", "None")
+    warn_narrowed(x)
+    features = nystroem_map(kernel, jnp.asarray(x)[uniform])(x) * number**-0.5
+    alpha = 1e-6 * jnp.sum(features**2) if alpha is None else alpha
+    check_non_negative("alpha", alpha)
+    return _by_leverage(features, alpha, second)
+
+
+@jax.jit
+def _by_leverage(features: Array, alpha: Scalar, key: PRNGKey) -> Array:
+    number, count = features.shape
+    gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
+    scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
+    # The m largest sums of log score and Gumbel noise are a draw without repetition, by scores.
+    noise = jax.random.gumbel(key, (number,), features.dtype)
+    return jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]
 
 
 # M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c. Four steps of

@@ -33,6 +33,7 @@ def test_dimensions_are_exact(samples, features, rank, chunk, monkeypatch):
     wanted = np.zeros(features)
     wanted[: min(samples, features)] = np.linalg.svd(data.astype(float), compute_uv=False)
     np.testing.assert_allclose(spectrum.singular_values, wanted, atol=1e-8)
+    assert spectrum.gap > 1e8 if 0 < rank < features else spectrum.gap == np.inf
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -59,6 +60,7 @@ def test_weak_directions_are_not_null():
     assert null_dimension(data) == (1, 5, 6)
     spectrum = null_spectrum(data)
     np.testing.assert_allclose(spectrum.singular_values[:5], values[:5], rtol=1e-4)
+    assert spectrum.gap > 10
     gram = np.linalg.eigvalsh(data.T @ data)
     assert np.sum(gram > 6 * np.finfo(float).eps * gram.max()) == 4
     # The cut-off can be asked for.
@@ -168,6 +170,7 @@ def test_mnist(key):
     both = np.concatenate([train, test])
     spectrum = null_spectrum(both)
     assert (len(spectrum.basis), spectrum.rank) == (71, 713)
+    assert spectrum.gap > 1e5
     model = eqx.nn.MLP(784, 10, 1024, 1, use_bias=False, key=key)
     certificate = eqx.filter_jit(certify)(model, moved(model, spectrum.basis, key), both[::10])
     assert bool(certificate.kept(1e-4)), certificate

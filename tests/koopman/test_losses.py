@@ -35,6 +35,7 @@ LOSSES = {
     "energy-pooled": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=x[0, 0] ** 2, form="pooled"),
     "energy": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=x[0, 0] ** 2),
     "fro": lambda x, y: orthonormal_fro_reg(x + y),
+    "fro-keyed": lambda x, y: orthonormal_fro_reg(x + y, key=jax.random.key(3)),
     "logfro": lambda x, y: orthonormal_logfro_reg(x + y),
     "score": lambda x, y: vamp_score(np.eye(9)[:, : x.shape[1]], np.eye(9)[::-1, 2 : x.shape[1] + 2], x, y, rank=2),
 }
@@ -160,6 +161,10 @@ def test_fro_is_the_average_over_quadruples(x64):
     np.testing.assert_allclose(orthonormal_fro_reg(x), expected, rtol=1e-10)
     wide = np.hstack([x, np.zeros((6, 4))])  # n <= 2 d: the other form of the sum
     np.testing.assert_allclose(orthonormal_fro_reg(wide) * 6 - 4, expected * 2, rtol=1e-10)
+    # A key draws quadruples; over many keys the average is the same.
+    draws = jax.vmap(lambda key: orthonormal_fro_reg(x, key=key))(jax.random.split(jax.random.key(0), 20_000))
+    assert abs(draws.mean() - expected) < 4 * draws.std() / 20_000**0.5
+    assert draws.std() > 0.01
 
 
 @pytest.mark.parametrize("center", [True, False])

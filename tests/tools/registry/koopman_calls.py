@@ -83,7 +83,7 @@ CALLS = {
     koopman.Matern: lambda: dict(length_scale=1.5, nu=2.5),
     koopman.Polynomial: lambda: dict(degree=3, gamma=0.5, offset=0.0),
     koopman.FeatureMap: lambda: dict(features=2, encoder=encoder(), feature_norm=1.5, init="lecun", key=KEY),
-    koopman.Autoencoder: lambda: dict(features=2, orthogonal=True, init="lecun", key=KEY),
+    koopman.Autoencoder: lambda: dict(features=2, orthogonal=True, upsampling="bilinear", init="lecun", key=KEY),
     datasets.overdamped_langevin: lambda: STEPS | NOISY | dict(potential=energy, initial=np.ones((2, 3), np.float32)),
     datasets.langevin_spectrum: lambda: dict(potential=energy, domain=(-3.0, 3.0)) | NOISY | CELLS,
     datasets.prinz_langevin: lambda: STEPS | NOISY | dict(time_step=1e-3, initial=np.ones((2, 1), np.float32)),
@@ -149,10 +149,10 @@ CALLS = {
         | dict(alpha_rec=1.0, alpha_lin=1.0, alpha_pred=1.0)
     ),
     koopman.energy_loss: lambda: dict(x=X, jac=JACOBIAN, grad_weight=0.1, form="energy"),
-    koopman.orthonormal_fro_reg: lambda: dict(x=X),
+    koopman.orthonormal_fro_reg: lambda: dict(x=X, key=KEY),
     koopman.orthonormal_logfro_reg: lambda: dict(x=X),
     koopman.nystroem_map: lambda: dict(kernel=KERNEL, centres=X[:4]),
-    koopman.choose_centres: lambda: dict(x=X, num_centres=4, key=KEY),
+    koopman.choose_centres: lambda: dict(x=X, num_centres=4, key=KEY, method="leverage", kernel=KERNEL, alpha=0.1),
     koopman.fit: (
         lambda: FIT | dict(estimator=koopman.ReducedRank(2, 0.1, solver="dense")) | OPTIONS,
         lambda: FIT | dict(estimator=koopman.PrincipalComponents(2, 0.1), kernel=kernel, center=False),
