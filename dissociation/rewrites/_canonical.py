@@ -27,6 +27,7 @@ from dissociation.rewrites._groups import (
     parameters_of,
     resized,
 )
+from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
 PASSES = 50
@@ -39,7 +40,9 @@ Arrays = list[np.ndarray]
 
 
 @validated
-def canonical(model: Any, example: Any, *, tolerance: float = 1e-5, call: Call | None = None) -> Any:
+def canonical(
+    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
+) -> Any:
     """Return the canonical form of a network, with the same function and dtypes.
 
     Neurons without incoming or outgoing weights are dropped, incoming weights are scaled to length one, neurons with
@@ -54,6 +57,8 @@ def canonical(model: Any, example: Any, *, tolerance: float = 1e-5, call: Call |
         example: One example, see `rewrites.neuron_groups`.
         tolerance: Distance of normalised incoming weights below which neurons are merged. Merged outgoing weights below
             this fraction of their absolute sum count as cancelled.
+        inputs: Examples, samples first. Neurons that are zero on all of them are dropped; the function is kept on these
+            inputs alone.
         call: See `rewrites.neuron_groups`.
 
     Raises:
@@ -61,7 +66,7 @@ def canonical(model: Any, example: Any, *, tolerance: float = 1e-5, call: Call |
             stream are written by its blocks alone.
         TypeError: If the network is traced.
     """
-    leaves, groups, sequence = _reduced(model, example, tolerance, call)
+    leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     for name, settled in sequence.items():
         rows = _rows(leaves, groups[name], settled)
         # A seed that depends on the shape alone gives all networks of one function the same direction.
@@ -74,7 +79,7 @@ def canonical(model: Any, example: Any, *, tolerance: float = 1e-5, call: Call |
 
 @validated
 def fingerprint(
-    model: Any, example: Any, *, tolerance: float = 1e-5, call: Call | None = None
+    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
 ) -> Float[Array, " numbers"]:
     """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 
@@ -83,7 +88,7 @@ def fingerprint(
     logarithm comes last.
     The length depends on the numbers of neurons. Arguments and errors are those of `canonical`.
     """
-    leaves, groups, sequence = _reduced(model, example, tolerance, call)
+    leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
     made = {slot.leaf for slot in slots if not slot.outgoing}
     free = [leaf for index, leaf in enumerate(leaves) if index not in made]
@@ -112,7 +117,7 @@ def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Arra
 
 
 def _reduced(
-    model: Any, example: Any, tolerance: float, call: Any
+    model: Any, example: Any, tolerance: float, inputs: Any, call: Any
 ) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
     """Return the arrays of a network after merging, its groups, and by group the slots that order neurons."""
     check_positive("tolerance", tolerance)
@@ -123,6 +128,8 @@ def _reduced(
         wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
         fail("model", wanted, f"others: {', '.join(others)}")
     leaves = known_parameters("model", model, "a canonical form is a step")
+    for group in groups.values() if inputs is not None else ():
+        _silence(leaves, group, model, inputs, call)
     # Sums of the absolute values that were merged into each number. A number that has cancelled up to rounding is small
     # beside its sum, in whichever pass it did.
     sizes = [np.abs(leaf) for leaf in leaves]
@@ -143,6 +150,18 @@ def _reduced(
     if smaller:
         check_resized(model, _with(leaves, model), smaller[0], found, single=True)
     return leaves, dict(zip(groups, found, strict=True)), sequence
+
+
+def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
+    """Zero the outgoing weights of neurons that are zero on all inputs, in place."""
+    silent = np.ones(group.size, bool)
+    read = [slot for slot in group.slots if slot.outgoing]
+    for slot in read:
+        seen = layer_inputs(model, inputs, slot.path, call=call)
+        lengths = [size if k in seen.axes else 1 for k, size in enumerate(slot.shape)]
+        columns = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
+        silent &= ~slot.rows(np.asarray((seen.rows != 0).any(0))[columns]).any(1)
+    _multiply(leaves, read, ~silent)
 
 
 def _multiply(leaves: Arrays, slots: Sequence[Slot], factors: np.ndarray) -> None:

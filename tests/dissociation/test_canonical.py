@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ResidualMLP, one
+from scipy.spatial.distance import pdist
+from zoo import ZOO, ResidualMLP, one
 
 from dissociation import rewrites
 from dissociation.rewrites import canonical, fingerprint, fingerprint_distance, neuron_groups
@@ -318,3 +319,33 @@ def test_what_has_no_canonical_form_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=wanted):
             canonical(arrays, jnp.ones(5), call=call)
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MADE_AND_READ)
+def test_other_networks_have_other_fingerprints(name, count):
+    kind = ZOO[name]
+    example = kind.inputs(jax.random.key(1))[0]
+    found = np.stack([fingerprint(kind.make(jax.random.key(seed)), example) for seed in range(count)])
+    assert pdist(found).min() > 0.3 * np.linalg.norm(found, axis=1).max()
+
+
+@pytest.mark.parametrize("name", MADE_AND_READ)
+def test_neurons_without_activity_are_dropped_where_asked(name):
+    """Biases far below zero: dead on the data, and not for every input."""
+    model, inputs, groups = one(name)
+    names = {"perceptron": "layers[1]", "convolutional": "encoder.convolutions[1]", "residual": "first[1]"}
+    group = groups[names[name]]
+    bias = next(slot for slot in group.slots if slot.path.endswith("bias"))
+    leaves = [np.array(leaf) for leaf in parameters_of(model)[0]]
+    leaves[bias.leaf][bias.positions[:2]] -= 1e3
+    dead = with_leaves(model, leaves)
+    plain, dropped = canonical(dead, inputs[0]), canonical(dead, inputs[0], inputs=inputs)
+    sizes = [sum(np.size(leaf) for leaf in parameters_of(m)[0]) for m in (model, plain, dropped)]
+    assert sizes[0] == sizes[1] > sizes[2]
+    np.testing.assert_allclose(jax.vmap(dropped)(inputs), jax.vmap(dead)(inputs), rtol=1e-4, atol=1e-5)
+    found = neuron_groups(dropped, inputs[0])[group.name]
+    assert found.size <= group.size - 2
+    leaves[bias.leaf][bias.positions[:2]] -= 7.0  # of no effect on these inputs
+    prints = [fingerprint(m, inputs[0], inputs=inputs) for m in (dead, with_leaves(model, leaves))]
+    assert fingerprint_distance(*prints) < 1e-6
