@@ -39,6 +39,8 @@ from dissociation.training._sweeps import Grid
 if TYPE_CHECKING:
     import xarray
 
+FORMAT = 2
+"""Format of the manifest."""
 MANIFEST = "sweep.json"
 """File with the settings, groups and layout of a sweep."""
 RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "diverged_at")
@@ -389,11 +391,13 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
         for old in [*folder.glob("group-*"), path]:
             old.rename(before / old.name)
     if not path.exists():
-        return {"identity": identity}
+        return {"format": FORMAT, "identity": identity}
     advice = "Name another folder, or pass fresh=True."
     try:
         manifest = json.loads(path.read_text())
         stored, _ = manifest["identity"], (manifest["plan"], manifest["layout"])
+        if manifest.get("format") != FORMAT:
+            raise ValueError
     except (ValueError, KeyError, TypeError) as error:
         raise files.RefusedFile(f"{path} is broken, or of another version of this package. {advice}") from error
     if different := [name for name in identity if stored.get(name) != identity[name]]:

@@ -105,7 +105,8 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
     assert fresh.history.loss.shape == (1, 12)
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
-    (tmp_path / module.MANIFEST).write_text("{}")
+    earlier = json.loads((tmp_path / module.MANIFEST).read_text()) | {"format": 1}
+    (tmp_path / module.MANIFEST).write_text(json.dumps(earlier))
     with pytest.raises(RefusedFile, match="is broken, or of another version"):
         swept(folder=tmp_path)
 
