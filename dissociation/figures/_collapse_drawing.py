@@ -149,7 +149,7 @@ def _series(
     *,
     dashed: xarray.DataArray | None = None,
     dotted: xarray.DataArray | None = None,
-    threshold: float | None = None,
+    threshold: float | int | None = None,
     log: bool = False,
     within: tuple[float, float] = (-np.inf, np.inf),
     **labels: Any,

@@ -34,7 +34,7 @@ def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
     return models if alive.all() else take(models, np.where(alive, np.arange(len(alive)), int(np.argmax(alive))))
 
 
-def without_diverged(variables: Mapping[str, Any], **alive: Bool[np.ndarray, " members"]) -> dict[str, Any]:
+def without_diverged(variables: Mapping[str, Any], **alive: Bool[np.ndarray, "_"]) -> dict[str, Any]:
     """Return variables of a dataset with NaN for diverged members, along the axes that `alive` names."""
     found = {}
     for name, (dims, values, *attrs) in variables.items():

@@ -78,5 +78,5 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
     """Return codes of images, in slices of 500, which bound the memory of the convolutions."""
-    parts = jnp.split(jnp.asarray(images).reshape(-1, 28, 28), range(500, images.shape[0], 500))
+    parts = jnp.split(jnp.asarray(images).reshape(-1, 28, 28), list(range(500, images.shape[0], 500)))
     return jnp.concatenate([jax.vmap(model.encoder)(part) for part in parts])  # no loop: see `training.fit`

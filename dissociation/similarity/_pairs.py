@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count, fail, fail_kind, warn
+from dissociation._core.checks import check_choice, check_count, check_level, fail, fail_kind, warn
 from dissociation._core.conversion import describe
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
@@ -194,6 +194,7 @@ def pairwise(
         TypeError: If representations are of another type.
     """
     _check_order(representations)
+    check_level(level)
     known = as_measure(measure)
     form = known.with_options(**options)
     axes = {"members": members, "positions": positions, "channels": channels}
