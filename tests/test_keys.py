@@ -32,7 +32,7 @@ PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koop
 SHARED = {
     # A seed's networks under several weight decays begin alike, see the same batches, and are measured alike.
     "dissociation/models/_layers.py draw_weights: uniform",
-    "dissociation/training/_samplers.py permutations.one: permutation",
+    "dissociation/training/_samplers.py Epochs.plan.order: permutation",
     "dissociation/figures/_collapse_measures.py Information.__call__: normal",
     "dissociation/figures/_collapse_measures.py Information.__call__: permutation",
     "dissociation/measures/_smoothed.py _smoothed: normal",
