@@ -15,23 +15,29 @@ LONGEST = 4
 """Length of a run of ties, in units of the tolerance, beyond which the run is cut."""
 
 
-def snapped(values: Any, size: Any = None) -> Array:
+def snapped(values: Any, size: Any = None) -> Any:
     """Return `values`, a constant for derivatives, with numbers made equal that differ by rounding alone.
 
     Runs of neighbours closer than 64 rounding units of `size` (default: the largest) get their smallest value, or 0 if
     it is as close to 0.
     """
-    values = jnp.asarray(values)
-    if not jnp.issubdtype(values.dtype, jnp.floating) or not values.size:
+    xp: Any = np if isinstance(values, np.ndarray) else jnp
+    values = xp.asarray(values)
+    if not xp.issubdtype(values.dtype, xp.floating) or not values.size:
         return values
-    order, _, tied = _sorted(values, size)
-    return jnp.zeros_like(tied).at[order].set(tied).reshape(values.shape)
+    order, _, tied = _sorted(xp, values, size)
+    if xp is np:
+        found = np.empty_like(tied)
+        found[order] = tied
+    else:
+        found = jnp.zeros_like(tied).at[order].set(tied)
+    return found.reshape(values.shape)
 
 
 def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Float[Array, " number"]:
     """Return ranks from 1, with mean ranks for ties."""
     values = jnp.asarray(values)
-    order, first, _ = _sorted(values, size)
+    order, first, _ = _sorted(jnp, values, size)
     number, kind = values.shape[0], values.dtype
     places = jnp.arange(number)
     last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
@@ -41,22 +47,31 @@ def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Flo
     return jnp.zeros(number, kind).at[order].set(mean)
 
 
-def _sorted(values: Array, size: Any) -> tuple[Array, Array, Array]:
+def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
     """Return the rising order, and in this order True for the first number of each tie, and tied numbers."""
-    values = lax.stop_gradient(values).reshape(-1)
-    size = jnp.max(jnp.where(jnp.isfinite(values), abs(values), 0)) if size is None else lax.stop_gradient(size)
+    values = (values if xp is np else lax.stop_gradient(values)).reshape(-1)
+    if size is None:
+        size = xp.max(xp.where(xp.isfinite(values), abs(values), 0))
+    elif xp is jnp:
+        size = lax.stop_gradient(size)
     # A rescaling by a power of two is exact here, so it changes no comparison.
-    slack = jnp.asarray(size, values.dtype) * jnp.asarray(ROUNDINGS * jnp.finfo(values.dtype).eps, values.dtype)
-    places = jnp.arange(values.size)
-    # The sort returns the numbers, because XLA may round recomputed ones differently.
-    slack = jnp.broadcast_to(slack.reshape(-1), values.shape)
-    values, slack, order = lax.sort((values, slack, places), num_keys=1)
-    same = (values[1:] - values[:-1] <= jnp.maximum(slack[1:], slack[:-1])) | (values[1:] == values[:-1])
-    start = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
-    # Dense numbers form long runs, which are cut from their start: a fixed grid would separate equal numbers.
-    width = jnp.where(slack[start] > 0, LONGEST * slack[start], 1)
-    cell = jnp.where(values == values[start], 0, jnp.floor((values - values[start]) / width))
-    first = jnp.concatenate([jnp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))])  # each NaN is a tie of its own
-    begin = lax.cummax(jnp.where(first, places, 0))
+    slack = xp.asarray(size, values.dtype) * xp.asarray(ROUNDINGS * xp.finfo(values.dtype).eps, values.dtype)
+    slack = xp.broadcast_to(slack, values.shape) if slack.ndim == 0 else slack.reshape(-1)
+    places = xp.arange(values.size)
+    if xp is np:
+        order = np.argsort(values, kind="stable")
+        values, slack = values[order], slack[order]
+        running = np.maximum.accumulate
+    else:  # the sort returns the numbers, because XLA may round recomputed ones differently
+        values, slack, order = lax.sort((values, slack, places), num_keys=1)
+        running = lax.cummax
+    with np.errstate(invalid="ignore"):  # infinity - infinity
+        same = (values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])) | (values[1:] == values[:-1])
+        start = running(xp.where(xp.concatenate([xp.zeros(1, bool), same]), 0, places))
+        # Dense numbers form long runs, which are cut from their start: a fixed grid would separate equal numbers.
+        width = xp.where(slack[start] > 0, LONGEST * slack[start], 1)
+        cell = xp.where(values == values[start], 0, xp.floor((values - values[start]) / width))
+    first = xp.concatenate([xp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))])  # each NaN is a tie of its own
+    begin = running(xp.where(first, places, 0))
     tied = values[begin]
-    return order, first, jnp.where(abs(tied) <= slack[begin], 0, tied)
+    return order, first, xp.where(abs(tied) <= slack[begin], 0, tied)
