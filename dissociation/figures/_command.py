@@ -170,7 +170,7 @@ def _tell(program: str, what: object, status: int) -> int:
 def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str], began: float) -> None:
     key = jax.random.PRNGKey(run.seed)
     identity = caches.identity_of(config, key, data)
-    folder = run.out / run_name(figure, config, run, identity)
+    folder = run.out / run_name(figure, run, identity)
     with contextlib.ExitStack() as held:
         distributed.on_main(lambda: _take_folder(run, folder, held))
         interrupts.advice = f"The same command resumes; finished parts are in {folder / 'parts'}."
@@ -248,19 +248,18 @@ def certificates_of(dataset: xarray.Dataset) -> dict[str, Any]:
     return {"certificates on the test images": table.to_dict("index")}
 
 
-def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
+def run_name(figure: Figure, run: RunOptions, identity: Mapping[str, Any]) -> str:
     """Return the name of a run's folder: the figure, the settings that differ from their defaults, and a hash.
 
     The hash is of figure, identity and the package's version.
     """
-    default = figure.Config().quick() if run.quick else figure.Config()
+    default = as_json(figure.Config().quick() if run.quick else figure.Config())
     words = [figure.STEM, *(["quick"] * run.quick)]
     if run.seed != DEFAULT_SEED:
         words.append(f"seed-{run.seed}")
-    for field in dataclasses.fields(config):
-        if (value := getattr(config, field.name)) != getattr(default, field.name):
-            values = value if isinstance(value, tuple) else (value,)
-            words.append("-".join([field.name, *(str(part) for part in values)]))
+    for name, value in identity["config"].items():
+        if value != default[name]:
+            words.append("-".join([name, *map(str, value if isinstance(value, list) else [value])]))
     name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))[:_LONGEST_NAME].rstrip("-_.")
     settings = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
     return f"{name}_{caches.digest_of(settings)[:10]}"

@@ -81,29 +81,32 @@ class Figure(Protocol):
         ...
 
 
-def check_limits(config: Any, **limits: Any) -> None:
-    """Check fields of a configuration, entries of tuples one by one.
+class Settings:
+    """Base of the options of a figure, frozen dataclasses that check themselves."""
 
-    A limit is the least count, a pair of the least and largest count or (in floats) real number, a collection of names,
-    or a function that checks a name and a value.
-    """
-    for name, limit in limits.items():
-        value = getattr(config, name)
-        if isinstance(value, tuple):
-            check_distinct(name, value)
-        for each in value if isinstance(value, tuple) else (value,):
-            if callable(limit):
-                limit(name, each)
-            elif isinstance(limit, int):
-                check_count(name, each, minimum=limit)
-            elif isinstance(each, str):
-                check_choice(name, each, limit)
-            elif isinstance(limit[0], int):
-                check_count(name, each, minimum=limit[0], maximum=limit[1])
-            else:
-                check_non_negative(name, each)
-                if not limit[0] <= each <= limit[1]:
-                    fail(name, f"lie from {limit[0]:g} to {limit[1]:g}", each)
+    def check(self, **limits: Any) -> None:
+        """Check fields, entries of tuples one by one.
+
+        A limit is the least count, a pair of the least and largest count or (in floats) real number, a collection of
+        names, or a function that checks a name and a value.
+        """
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                check_distinct(name, value)
+            for each in value if isinstance(value, tuple) else (value,):
+                if callable(limit):
+                    limit(name, each)
+                elif isinstance(limit, int):
+                    check_count(name, each, minimum=limit)
+                elif isinstance(each, str):
+                    check_choice(name, each, limit)
+                elif isinstance(limit[0], int):
+                    check_count(name, each, minimum=limit[0], maximum=limit[1])
+                else:
+                    check_non_negative(name, each)
+                    if not limit[0] <= each <= limit[1]:
+                        fail(name, f"lie from {limit[0]:g} to {limit[1]:g}", each)
 
 
 def run(

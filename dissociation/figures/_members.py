@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 
 from dissociation.data._datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures._cache import Cache
-from dissociation.figures._harness import check_limits, config_of
+from dissociation.figures._harness import Settings, config_of
 from dissociation.figures._seeds import check_some_left, named_diverged, stand_ins, without_diverged
 from dissociation.measures._robustness import input_noise_error
 from dissociation.models._representations import representations
@@ -41,7 +41,7 @@ FACTORS = (1e-15, 1e15)
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Settings):
     """Base of settings with a dataset. Subclasses add `num_test` and the field named by `LOADED`."""
 
     LOADED: ClassVar[str] = "num_train"
@@ -52,7 +52,7 @@ class DataConfig:
 
     def __post_init__(self):
         given = [name for name in (self.LOADED, "num_test") if getattr(self, name) is not None]
-        check_limits(self, data=NAMES, **dict.fromkeys(given, 1))
+        self.check(data=NAMES, **dict.fromkeys(given, 1))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if a setting does not fit the dataset."""
@@ -78,13 +78,34 @@ class Config(DataConfig):
 
     def __post_init__(self: Any):
         super().__post_init__()
-        check_limits(self, model=NETWORKS, num_seeds=1, width=1, num_epochs=0, num_zero=0, scale_factor=FACTORS)
-        check_limits(self, duplicate_multiplier=(1.0, 1000.0))
+        self.check(model=NETWORKS, num_seeds=1, width=1, num_epochs=0, num_zero=0, scale_factor=FACTORS)
+        self.check(duplicate_multiplier=(1.0, 1000.0))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer test images than `num_samples`."""
         if hasattr(self, "num_samples"):
-            check_limits(self, num_samples=(1, len(data.test_images)))
+            self.check(num_samples=(1, len(data.test_images)))
+
+    def train(
+        self: Any, key: Array, data: Dataset, cache: Cache, observe: Callable[..., dict[str, Array]] | None = None
+    ) -> "Trained":
+        """Train the networks."""
+        trained = fit_classifiers(
+            key=key,
+            dataset=data,
+            network=self.model,
+            progress=cache.progress,
+            checkpoint=cache.path("training.ckpt"),
+            observe=observe,
+            **{name: getattr(self, name) for name in ("num_epochs", "num_seeds", "width")},
+        )
+        cache.seconds["training"] = trained.seconds
+        alive = check_some_left(trained.diverged_at)
+        observed = trained.history.observed
+        error = np.where(np.isfinite(observed["test_loss"]), observed["test_error"], np.nan)
+        models = stand_ins(trained.models, alive)
+        cache.network = take(models, 0)
+        return Trained(models, alive, trained.diverged_at, error, observed)
 
     def rewrites(self: Any, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
         """Return functions of a network and a key by the name of the variant."""
@@ -149,33 +170,6 @@ class Trained(NamedTuple):
         shared = {"test_error": (("seeds", "epochs"), self.test_error), "diverged_at": ("seeds", self.diverged_at)}
         counted = {name: np.arange(size) for name, size in zip(("seeds", "epochs"), self.test_error.shape, strict=True)}
         return xarray.Dataset({**kept, **shared}, {**coords, **counted}, {"data": json.dumps(described(data))})
-
-
-def train_members(
-    config: Any,
-    *,
-    key: Array,
-    data: Dataset,
-    cache: Cache,
-    observe: Callable[..., dict[str, Array]] | None = None,
-) -> Trained:
-    """Train the networks of a configuration."""
-    trained = fit_classifiers(
-        key=key,
-        dataset=data,
-        network=config.model,
-        progress=cache.progress,
-        checkpoint=cache.path("training.ckpt"),
-        observe=observe,
-        **{name: getattr(config, name) for name in ("num_epochs", "num_seeds", "width")},
-    )
-    cache.seconds["training"] = trained.seconds
-    alive = check_some_left(trained.diverged_at)
-    observed = trained.history.observed
-    error = np.where(np.isfinite(observed["test_loss"]), observed["test_error"], np.nan)
-    models = stand_ins(trained.models, alive)
-    cache.network = take(models, 0)
-    return Trained(models, alive, trained.diverged_at, error, observed)
 
 
 def measure_members(

@@ -23,12 +23,20 @@ def moved_weights(architecture: str, models: Any, group: NeuronGroup, images: np
     return layer_inputs(take(models, 0), images, ".layers[0].weight" if architecture == "mlp" else made)
 
 
-def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, num_members: int) -> dict[str, Any]:
+def null_spaces(
+    architecture: str,
+    models: Any,
+    path: str,
+    images: np.ndarray,
+    num_members: int,
+    published: Array | np.ndarray | None = None,
+) -> dict[str, Any]:
     """Return null spaces of layer inputs in float64: `basis`, `dimension`, `rank` and the singular values at the cut.
 
     `basis` is [1 or members, dimension, features], padded with zeros. Images have one exact null space. Hidden layers
     are rounded, so singular values below 1e-6 of the largest count as zero, and there is a basis per member. Numbers
-    are those of the smallest null space and the least clear cut.
+    are those of the smallest null space and the least clear cut. `published_basis` is that of the images `published` by
+    the usual float32 cut-off.
     """
     if architecture == "mlp":
         spectra = [null_spectrum(images)]
@@ -36,13 +44,17 @@ def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, n
         spectra = [null_spectrum(_rows(take(models, index), images, path), 1e-6) for index in range(num_members)]
     dimension = max(len(one.basis) for one in spectra)
     cut = [one.singular_values[one.rank] if one.rank < len(one.singular_values) else 0.0 for one in spectra]
-    return {
+    found = {
         "basis": np.stack([np.pad(one.basis, ((0, dimension - len(one.basis)), (0, 0))) for one in spectra]),
         "dimension": min(len(one.basis) for one in spectra),
         "rank": max(one.rank for one in spectra),
         "smallest_kept": min(one.singular_values[one.rank - 1] for one in spectra),
         "largest_cut": max(cut),
     }
+    if published is not None:
+        rtol = len(published) * float(np.finfo(np.float32).eps)
+        found["published_basis"] = null_spectrum(published, rtol).basis
+    return found
 
 
 def _rows(model: Any, images: np.ndarray, path: str) -> np.ndarray:

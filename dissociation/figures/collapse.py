@@ -36,7 +36,7 @@ from dissociation.figures._collapse_measures import (
     margins_of,
     spread_observations,
 )
-from dissociation.figures._harness import check_limits, run
+from dissociation.figures._harness import run
 from dissociation.figures._members import DataConfig
 from dissociation.figures._members import source as source
 from dissociation.figures._seeds import stand_ins
@@ -119,19 +119,19 @@ class Config(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_limits(self, optimizer=("adamw", "sgd"), network=("mlp", "cnn"), seeds=check_seed, classes=(0, 9))
-        check_limits(self, num_steps=1, num_train=1, width=1, depth=1, num_images=1, num_neighbours=1, code=1)
-        check_limits(self, batch_size=(1, self.num_train), compression_epochs=1, num_smoothed=1, num_information=0)
-        check_limits(self, weight_decays=check_non_negative, learning_rate=check_positive, init_scale=check_positive)
-        check_limits(self, feature_noise=check_positive, smoothing=check_positive, collapse_threshold=check_positive)
+        self.check(optimizer=("adamw", "sgd"), network=("mlp", "cnn"), seeds=check_seed, classes=(0, 9))
+        self.check(num_steps=1, num_train=1, width=1, depth=1, num_images=1, num_neighbours=1, code=1)
+        self.check(batch_size=(1, self.num_train), compression_epochs=1, num_smoothed=1, num_information=0)
+        self.check(weight_decays=check_non_negative, learning_rate=check_positive, init_scale=check_positive)
+        self.check(feature_noise=check_positive, smoothing=check_positive, collapse_threshold=check_positive)
         # No accuracy is above 1.
-        check_limits(self, accuracy_threshold=(0.0, 0.999999), test_threshold=(0.0, 0.999999))
+        self.check(accuracy_threshold=(0.0, 0.999999), test_threshold=(0.0, 0.999999))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if a setting does not fit the dataset."""
         if max(self.classes) >= data.num_classes:
             fail("classes", f"be among the {data.num_classes} of the data", self.classes)
-        check_limits(self, num_train=(1, len(data.train_images)))
+        self.check(num_train=(1, len(data.train_images)))
         measured = min(self.num_images, len(data.test_images))
         if self.num_information and measured <= self.num_neighbours:
             fail("num_neighbours", f"be below the number of images ({measured} test images)", self.num_neighbours)

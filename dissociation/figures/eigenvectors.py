@@ -27,7 +27,7 @@ from dissociation.figures._eigenvector_drawing import headline as headline
 from dissociation.figures._eigenvector_drawing import table as table
 from dissociation.figures._eigenvector_measures import MEASURES, ORDERS, PADDED, pooled
 from dissociation.figures._eigenvector_measures import of_size as of_size
-from dissociation.figures._harness import check_limits, padded, run
+from dissociation.figures._harness import padded, run
 from dissociation.figures._members import DataConfig, described
 from dissociation.figures._members import source as source
 from dissociation.figures._seeds import check_some_left, stand_ins, without_diverged
@@ -83,9 +83,9 @@ class Config(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_limits(self, sizes=1, large=1, num_epochs=1, batch_size=1, num_ranks=1, num_components=1, num_certified=1)
-        check_limits(self, num_seeds=2, num_large_seeds=2, digit=(0, 9))
-        check_limits(self, weight_decay=check_non_negative, noise=check_non_negative, mask_norms=check_non_negative)
+        self.check(sizes=1, large=1, num_epochs=1, batch_size=1, num_ranks=1, num_components=1, num_certified=1)
+        self.check(num_seeds=2, num_large_seeds=2, digit=(0, 9))
+        self.check(weight_decay=check_non_negative, noise=check_non_negative, mask_norms=check_non_negative)
         if self.reference not in self.sizes:
             fail("reference", f"be one of the sizes {self.sizes}", self.reference)
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import check_limits, config_of, drawing, run
+from dissociation.figures._harness import config_of, drawing, run
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces
 from dissociation.figures._seeds import cell
@@ -76,7 +76,7 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        check_limits(self, num_seeds=2, num_samples=2, null_scale=(0.0, np.inf), spread=(0.0, 10.0))
+        self.check(num_seeds=2, num_samples=2, null_scale=(0.0, np.inf), spread=(0.0, 10.0))
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""
@@ -102,7 +102,7 @@ def compute(
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key = jax.random.split(key)
-    trained = members.train_members(config, key=train_key, data=data, cache=cache)
+    trained = config.train(train_key, data, cache)
     images = jnp.asarray(data.test_images[: config.num_samples])
     layers = member_representations(trained.models, images)
     groups = rewritten_layers(config, trained.models, data.test_images[0])

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from dissociation._core.checks import check_positive, fail
 from dissociation._core.linalg import centre
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import check_limits, run
+from dissociation.figures._harness import Settings, run
 from dissociation.figures._manifold_drawing import QUANTITIES, draw, scaled
 from dissociation.figures._manifold_drawing import caption as caption
 from dissociation.figures._manifold_drawing import headline as headline
@@ -38,7 +38,7 @@ MINIMISERS = "least under input noise", "least under parameter noise", "least un
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Settings):
     """Settings of tasks, walks and noise."""
 
     num_tasks: int = 10
@@ -71,11 +71,11 @@ class Config:
     """Draws of noise in simulations."""
 
     def __post_init__(self):
-        check_limits(self, num_samples=10, num_inputs=1, num_outputs=1, depth=(1, 7), hidden=self.rank)
-        check_limits(self, input_rank=(1, min(self.num_samples, self.num_inputs)))
-        check_limits(self, rank=(1, min(self.input_rank, self.num_outputs)), condition=(1.0, 1000.0))
-        check_limits(self, num_tasks=2, num_steps=2, pair_steps=(2, self.num_steps), num_scales=2, num_draws=2)
-        check_limits(self, rate=check_positive)
+        self.check(num_samples=10, num_inputs=1, num_outputs=1, depth=(1, 7), hidden=self.rank)
+        self.check(input_rank=(1, min(self.num_samples, self.num_inputs)))
+        self.check(rank=(1, min(self.input_rank, self.num_outputs)), condition=(1.0, 1000.0))
+        self.check(num_tasks=2, num_steps=2, pair_steps=(2, self.num_steps), num_scales=2, num_draws=2)
+        self.check(rate=check_positive)
         if self.rate > 1:
             fail("rate", "be at most 1", self.rate)
 

@@ -22,7 +22,7 @@ from dissociation._core.checks import check_positive, fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import check_limits, padded, run
+from dissociation.figures._harness import padded, run
 from dissociation.figures._members import source as source
 from dissociation.figures._planted_drawing import caption as caption
 from dissociation.figures._planted_drawing import draw
@@ -90,15 +90,15 @@ class Config(members.DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_limits(self, num_epochs=1, width=1, num_passes=1, batch_size=1, num_factors=1)
-        check_limits(self, num_shown=10, num_more=10, strip=10, num_around=10)
-        check_limits(self, learning_rate=check_positive, gain=check_positive)
+        self.check(num_epochs=1, width=1, num_passes=1, batch_size=1, num_factors=1)
+        self.check(num_shown=10, num_more=10, strip=10, num_around=10)
+        self.check(learning_rate=check_positive, gain=check_positive)
         if self.gain > 1:
             fail("gain", "be at most 1", self.gain)
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer training images than are shown."""
-        check_limits(self, **dict.fromkeys(("num_shown", "num_more"), (10, len(data.train_images))))
+        self.check(**dict.fromkeys(("num_shown", "num_more"), (10, len(data.train_images))))
 
     def quick(self) -> "Config":
         """Return the options of a smoke run."""

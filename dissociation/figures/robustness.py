@@ -22,7 +22,7 @@ from dissociation._core.checks import fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import check_limits, drawing, rows, run
+from dissociation.figures._harness import drawing, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
 from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces
@@ -30,7 +30,6 @@ from dissociation.figures._seeds import cell
 from dissociation.measures._robustness import input_noise_error, parameter_noise_error
 from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._noise import parameter_noise
-from dissociation.rewrites._null_spaces import null_spectrum
 
 __all__ = ["Config", "compute", "draw"]
 
@@ -63,7 +62,7 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        check_limits(self, num_scales=2, null_scale=(0.0, members.FACTORS[1]))
+        self.check(num_scales=2, null_scale=(0.0, members.FACTORS[1]))
         if self.published_null and self.model != "mlp":
             fail("published_null", "be False except for the perceptron, whose first layer gets the data", self.model)
 
@@ -90,11 +89,12 @@ def compute(
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
-    trained = members.train_members(config, key=train_key, data=data, cache=cache)
+    trained = config.train(train_key, data, cache)
     all_images = np.concatenate([data.train_images, data.test_images])
     group = members.rewritten_group(trained.models, all_images[0])
     weights = moved_weights(config.model, trained.models, group, all_images[:1])
-    null_space = cache.get("null_space", lambda: _null_space(config, trained.models, weights.path, all_images, data))
+    spaces = partial(null_spaces, config.model, trained.models, weights.path, all_images, config.num_seeds)
+    null_space = cache.get("null_space", partial(spaces, data.test_images if config.published_null else None))
     moved, others = null_perturbed(weights, config.null_scale), config.rewrites(group)
     # The first variant is the reference of differences.
     variants = {"trained": others["trained"], "null-perturbed": moved}
@@ -204,14 +204,6 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
         changes = [f"{certificate.max_abs_change.item():.1e}", f"{certificate.changed_predictions.item():.0f}"]
         shown.append([name, *cells, *changes])
     return shown
-
-
-def _null_space(config: Config, models: Any, path: str, images: np.ndarray, data: Dataset) -> dict[str, Any]:
-    found = null_spaces(config.model, models, path, images, config.num_seeds)
-    if config.published_null:
-        rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
-        found["published_basis"] = null_spectrum(data.test_images, rtol).basis
-    return found
 
 
 def _input_curve(

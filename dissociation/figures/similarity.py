@@ -20,7 +20,7 @@ from dissociation._core.checks import fail
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import check_limits, config_of, run
+from dissociation.figures._harness import config_of, run
 from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell, stand_ins
 from dissociation.figures._similarity_drawing import REWRITES, draw, layers_of, of_seeds
@@ -73,8 +73,8 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        check_limits(self, num_seeds=3, num_samples=20, num_blocks=(2, self.num_samples))
-        check_limits(self, measures=SIMILARITIES, rewrite_measures=REPRESENTATIONAL)
+        self.check(num_seeds=3, num_samples=20, num_blocks=(2, self.num_samples))
+        self.check(measures=SIMILARITIES, rewrite_measures=REPRESENTATIONAL)
         left = self.num_samples - -(-self.num_samples // self.num_blocks)
         layer = max(self.width, MAPS[self.model])
         rewritten = max(round(self.width * self.duplicate_multiplier), self.width + self.num_zero)
@@ -126,7 +126,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray
     train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
     images = jnp.asarray(data.test_images[: config.num_samples])
     observe = Snapshots(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)), images)
-    trained = members.train_members(config, key=train_key, data=data, cache=cache, observe=observe)
+    trained = config.train(train_key, data, cache, observe)
     keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
     layers = member_representations(trained.models, images)
     group = members.rewritten_group(trained.models, images[0])

@@ -25,7 +25,7 @@ from dissociation.data._datasets import Dataset
 from dissociation.data._tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures import _members as members
 from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
-from dissociation.figures._harness import check_limits, config_of, drawing, rows, run
+from dissociation.figures._harness import config_of, drawing, rows, run
 from dissociation.figures._members import headline
 from dissociation.figures._members import source as source
 from dissociation.figures._seeds import cell
@@ -69,7 +69,7 @@ class Config(members.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        check_limits(self, num_budgets=1, gradient_steps=1, num_splits=2, probes=PROBES)
+        self.check(num_budgets=1, gradient_steps=1, num_splits=2, probes=PROBES)
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are too few test images for quarter turns, or for folds of the smallest budget."""
@@ -107,7 +107,7 @@ def compute(
 
 def _computed(config: Config, key: Array, data: Dataset, cache: Cache) -> xarray.Dataset:
     train_key, rewrite_key, rotation_key, coarse_key = jax.random.split(key, 4)
-    trained = members.train_members(config, key=train_key, data=data, cache=cache)
+    trained = config.train(train_key, data, cache)
     keys = jax.random.split(rewrite_key, config.num_seeds)
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     tasks = {
