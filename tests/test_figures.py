@@ -61,7 +61,7 @@ WRONG = {
         "scale_factor": [0.0, -1.0, np.inf, np.nan, 1e30, 1e-30],
         "duplicate_multiplier": [0.5, 0.0, np.nan, 1e12],
     },
-    ("robustness",): {"num_scales": [0, 1], "num_zero": [-1, 2**40], "null_scale": [-0.1, np.nan, 1e38]},
+    ("robustness",): {"num_scales": [0, 1], "num_zero": [-1, 2**40, 10**9], "null_scale": [-0.1, np.nan, 1e38]},
     ("transfer",): {
         "num_budgets": [0], "num_splits": [1], "gradient_steps": [0], "num_zero": [-1, 2**40],
         "probes": [(), ("gradient", "gradient"), ("other",)],
@@ -73,7 +73,7 @@ WRONG = {
         "data": ["cifar"],
     },
     ("similarity",): {
-        "num_samples": [19], "measures": [(), ("cka",), ("rsa", "rsa")], "rewrite_measures": [("disagreement",)],
+        "num_samples": [19], "measures": [(), ("cka",), ["rsa", 5]], "rewrite_measures": [("disagreement",)],
         "num_blocks": [1], "num_seeds": [2], "num_zero": [-1, 2**40],
     },
     ("freedom",): {
@@ -83,7 +83,7 @@ WRONG = {
     ("collapse",): {
         "weight_decays": [(), (-0.1,), (0.1, 0.1)], "seeds": [(), (-1,), (2**32,)], "num_steps": [0], "width": [0],
         "num_train": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
-        "classes": [(1, 1), (0, 10)], "accuracy_threshold": [1.0, -0.1], "code": [0], "learning_rate": [0.0],
+        "classes": [(1, 1), (0, 10), (0, 1, 2)], "accuracy_threshold": [1.0, -0.1], "code": [0], "learning_rate": [0.0],
     },
     ("manifold",): {
         "num_tasks": [1], "num_samples": [0], "num_inputs": [0], "input_rank": [0, 21], "num_outputs": [0],
@@ -91,7 +91,7 @@ WRONG = {
         "depth": [0, 8], "num_scales": [1], "num_draws": [1], "condition": [0.5, np.nan],
     },
     ("planted",): {
-        "num_epochs": [0], "width": [0], "num_shown": [9], "num_more": [9], "num_passes": [0],
+        "num_epochs": [0], "width": [0, 10**7], "num_shown": [9], "num_more": [9], "num_passes": [0],
         "batch_size": [0], "learning_rate": [0.0, np.nan], "num_factors": [0], "strip": [9], "num_around": [9],
         "gain": [0.0, 2.0, np.nan], "num_train": [0], "num_test": [0], "data": ["cifar"],
     },

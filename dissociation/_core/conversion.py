@@ -27,10 +27,8 @@ KINDS = ("bool", "int", "float", "complex")
 @functools.cache
 def number_kind(dtype: Any) -> str:
     """Return one of `KINDS`, "key", or "" for entries that are no numbers."""
-    for kind, parent in _PARENTS.items():
-        if jnp.issubdtype(dtype, parent):
-            return kind
-    return ""
+    kinds = (kind for kind, parent in _PARENTS.items() if jnp.issubdtype(dtype, parent))
+    return "" if jnp.issubdtype(dtype, np.timedelta64) else next(kinds, "")  # NumPy counts spans of time as integers
 
 
 def as_array(

@@ -157,6 +157,8 @@ def produce(
             print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
             distributed.leave(interrupts.status())
             return interrupts.status()
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return _tell(program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
         raise
     return 0
 

@@ -92,14 +92,14 @@ class Settings:
         """
         for name, limit in limits.items():
             value = getattr(self, name)
-            if isinstance(value, tuple):
+            if several := isinstance(value, tuple | list):
                 check_distinct(name, value)
-            for each in value if isinstance(value, tuple) else (value,):
+            for each in value if several else (value,):
                 if callable(limit):
                     limit(name, each)
                 elif isinstance(limit, int):
                     check_count(name, each, minimum=limit)
-                elif isinstance(each, str):
+                elif isinstance(next(iter(limit)), str):
                     check_choice(name, each, limit)
                 elif isinstance(limit[0], int):
                     check_count(name, each, minimum=limit[0], maximum=limit[1])

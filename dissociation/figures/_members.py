@@ -39,6 +39,9 @@ else:
 FACTORS = (1e-15, 1e15)
 """Range of scale factors at which squares of scaled values stay within float32."""
 
+MAX_WEIGHTS = 2**28
+"""Largest number of incoming weights of a rewritten layer: a GiB of float32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Settings):
@@ -78,8 +81,9 @@ class Config(DataConfig):
 
     def __post_init__(self: Any):
         super().__post_init__()
-        self.check(model=NETWORKS, num_seeds=1, width=1, num_epochs=0, num_zero=0, scale_factor=FACTORS)
-        self.check(duplicate_multiplier=(1.0, 1000.0))
+        self.check(model=NETWORKS, num_seeds=1, width=1, num_epochs=0, scale_factor=FACTORS)
+        most = MAX_WEIGHTS // self.width
+        self.check(num_zero=(0, most), duplicate_multiplier=(1.0, max(1.0, most / self.width)))
 
     def check_data(self, data: Dataset) -> None:
         """Raise if there are fewer test images than `num_samples`."""

@@ -120,6 +120,8 @@ class Config(DataConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check(optimizer=("adamw", "sgd"), network=("mlp", "cnn"), seeds=check_seed, classes=(0, 9))
+        if len(self.classes) != 2:
+            fail("classes", "be two classes", self.classes)
         self.check(num_steps=1, num_train=1, width=1, depth=1, num_images=1, num_neighbours=1, code=1)
         self.check(batch_size=(1, self.num_train), compression_epochs=1, num_smoothed=1, num_information=0)
         self.check(weight_decays=check_non_negative, learning_rate=check_positive, init_scale=check_positive)
@@ -166,9 +168,9 @@ def compute(
     Returns:
         Series [weight_decays, seeds, time_step], on training images, or on test images if the name starts with "test_";
         expensive measures `nhsic_...` and `mi_...` (nats) [weight_decays, seeds, information_step], on test images;
-        steps of crossings, see `_collapse_results.crossings`; `margin` [classes, splits, weight_decays, seeds, images],
-        signed distances to the boundary between the classes, padded with NaN; `plane`, coordinates in the plane of the
-        classes' weights, and `plane_boundary`. Numbers are NaN from `diverged_at` on.
+        steps of crossings, see `_collapse_measures.crossings`; `margin` [classes, splits, weight_decays, seeds,
+        images], signed distances to the boundary between the classes, padded with NaN; `plane`, coordinates in the
+        plane of the classes' weights, and `plane_boundary`. Numbers are NaN from `diverged_at` on.
     """
     given = {"key": key, "data": source(config, data), "cache": cache, "progress": progress}
     return run(partial(_computed, mesh=mesh), config, **given)

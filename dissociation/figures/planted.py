@@ -90,7 +90,7 @@ class Config(members.DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.check(num_epochs=1, width=1, num_passes=1, batch_size=1, num_factors=1)
+        self.check(num_epochs=1, width=(1, 2**16), num_passes=1, batch_size=1, num_factors=1)
         self.check(num_shown=10, num_more=10, strip=10, num_around=10)
         self.check(learning_rate=check_positive, gain=check_positive)
         if self.gain > 1:

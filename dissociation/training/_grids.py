@@ -195,21 +195,23 @@ def fit_grid(
 
 
 def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken: list[str]) -> None:
-    """Raise for names of results, and for quantities that the optimiser does not read."""
-    for name in RESERVED:
-        if name in grid.values:
-            checks.fail("grid", f"have other names than {', '.join(RESERVED)}", repr(name))
+    """Raise for names of results, and for quantities that the optimiser does not read, or lacks."""
+    for name in grid.values:
+        if name in RESERVED or "/" in name or name.startswith(("observed_", "metrics_")):
+            checks.fail("grid", f"have other names than {', '.join(RESERVED)}, without a slash", repr(name))
 
-    def works(values: dict[str, float]) -> bool:
+    def failure(values: dict[str, float]) -> Exception | None:
         try:
             optimizer(values)
-        except Exception:  # `fit` raises it
-            return False
-        return True
+        except Exception as error:
+            return error
+        return None
 
     first = {name: float(column[0]) for name, column in hyperparams.items()}
-    for name in first if works(first) else ():
-        if works({other: value for other, value in first.items() if other != name}):
+    if first and isinstance(lacking := failure(first), KeyError):
+        checks.fail("grid", "hold what the optimiser reads", f"{', '.join(first)}, without {lacking}")
+    for name in first if failure(first) is None else ():  # `fit` raises other errors
+        if failure({other: value for other, value in first.items() if other != name}) is None:
             wanted = f"hold nothing but seeds, what `init` takes by name ({', '.join(taken) or 'nothing'})"
             checks.fail("grid", f"{wanted}, and what the optimiser reads", repr(name))
 
@@ -327,7 +329,12 @@ def _run(
             models, given = sweep.arguments(members)
             options = {"save": sweep.save, "same_program": same_program, **how}
             options |= {"callbacks": [_Steps(meter, index * num_steps)], "checkpoint": kept.file(index, "ckpt")}
-            result = fit(models, sweep.step, sweep.sampler, **given, **options)
+            try:
+                result = fit(models, sweep.step, sweep.sampler, **given, **options)
+            except checks.WrongValue as error:
+                if kept.path is None or not str(error).startswith("`checkpoint`"):
+                    raise
+                raise checks.WrongValue(f"{error} Or pass fresh=True, which sets {kept.path} aside.") from error
             parts.append((result.history, result.diverged_at, result.seconds))
             kept.finish(index, (result.models, result.state.aux))
             del models, given, result
@@ -395,7 +402,7 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
     advice = "Name another folder, or pass fresh=True."
     try:
         manifest = json.loads(path.read_text())
-        stored, _ = manifest["identity"], (manifest["plan"], manifest["layout"])
+        stored, _ = dict(manifest["identity"]), (manifest["plan"], manifest["layout"])
         if manifest.get("format") != FORMAT:
             raise ValueError
     except (ValueError, KeyError, TypeError) as error:
@@ -437,12 +444,12 @@ class _Folder(NamedTuple):
         return None if self.path is None else self.path / f"group-{index:04d}.{kind}"
 
     def finish(self, index: int, trained: PyTree) -> None:
-        """Store a group's trained models and `aux`, unless they are stored."""
+        """Store a group's trained models and `aux`."""
         path = self.file(index, "trained")
         if path is None:
             self.groups[index] = jax.device_get(trained)
         else:
-            distributed.on_main(lambda: None if path.exists() else checkpoints.save(path, trained))
+            distributed.on_main(lambda: checkpoints.save(path, trained))
 
     def trained(self, index: int, sweep: Sweep, plan: Plan) -> PyTree:
         """Return a group's trained models and `aux`."""

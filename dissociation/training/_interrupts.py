@@ -158,7 +158,8 @@ def terminations_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is interrupt:  # a callback may have set another
+            signal.signal(signal.SIGTERM, before)
         if heard and callable(before):
             before(*heard[0])
         elif heard:

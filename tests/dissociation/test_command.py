@@ -353,6 +353,12 @@ def test_a_bug_shows_its_traceback(run, toy, monkeypatch):
         run()
 
 
+def test_memory_that_runs_out_is_told_in_a_line(run, toy, monkeypatch, capsys):
+    monkeypatch.setattr(toy, "compute", Mock(side_effect=RuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nTraces")))
+    assert run() == 1
+    assert "out of memory; choose smaller sizes. RESOURCE_EXHAUSTED: Out of memory." in one_line(capsys)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["dissociation", "koopman"])
 def test_both_packages_are_programs(tmp_path, package):

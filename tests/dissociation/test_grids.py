@@ -100,8 +100,16 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     assert json.loads((tmp_path / module.MANIFEST).read_text())["identity"]["grid"]["axes"] == ["width", "rate", "seed"]
     with pytest.raises(RefusedFile, match="must hold the same sweep"):
         swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]))
-    with pytest.raises(ValueError, match="`checkpoint` must be a file of the same run, .* whose observe differs"):
-        swept(folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
+    other = {"folder": tmp_path, "save": Save(lambda model, step, key: jnp.zeros(3))}
+    with pytest.raises(ValueError, match="`checkpoint` must be .* same run, .* whose observe differs.* fresh=True"):
+        swept(**other)
+    for path in tmp_path.glob("group-*.ckpt"):
+        path.unlink()
+    other = {"sampler": Epochs((X, -Y), 10)}
+    kept, alone = (
+        eqx.filter(swept(**given).models_of([0]), eqx.is_array) for given in (other | {"folder": tmp_path}, other)
+    )
+    assert eqx.tree_equal(*(jax.tree.map(jnp.asarray, each) for each in (kept, alone)))
     fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
     assert fresh.history.loss.shape == (1, 12)
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
@@ -147,8 +155,8 @@ def test_wrong_calls():
         (lambda: result.models_of([2]), "`members` must be places"),
         (lambda: result.models_of([0, 1]), "`members` must have one shape"),
         (lambda: swept(grid=Grid(width=[4], rate=[0.1], other=[1, 2])), "`grid` must hold nothing but seeds"),
-        (lambda: swept(grid=Grid(width=[4], decay=[0.1])), "rate"),
-        (lambda: swept(grid=Grid(width=[4], rate=[0.1], loss=[1])), "`grid` must have other names"),
+        (lambda: swept(grid=Grid(width=[4], decay=[0.1])), "`grid` must hold what the optimiser reads, .* 'rate'"),
+        (lambda: swept(grid=Grid(width=[4], rate=[0.1], observed_norm=[1])), "`grid` must have other names"),
     ):
         with pytest.raises((KeyError, TypeError, ValueError), match=words):
             call()

@@ -98,6 +98,7 @@ def test_whatever_stands_for_an_array_is_taken(rows):
         ({"x": pd.DataFrame(ROWS, [list("aab"), [0, 1, 0]])}, ValueError, "`x` must be .*several index levels"),
         ({"x": np.ones((2, 2), complex)}, TypeError, "`x` must hold real numbers, got dtype complex128"),
         ({"x": np.ma.array(ROWS, mask=np.eye(3, 2))}, ValueError, "`x` must be .*masked"),
+        ({"x": np.array(ROWS).astype("m8[s]")}, TypeError, "`x` must be .*dtype timedelta64"),
         ({"x": jax.random.key(0)}, TypeError, r"`x` must be .*dtype key<fry> and shape \(\)"),
         ({"x": [1.0, 2.0]}, ValueError, r"`x` must be an array of real numbers \[n, d\], got shape \(2,\)"),
         ({"x": [[1.0, np.nan]]}, ValueError, r"`x` must be finite, got nan at index \(0, 1\)"),
