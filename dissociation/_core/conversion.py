@@ -38,7 +38,8 @@ def as_array(
     wanted = f"be {words}" if bare else f"be an array of {words}"
     array = value if isinstance(value, (jax.Array, np.ndarray)) else _converted(name, value, wanted)
     if number_kind(array.dtype) not in KINDS:
-        if isinstance(array, np.ndarray) and any(isinstance(entry, (str, bytes)) for entry in array.flat):
+        entries = array.flat if array.ndim and isinstance(array, np.ndarray) else ()
+        if any(isinstance(entry, (str, bytes)) for entry in entries):
             advice = "`numpy.unique(labels, return_inverse=True)[1]` makes integers of text labels"
             fail_kind(name, wanted, f"text, {reprlib.repr(value)}", advice)
         fail_kind(name, wanted, describe(array if array.ndim else value))
@@ -266,6 +267,6 @@ def describe(value: Any) -> str:
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     if isinstance(value, (str, bytes, int, float, complex)):
         return f"{type(value).__name__} {reprlib.repr(value)}"
-    if hasattr(value, "__name__"):
+    if callable(value) and hasattr(value, "__name__"):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
     return "None" if value is None else f"an object of type {type(value).__name__}"

@@ -188,8 +188,8 @@ def _order(step: Step) -> list[int | None]:
     if step.name == "broadcast_in_dim":
         places = {to: k for k, to in enumerate(params["broadcast_dimensions"])}
         return [places.get(to) for to in range(len(made))]
-    if len(made) < len(given):
-        over = params["axes"] if "axes" in params else params["dimensions"]
+    if "axes" in params or step.name == "squeeze":
+        over = params["axes"] if "axes" in params else params["dimensions"]  # perhaps none
         return [k for k in range(len(given)) if k not in over]
     if "window_dimensions" in params:
         over = [k for k, width in enumerate(params["window_dimensions"]) if width > 1 or given[k] != made[k]]

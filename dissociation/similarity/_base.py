@@ -1,5 +1,6 @@
 """Preparation and comparison of representations, and properties of measures."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -133,11 +134,13 @@ class Measure:
 
     def with_options(self, **options: Any) -> Form:
         """Return the form of the measure with options."""
-        if not isinstance(self.form, Form):
-            return self.form(**options)
-        for name in options:
-            raise TypeError(f"`{name}` is no option: {self.name} has no options.")
-        return self.form
+        known = () if isinstance(self.form, Form) else inspect.signature(self.form).parameters.values()
+        names = [one.name for one in known if one.kind == one.KEYWORD_ONLY]
+        wrong = [name for name in options if name not in names]
+        if wrong and not any(one.kind == one.VAR_KEYWORD for one in known):
+            allowed = f"the options of {self.name} are {', '.join(names)}" if names else f"{self.name} has no options"
+            raise TypeError(f"`{wrong[0]}` is no option: {allowed}.")
+        return self.form if isinstance(self.form, Form) else self.form(**options)
 
     def __call__(self, x: Any, y: Any, **options: Any) -> Array:
         """Return the measure of two representations."""

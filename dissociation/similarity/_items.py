@@ -40,6 +40,8 @@ class Items(NamedTuple):
 def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
     """Return representations with their names in messages and in labels."""
     if isinstance(given, Mapping):
+        if len(set(map(str, given))) < len(given):
+            fail(name, "have layers whose names differ as text", list(given), "Rename one")
         return [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
     if holds_arrays(given):
         return [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]

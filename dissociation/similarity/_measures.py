@@ -6,10 +6,12 @@ from math import inf, log, pi
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from dissociation._core.checks import check_call, check_choice, fail, fail_kind
+from dissociation._core.conversion import describe
 from dissociation.similarity import _dissimilarity as dissimilarity
 from dissociation.similarity import _functional as functional
 from dissociation.similarity import _kernels as kernels
@@ -206,7 +208,11 @@ def _opaque(function: Callable[..., Array], **options: Any) -> Form:
 
 
 def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:
-    value = function(x, y, **options)
+    try:
+        value = function(x, y, **options)
+    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
+        advice = f"It is compiled, and {type(error).__name__} came"
+        fail_kind("measure", "be a function of JAX's operations", describe(function), advice)
     value = value if value is None else jnp.asarray(value)
     if value is None or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
         got = None if value is None else f"{value.dtype} of shape {value.shape}"

@@ -207,7 +207,7 @@ def _gulp_distance(a: Array, b: Array) -> Array:
     return root(0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T)))
 
 
-CCA = Form(basis, _mean_correlation, minimum=4, narrow=True, cut="scaled")
+CCA = Form(basis, _mean_correlation, minimum=3, narrow=True, cut="scaled")
 
 CCA_SQUARED = CCA._replace(
     compare=lambda a, b: jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0),

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_finite, check_non_negative, fail, is_traced, warn
-from dissociation._core.conversion import as_array, describe
+from dissociation._core.conversion import as_array, as_numbers, describe
 from dissociation._core.distances import root
 from dissociation._core.linalg import centre, nuclear_norm, product, psd_power, scale_of
 from dissociation._core.results import Result
@@ -86,10 +86,13 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
     """
     total: Any = None
     points: list[np.ndarray] = []
-    for batch in batches:
+    for number, batch in enumerate(batches):
         if not isinstance(batch, (list, tuple)):
             fail("batches", "give a tuple of arrays each, one per representation", describe(batch))
-        arrays = [as_array("batches", part, "real numbers [n, p]") for part in batch]
+        named = [(f"batches[{number}][{place}]", part) for place, part in enumerate(batch)]
+        arrays = [as_array(name, part, "real numbers [n, p]") for name, part in named]
+        for (name, _), array in zip(named, arrays, strict=True):
+            check_finite(name, as_numbers(name, array, frozenset({"float"})))
         # Moments about a point near the means lose no digits to a large offset.
         points = points or [np.mean(np.asarray(part, np.float64), 0, keepdims=True) for part in arrays]
         shapes = [part.shape for part in arrays]
@@ -97,8 +100,6 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
             wanted = "hold arrays [n, p], [n, q], ... of one n, and of the same widths throughout"
             fail("batches", wanted, shapes)
         arrays = [real_numbers("batches", part - at, "numbers") for part, at in zip(arrays, points, strict=True)]
-        for array in arrays:
-            check_finite("batches", array)
         own = _moments(tuple(in_common_dtype(*arrays)))
         total = own if total is None else _merged(total, own)
     if total is None:

@@ -35,10 +35,14 @@ class ExactSpectrum(NamedTuple):
 def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
     """Return the order of eigenvalues of a real operator by falling modulus, with conjugate pairs adjacent."""
     values = np.asarray(eigenvalues, np.complex128)
-    # Moduli that differ by rounding count as equal, which keeps pairs adjacent.
+    # Numbers that differ by rounding count as equal, which keeps pairs adjacent.
     size = np.abs(values)
-    modulus, real = snapped(size, size), snapped(values.real, size)
-    return np.lexsort((-values.imag, -real, -modulus))
+    parts = np.stack([snapped(part, size) for part in (size, values.real, values.imag)])
+    _, alike = np.unique(parts, axis=1, return_inverse=True)
+    first = np.argsort(alike, kind="stable")
+    place = np.empty_like(first)  # among equal values, so that a repeated pair is not cut
+    place[first] = np.arange(len(first)) - np.searchsorted(alike[first], alike[first])
+    return np.lexsort((-parts[2], place, -parts[1], -parts[0]))
 
 
 @validated(finite=("states",))

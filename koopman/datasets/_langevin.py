@@ -197,6 +197,10 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
         fail("potential", "rise and fall by less than 700 kT between neighbouring cells", "a steeper wall", advice)
     rates, vectors = eigh_tridiagonal(leaving / h**2, between / h**2, select="i", select_range=(0, components - 1))
     lowest = np.min(cell)
+    # Behind a high barrier, vectors of nearly equal rates are mixed. The stationary one is known.
+    stationary = np.exp((lowest - cell) / 2) / np.linalg.norm(np.exp((lowest - cell) / 2))
+    others = np.delete(vectors, np.argmax(np.abs(stationary @ vectors)), 1)
+    vectors = np.linalg.qr(np.column_stack([stationary, others]))[0]
     partition = np.sum(np.exp(lowest - cell)) * h
     # A vector of norm 1 over the root of density times h is a function of norm 1.
     functions = vectors * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]

@@ -170,6 +170,7 @@ SEPARATE = {
     "padded and cut": lambda y: jnp.tanh(jnp.pad(y, ((1, 1), (0, 0)))[1:-1]),
     "stacked": lambda y: jnp.tanh(jax.lax.slice_in_dim(jnp.stack([y, jnp.sin(y)]), 0, 2)).sum(0),
     "a loop that keeps heads apart": repeated,
+    "a sum over no axes": lambda y: jnp.tanh(jnp.sum(y, axis=())),
     "heads in another order": lambda y: jnp.tanh(y[jnp.array([2, 0, 1])]),
     "windows over no heads": lambda y: jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 1), (1, 1), "VALID"),
 }.items()} | {name: (over_times(change), SINGLE, BOTH) for name, change in {

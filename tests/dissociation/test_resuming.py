@@ -373,7 +373,7 @@ def test_handlers_are_taken_by_the_main_thread_alone_while_it_trains(key, interr
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(trained).result() is print
     assert signal.getsignal(signal.SIGTERM) is print
-    resumable(key, None, at=[0], callbacks=[lambda *_: signal.signal(signal.SIGTERM, repr)])
+    resumable(key, None, at=[0], callbacks=[lambda *_: bool(signal.signal(signal.SIGTERM, repr)) and None])
     assert signal.getsignal(signal.SIGTERM) is repr  # a callback's own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert trained() is signal.SIG_IGN

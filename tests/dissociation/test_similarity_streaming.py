@@ -78,6 +78,7 @@ def test_wrong_moments_are_refused_by_name():
     for call, words in (
         (lambda: similarity.stream_moments([X, Y]), "`batches` must give a tuple of arrays each, one per representat"),
         (lambda: similarity.stream_moments([]), "`batches` must give at least one batch"),
+        (lambda: joint(np.where(X[7, 1] == X, np.nan, X)), r"`batches\[0\]\[0\]` must be finite, .* \(7, 1\)"),
         (lambda: joint(X, Y[1:]), r"`batches` must hold arrays \[n, p\], \[n, q\], ... of one n"),
         (lambda: similarity.stream_moments([(X, Y), (Y, X)]), "of the same widths throughout"),
         (lambda: read(joint(X[:6], Y[:6]), "cca"), "fewer features than samples less one, got 5 features of 6 samples"),

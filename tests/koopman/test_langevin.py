@@ -34,6 +34,11 @@ def test_reflected_free_diffusion_has_cosines():
     np.testing.assert_allclose(spectrum.density(x), 0.5, rtol=1e-12)
 
 
+def test_a_high_barrier_keeps_the_stationary_function_apart():
+    spectrum = langevin_spectrum(lambda x: 30 * jnp.sum((x**2 - 1) ** 2), (-4.0, 4.0), time_step=1.0, num_components=3)
+    np.testing.assert_allclose(spectrum.right([[-1.0], [1.0]])[:, :2], [[1, -1], [1, 1]], atol=1e-6)
+
+
 def test_a_wide_domain_changes_nothing():
     narrow, wide = (
         langevin_spectrum(prinz_potential, (-end, end), time_step=1e-4, num_cells=800) for end in (1.5, 6.0)

@@ -102,6 +102,11 @@ def test_noise_has_the_covariance_of_its_matrix(key):
     np.testing.assert_allclose(drawn.T @ drawn / n, np.eye(2), atol=4 * np.sqrt(2 / n))
 
 
+def test_repeated_pairs_stay_pairs():
+    values = linear_spectrum(np.kron(np.eye(2), [[0.6, -0.3], [0.3, 0.6]]), 2).eigenvalues
+    np.testing.assert_allclose(values[1:5], [0.6 + 0.3j, 0.6 - 0.3j] * 2)
+
+
 def test_regime_eigenfunctions_by_their_definition():
     """E[f(x', s') | x, s] = sum_j P_sj f(A_s x, j) for functions affine in the state."""
     spectrum = regime_switching_spectrum(MATRICES, TRANSITION)
