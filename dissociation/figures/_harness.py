@@ -137,7 +137,7 @@ def run(
 def drawing(
     draw: Callable[[xarray.Dataset], matplotlib.figure.Figure],
 ) -> Callable[[xarray.Dataset], matplotlib.figure.Figure]:
-    """Return `draw` in the house style; the figure is closed in pyplot, so that a notebook shows it once."""
+    """Return `draw` in the style of the package; the figure is closed in pyplot, so that a notebook shows it once."""
 
     @functools.wraps(draw)
     def drawn(dataset: xarray.Dataset) -> matplotlib.figure.Figure:

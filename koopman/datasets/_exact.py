@@ -39,6 +39,7 @@ def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, "
     size = np.abs(values)
     parts = np.stack([snapped(part, size) for part in (size, values.real, values.imag)])
     _, alike = np.unique(parts, axis=1, return_inverse=True)
+    alike = alike.ravel()  # NumPy 2.0 keeps an axis
     first = np.argsort(alike, kind="stable")
     place = np.empty_like(first)  # among equal values, so that a repeated pair is not cut
     place[first] = np.arange(len(first)) - np.searchsorted(alike[first], alike[first])

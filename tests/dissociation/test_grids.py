@@ -100,16 +100,13 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     assert json.loads((tmp_path / module.MANIFEST).read_text())["identity"]["grid"]["axes"] == ["width", "rate", "seed"]
     with pytest.raises(RefusedFile, match="must hold the same sweep"):
         swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]))
-    other = {"folder": tmp_path, "save": Save(lambda model, step, key: jnp.zeros(3))}
     with pytest.raises(ValueError, match="`checkpoint` must be .* same run, .* whose observe differs.* fresh=True"):
-        swept(**other)
+        swept(folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
     for path in tmp_path.glob("group-*.ckpt"):
         path.unlink()
-    other = {"sampler": Epochs((X, -Y), 10)}
-    kept, alone = (
-        eqx.filter(swept(**given).models_of([0]), eqx.is_array) for given in (other | {"folder": tmp_path}, other)
-    )
-    assert eqx.tree_equal(*(jax.tree.map(jnp.asarray, each) for each in (kept, alone)))
+    runs = [swept(sampler=Epochs((X, -Y), 10), folder=folder) for folder in (tmp_path, None)]
+    kept, alone = (jax.tree.map(jnp.asarray, eqx.filter(run.models_of([0]), eqx.is_array)) for run in runs)
+    assert eqx.tree_equal(kept, alone)
     fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
     assert fresh.history.loss.shape == (1, 12)
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
