@@ -198,7 +198,8 @@ def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken:
     """Raise for names of results, and for quantities that the optimiser does not read, or lacks."""
     for name in grid.values:
         if name in RESERVED or "/" in name or name.startswith(("observed_", "metrics_")):
-            checks.fail("grid", f"have other names than {', '.join(RESERVED)}, without a slash", repr(name))
+            wanted = f"have other names than {', '.join(RESERVED)}, no slash, and no prefix observed_ or metrics_"
+            checks.fail("grid", wanted, repr(name))
 
     def failure(values: dict[str, float]) -> Exception | None:
         try:
