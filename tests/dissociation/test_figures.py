@@ -50,7 +50,7 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
 
 def test_the_published_null_space_is_no_smaller_and_not_everything():
     data = load("glyphs", num_train=60, num_test=1000)
-    found = robustness._null_space(robustness.Config(published_null=True), None, "", data.test_images, data)
+    found = null_spaces.null_spaces("mlp", None, "", data.test_images, 1, published=data.test_images)
     assert found["dimension"] <= len(found["published_basis"]) < 400
 
 

@@ -171,9 +171,12 @@ def test_linear_networks():
         assert found.low - 1e-6 <= cka(np.asarray(x, float) @ matrix, np.asarray(y)) <= found.high + 1e-6
     group = neuron_groups(model, inputs[0])["layers[0]"]
     for end in ("low", "high"):
-        moved = representations(found.rewrite(group, end=end)(model), inputs)
+        rewritten = found.rewrite(group, end=end)(model)
+        moved = representations(rewritten, inputs)
         np.testing.assert_allclose(linear_cka(moved["layers[0]"], y), getattr(found, end), atol=1e-4)
-        assert jnp.abs(moved["logits"] - shown["logits"]).max() < 1e-5
+        # The map is far from orthogonal, so products that round are larger than the logits that are left of them.
+        products = jnp.abs(moved["layers[0]"]) @ jnp.abs(rewritten.layers[1].weight).T
+        assert jnp.abs(moved["logits"] - shown["logits"]).max() < products.max() * jnp.finfo(jnp.float32).eps
 
 
 def test_linear_maps_reach_a_reference_in_their_span():
