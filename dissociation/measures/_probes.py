@@ -265,11 +265,12 @@ def transfer_errors(
     features, size = jnp.asarray(features), features.shape[0]
     if probe == "converged":
         check_positive("ridge", ridge)
-        predict = eqx.Partial(crossval_softmax_predict, ridge=ridge, num_splits=num_splits, folds=folds)
+        solver, options = crossval_softmax_predict, {"ridge": ridge}
     else:
         _check_descent(features, size, num_steps, step_size)
-        options = {"num_steps": num_steps, "step_size": step_size}
-        predict = eqx.Partial(crossval_gradient_predict, num_splits=num_splits, folds=folds, **options)
+        solver, options = crossval_gradient_predict, {"num_steps": num_steps, "step_size": step_size}
+    # As arrays, because a program is compiled for each Python number.
+    predict = eqx.Partial(solver, num_splits=num_splits, folds=folds, **jax.tree.map(jnp.asarray, options))
     counts = [_budget(fraction, size, num_splits) for fraction in fractions]
     if not counts:
         fail("fractions", "name at least one budget", fractions)

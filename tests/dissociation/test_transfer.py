@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compilations
 
 from dissociation import measures
 from dissociation.measures._probes import _budget
@@ -38,6 +39,16 @@ def test_default_budgets_are_twentieths():
     assert _budget(0.57, 100, 10) == 57  # int(0.57 * 100) is 56
     assert _budget(0.999, 100, 10) == 99
     assert measures.transfer_errors(x, y, key=None, num_buckets=1, probe="gradient").shape == (20,)
+
+
+@pytest.mark.parametrize("option", ["ridge", "step_size"])
+def test_another_number_compiles_nothing(caplog, option):
+    probe = {"ridge": "converged", "step_size": "gradient"}[option]
+    options = {"key": None, "fractions": (1.0,), "num_splits": 3, "probe": probe}
+    run = lambda value: measures.transfer_errors(*make_data(), **options, **{option: value})  # noqa: E731
+    assert compilations(caplog, lambda: run(0.1))
+    assert not compilations(caplog, lambda: run(0.2))
+    assert not np.array_equal(run(0.1), run({"ridge": 1e3, "step_size": 1e-6}[option]))
 
 
 def test_wrong_use():
