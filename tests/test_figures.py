@@ -57,7 +57,7 @@ def test_commands_in_the_readme_are_understood(words, monkeypatch):
 
 WRONG = {
     ("robustness", "transfer"): {
-        "num_seeds": [0, -1], "num_epochs": [-1], "num_train": [0], "num_test": [0], "width": [0], "data": ["cifar"],
+        "num_seeds": [0, -1], "num_epochs": [-1], "num_train": [0], "num_test": [0], "width": [0, 1], "data": ["cifar"],
         "scale_factor": [0.0, -1.0, np.inf, np.nan, 1e30, 1e-30],
         "duplicate_multiplier": [0.5, 0.0, np.nan, 1e12],
     },

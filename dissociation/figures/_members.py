@@ -81,7 +81,7 @@ class Config(DataConfig):
 
     def __post_init__(self: Any):
         super().__post_init__()
-        self.check(model=NETWORKS, num_seeds=1, width=1, num_epochs=0, scale_factor=FACTORS)
+        self.check(model=NETWORKS, num_seeds=1, width=2, num_epochs=0, scale_factor=FACTORS)
         most = MAX_WEIGHTS // self.width
         self.check(num_zero=(0, most), duplicate_multiplier=(1.0, max(1.0, most / self.width)))
 

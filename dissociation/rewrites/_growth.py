@@ -59,7 +59,7 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Rewrite:
         multiplier: Factor of the number of neurons, at least 1; static, as it sets shapes.
 
     Raises:
-        TypeError: If `multiplier` is traced.
+        TypeError: If `multiplier` is traced or, on application, the model has the number of neurons in its code.
         ValueError: If the group cannot be widened, or `multiplier` is below 1.
     """
     _check_grows(group, new=False)
@@ -179,6 +179,7 @@ def add_nuisance(
             ones.
 
     Raises:
+        TypeError: If, on application, the model has the number of neurons in its code.
         ValueError: If the group cannot be widened, an option is out of range or, on application, new neurons are not
             finite, as behind a logarithm.
     """
@@ -225,6 +226,7 @@ def add_phantom(
         rtol: See `fig4.expand.add_phantom_zero_neurons`.
 
     Raises:
+        TypeError: If, on application, the model has the number of neurons in its code.
         ValueError: If the group cannot be widened, has other incoming weights, or `pattern` has another number of
             rows.
     """

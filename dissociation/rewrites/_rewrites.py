@@ -246,12 +246,27 @@ def rotate(
         key: Key of a uniform random rotation for each copy.
 
     Raises:
-        ValueError: If the group has no linear symmetry, or not exactly one of `matrix` and `key` is given.
+        ValueError: If the group has no linear symmetry, not exactly one of `matrix` and `key` is given, or a known M
+            has a condition number above a thousandth of the inverse rounding, whatever its rows and columns are scaled
+            by.
     """
     _check_rotates(group)
     if (matrix is None) == (key is None):
         fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
+    if matrix is not None and not is_traced(matrix):
+        _check_invertible(matrix)
     return Rewrite(_rotated, (group,), (None if matrix is None else jnp.asarray(matrix), key))
+
+
+def _check_invertible(matrix: Array | np.ndarray) -> None:
+    own = np.asarray(matrix, np.float64)
+    for axis in (-2, -1):  # scaling rows or columns by powers of two rounds nothing
+        size = np.max(np.abs(own), axis, keepdims=True)
+        own = own / np.where(size > 0, size, 1)
+    condition, largest = np.linalg.cond(own), 1e-3 / float(jnp.finfo(jnp.asarray(matrix).dtype).eps)
+    if not np.all(condition < largest):
+        wanted = f"be invertible, with a condition number below {largest:.1e} in {jnp.asarray(matrix).dtype}"
+        fail("matrix", wanted, f"{np.max(condition):.1e}")
 
 
 def _check_rotates(group: NeuronGroup) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from dissociation._core.checks import check_call, check_choice, fail, fail_kind
@@ -99,7 +100,7 @@ _ALL = (
     ),
     Measure(
         shapes.gulp_distance, shapes.gulp_form,
-        equation="sqrt(tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx)), lambda = 0.01",
+        equation="sqrt(tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx)), Sxl = Sx + 0.01 tr(Sx) I",
         invariances="OSTP", metric=True, range=(0.0, inf), identical=0.0, cost="n p^2 + n p q",
         reference="Boix-Adsera et al. (2022)",
     ),
@@ -213,8 +214,8 @@ def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: A
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
         advice = f"It is compiled, and {type(error).__name__} came"
         fail_kind("measure", "be a function of JAX's operations", describe(function), advice)
-    value = value if value is None else jnp.asarray(value)
-    if value is None or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
-        got = None if value is None else f"{value.dtype} of shape {value.shape}"
+    array = jnp.asarray(value) if isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)) else None
+    if array is None or array.shape or not jnp.issubdtype(array.dtype, jnp.floating):
+        got = describe(value) if array is None else f"{array.dtype} of shape {array.shape}"
         fail("measure", "return one real number for two representations", got)
-    return value
+    return array

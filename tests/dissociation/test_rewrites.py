@@ -297,6 +297,11 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     assert change(made[1], turn(made[1]), x) < 1e-5
     with pytest.raises(ValueError, match="only sums and matrix products"):
         turn(model)
+    scaled = rotate(linear, np.diag(10.0 ** np.arange(-12, 12, 3)))  # well conditioned but for its scales
+    assert change(made[1], scaled(made[1]), x) < 1e-5
+    for singular in (np.ones((8, 8)), np.zeros((8, 8)), np.ones((8, 8)) + 1e-5 * np.eye(8)):
+        with pytest.raises(ValueError, match="`matrix` must be invertible, with a condition number below 8.4e.03"):
+            rotate(linear, singular)
     weights = {name: jax.random.normal(jax.random.key(i), (5, 5)) for i, name in enumerate("abv")}
     largest = lambda p, x: jnp.maximum(x @ p["a"], x @ p["b"]) @ p["v"]  # noqa: E731
     (maxout,) = neuron_groups(weights, x[0], call=largest).values()

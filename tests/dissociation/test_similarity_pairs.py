@@ -214,6 +214,7 @@ def test_wrong_calls_are_refused_by_name():
         (lambda: listed(one, other.tolist()), "list of arrays, got (nested lists|a list)"),
         (lambda: table(bandwidth=2), "`bandwidth` is no option: linear_cka has no options"),
         (lambda: similarity.compare(one, other, "rsa", k=1), "`k` is no option: the options of rsa are rdm, compari"),
+        (lambda: similarity.compare(one, other, lambda x, y: "q"), "must return one real number .*, got str 'q'"),
         (lambda: similarity.compare(one, other, lambda x, y: float(x[0, 0])), "`measure` must be .* JAX's operations"),
         (lambda: similarity.pairwise({0: one, "0": other}), "have layers whose names differ as text"),
         (lambda: similarity.compare(one, ITEMS[4], "disagreement"), "as many classes throughout for disagreement, got"),
