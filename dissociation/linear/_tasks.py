@@ -128,27 +128,44 @@ def check_semidefinite(name: str, matrix: np.ndarray) -> tuple[np.ndarray, np.nd
 def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any) -> Task:
     samples, values, inputs = np.linalg.svd(given, full_matrices=False)
     number = int(np.sum(values > rtol * values[0])) if values.size else 0
-    samples, inputs, cut = samples[:, :number], inputs[:number].T, values[number:].any()
+    samples, inputs = _signed(samples[:, :number], inputs[:number].T)
+    cut = values[number:].any()
     values = values[:number]
     given = (samples * values) @ inputs.T if cut else given
     left, sizes, right = np.linalg.svd(targets.T @ samples, full_matrices=False)
     rank = int(np.sum(sizes > rtol * np.linalg.norm(targets, 2)))
     if not rank:
         fail("y", "depend on x linearly", f"best predictions of zero, by `rtol` {rtol:.2g}")
-    left, sizes, right = left[:, :rank], sizes[:rank], right[:rank].T
+    sizes = sizes[:rank]
+    left, right = _signed(left[:, :rank], right[:rank].T)
     # The best map has the rank of the predictions: it is decomposed within their span.
     turn, strengths, directions = np.linalg.svd((sizes[:, None] * right.T) / values, full_matrices=True)
     codes = samples @ right
+    read, write = _signed(inputs @ directions[:rank].T, left @ turn)
     arrays = {
         "x": given, "y": targets,
         "input_basis": inputs, "input_values": values, "sample_basis": samples,
-        "map_left": left @ turn, "map_values": strengths, "map_right": inputs @ directions[:rank].T,
+        "map_left": write, "map_values": strengths, "map_right": read,
         "target_left": left, "target_values": sizes, "target_right": codes,
         "read_in": (right.T / values) @ inputs.T,
-        "irrelevant": inputs @ directions[rank:].T, "unseen": np.linalg.qr(inputs, mode="complete")[0][:, number:],
+        "irrelevant": _turned(inputs @ directions[rank:].T),
+        "unseen": _turned(np.linalg.qr(inputs, mode="complete")[0][:, number:]),
         "unexplained": np.sum((targets - (codes * sizes) @ left.T) ** 2) / len(given),
     }  # fmt: skip
     return Task(**{name: jnp.asarray(array, dtype) for name, array in arrays.items()}, rtol=rtol)
+
+
+# Processors choose signs of singular vectors and bases of null spaces differently, and with them what a key draws.
+def _signed(first: np.ndarray, *others: np.ndarray) -> list[np.ndarray]:
+    """Return singular vectors in columns, with the sign that gives the first a positive product with a fixed vector."""
+    positive = np.random.default_rng(0).normal(size=len(first)) @ first > 0
+    return [np.where(positive, vectors, -vectors) for vectors in (first, *others)]
+
+
+def _turned(basis: np.ndarray) -> np.ndarray:
+    """Return the orthonormal basis of a span that is nearest to fixed vectors."""
+    left, _, right = np.linalg.svd(basis.T @ np.random.default_rng(0).normal(size=basis.shape))
+    return basis @ left @ right
 
 
 @validated

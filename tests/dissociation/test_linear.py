@@ -62,6 +62,29 @@ def task():
     return task_of("deficient")
 
 
+def test_a_task_is_one_on_every_processor(task, monkeypatch):
+    """Decompositions may return singular vectors of other signs, and other bases of null spaces."""
+    rng, svd, qr = np.random.default_rng(0), np.linalg.svd, np.linalg.qr
+
+    def turned(vectors, number):
+        signs, rest = rng.choice([-1, 1], number), vectors.shape[1] - number
+        apart = vectors[:, number:] @ qr(rng.normal(size=(rest, rest)))[0]
+        return signs, np.concatenate([vectors[:, :number] * signs, apart], 1)
+
+    def other_svd(matrix, **options):
+        left, values, right = svd(matrix, **options)
+        signs, right = turned(right.T, len(values))
+        return left * signs, values, right.T
+
+    monkeypatch.setattr(np.linalg, "svd", other_svd)
+    monkeypatch.setattr(np.linalg, "qr", lambda matrix, mode: (turned(qr(matrix, mode)[0], matrix.shape[1])[1], None))
+    other = make_task(task.x, task.y, rtol=1e-5)
+    monkeypatch.undo()
+    same = make_task(task.x, task.y, rtol=1e-5)
+    assert min(jnp.abs(task.irrelevant).max(), jnp.abs(task.unseen).max()) > 0.1
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, atol=3e-6), same, other)
+
+
 def arrays(task):
     """Return X, Y of the specification, columns are samples, in float64."""
     return np.asarray(task.x, float).T, np.asarray(task.y, float).T
