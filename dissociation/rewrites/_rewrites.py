@@ -228,7 +228,7 @@ def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey 
     return _changed(model, group, change, group.linear)
 
 
-@validated
+@validated(finite=("matrix",))
 def rotate(
     group: NeuronGroup,
     matrix: Float[Array | np.ndarray, "*copies neurons neurons"] | None = None,
@@ -246,9 +246,9 @@ def rotate(
         key: Key of a uniform random rotation for each copy.
 
     Raises:
-        ValueError: If the group has no linear symmetry, not exactly one of `matrix` and `key` is given, or a known M
-            has a condition number above a thousandth of the inverse rounding, whatever its rows and columns are scaled
-            by.
+        ValueError: If the group has no linear symmetry, not exactly one of `matrix` and `key` is given, or a known M is
+            not finite or has a condition number above a thousandth of the inverse rounding, with rows and columns
+            scaled to a largest entry of 1.
     """
     _check_rotates(group)
     if (matrix is None) == (key is None):
@@ -260,7 +260,7 @@ def rotate(
 
 def _check_invertible(matrix: Array | np.ndarray) -> None:
     own = np.asarray(matrix, np.float64)
-    for axis in (-2, -1):  # scaling rows or columns by powers of two rounds nothing
+    for axis in (-2, -1):  # the scale of a neuron costs no digits
         size = np.max(np.abs(own), axis, keepdims=True)
         own = own / np.where(size > 0, size, 1)
     condition, largest = np.linalg.cond(own), 1e-3 / float(jnp.finfo(jnp.asarray(matrix).dtype).eps)

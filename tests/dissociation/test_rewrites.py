@@ -302,6 +302,8 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     for singular in (np.ones((8, 8)), np.zeros((8, 8)), np.ones((8, 8)) + 1e-5 * np.eye(8)):
         with pytest.raises(ValueError, match="`matrix` must be invertible, with a condition number below 8.4e.03"):
             rotate(linear, singular)
+    with pytest.raises(ValueError, match="`matrix` must be finite"):
+        rotate(linear, np.full((8, 8), np.nan))
     weights = {name: jax.random.normal(jax.random.key(i), (5, 5)) for i, name in enumerate("abv")}
     largest = lambda p, x: jnp.maximum(x @ p["a"], x @ p["b"]) @ p["v"]  # noqa: E731
     (maxout,) = neuron_groups(weights, x[0], call=largest).values()
