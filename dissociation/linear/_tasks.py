@@ -96,7 +96,8 @@ def make_task(
             JAX's dtype for them, times the larger size of x, at most 300.
 
     Returns:
-        The task, in the dtype of JAX for x and y.
+        The task, in the dtype of JAX for x and y. If singular values differ, a key draws the same networks from it on
+        every processor, up to rounding.
 
     Raises:
         ValueError: If entries are not finite, or the inputs do not predict the targets at all.
