@@ -114,7 +114,7 @@ def same(first, second, message):
 
 
 @pytest.mark.parametrize(("function", "make_call"), [row for row in ROWS if not row.id.startswith((*HOST,))])
-def test_plain_compiled_mapped_and_looped_agree(function, make_call, caplog):
+def test_plain_compiled_mapped_and_looped_agree(function, make_call):
     call = make_call()
     fixed = [names for name, names in KNOWN.items() if NAMES[function].startswith(name)]
     kept = {name: call.pop(name) for names in fixed for name in names if name in call}
@@ -137,7 +137,7 @@ def test_plain_compiled_mapped_and_looped_agree(function, make_call, caplog):
         assert any(np.isfinite(leaf).any() for leaf in numbers(loop)), "nothing to compare"
         jax.eval_shape(known, 0.0)
         if not NAMES[function].startswith(ANEW):
-            assert not compilations(caplog, lambda: run(arrays)), "again"
+            assert not compilations(lambda: run(arrays)), "again"
         stacked = eqx.filter_jit(eqx.filter_vmap(run))(jax.tree.map(lambda *leaves: jnp.stack(leaves), *members))
     for index, wanted in enumerate(loop):
         found = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, stacked)

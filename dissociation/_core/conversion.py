@@ -54,6 +54,15 @@ def as_array(
     return array
 
 
+def to_device(array: Any, dtype: Any = None) -> jax.Array:
+    """Return a JAX array; copy known NumPy arrays on the host, which compiles no program."""
+    if not isinstance(array, np.ndarray | np.generic):
+        return jnp.asarray(array, dtype)
+    kept = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
+    # A CPU would share the memory of an aligned array, which its owner may change before the program runs.
+    return jax.device_put(np.array(array, kept))
+
+
 def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
     """Return JAX arrays, samples first: one array, or a dictionary or tuple of arrays."""
 
@@ -62,7 +71,7 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
         check_fits(name, array)
         if number_kind(array.dtype) == "float":
             warn_narrowed(name, array, gates=sys.maxsize)  # no outer function has checked these arrays
-        array = jnp.asarray(array)
+        array = to_device(array)
         if finite:
             check_finite(name, array)
         return array
@@ -207,7 +216,7 @@ def as_key(name: str, value: Any, ndims: tuple[int, ...] = (0,)) -> Any:
     shape = value.shape[:-1] if is_raw else value.shape
     if len(shape) not in ndims:
         fail(name, wanted, f"keys of shape {shape}", "Map over keys by `jax.vmap`" if 0 in ndims else "")
-    return jnp.asarray(value) if is_raw else value
+    return to_device(value) if is_raw else value
 
 
 def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NamedTuple, TypeVar, Union, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Key, Shaped, jaxtyped
 
@@ -28,6 +27,7 @@ from dissociation._core.conversion import (
     kind_words,
     number_kind,
     refuse_nested,
+    to_device,
     warn_narrowed,
 )
 from dissociation._core.frames import as_trajectories, check_columns, check_same_rows, is_table
@@ -55,6 +55,7 @@ def validated(
     parameters = inspect.signature(function).parameters.values()
     positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    run = _with_copies(function) if hasattr(function, "lower") else function
 
     @functools.cache  # at the first call: an import stays quick
     def rules() -> list[tuple[str, _Rule]]:
@@ -81,10 +82,24 @@ def validated(
         for name in finite:
             if given.get(name) is not None:
                 check_finite(name, given[name])
-        return function(*map(given.get, positions[: len(args)]), **{name: given[name] for name in kwargs})
+        return run(*map(given.get, positions[: len(args)]), **{name: given[name] for name in kwargs})
 
     gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # for tests
     return gate
+
+
+def _with_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function that gets copies of NumPy arrays, which their owner may change before it runs."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(item) for item in value]
+        return to_device(value) if isinstance(value, np.ndarray) else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
+
+    return run
 
 
 class _Form(NamedTuple):
@@ -210,7 +225,7 @@ class _Rule(NamedTuple):
         if form.place not in _DEVICE:
             return tuple(array.tolist()) if form.place is tuple else array.item()
         check_fits(name, array)
-        return jnp.asarray(array) if form.place is jax.Array else array
+        return to_device(array) if form.place is jax.Array else array
 
     def _form_of(self, name: str, array: Any, forms: tuple[_Form, ...]) -> _Form:
         fitting = [form for form in forms if _misfit((form.dims, array.shape)) is None]

@@ -63,13 +63,13 @@ def test_series(small):
     assert (null < 0.3).all()
 
 
-def test_another_rate_and_scale_compile_nothing_anew(small, caplog, monkeypatch):
+def test_another_rate_and_scale_compile_nothing_anew(small, monkeypatch):
     _, config, folder = small
     with np.load(folder / "codes.npz") as file:
         codes = {"codes": file["codes"]}
     monkeypatch.setattr(collapse, "_codes", lambda *args: codes)
     other = dataclasses.replace(config, learning_rate=3e-3, init_scale=2.0, weight_decays=(0.2, 0.02))
-    assert compilations(caplog, lambda: collapse.compute(other, key=KEY)) == []
+    assert compilations(lambda: collapse.compute(other, key=KEY)) == []
 
 
 def test_margins(small):

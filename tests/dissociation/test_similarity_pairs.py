@@ -75,13 +75,13 @@ def test_all_pairs_are_each_pair_whatever_the_memory_and_its_tiles(name, options
     assert found.measure == name
 
 
-def test_a_second_call_compiles_nothing(caplog):
+def test_a_second_call_compiles_nothing():
     def run():
         similarity.pairwise(LAYERS["layers[0]"], "angular_similarity", members=True, num_blocks=5)
         similarity.pairwise(LAYERS["layers[0]"], "rbf_cka", members=True, scale=RNG.random() + 0.5)
 
-    assert compilations(caplog, run)
-    assert not compilations(caplog, run)
+    assert compilations(run)
+    assert not compilations(run)
 
 
 def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):

@@ -129,13 +129,13 @@ def training(offset=0.0, scale=1.0, decimals=None):
     return fit(jnp.ones((2, 3)), make_step(loss, optax.adam(0.1)), Epochs(X, 3), **options)
 
 
-def test_equal_programs_compile_once(caplog):
-    assert compilations(caplog, training)  # negative control: the first time
-    assert compilations(caplog, training) == []
+def test_equal_programs_compile_once():
+    assert compilations(training)  # negative control: the first time
+    assert compilations(training) == []
     # Arrays of a closure are arguments; their values compile nothing, and count.
-    assert compilations(caplog, lambda: training(offset=0.5)) == []
+    assert compilations(lambda: training(offset=0.5)) == []
     assert not np.array_equal(training(offset=0.5).models, training().models)
-    assert compilations(caplog, lambda: training(decimals=1))  # another observation is another program
+    assert compilations(lambda: training(decimals=1))  # another observation is another program
     assert not np.array_equal(training(decimals=1).history.observed, training().history.observed)
 
 
@@ -160,7 +160,7 @@ COUNTS = {
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_step_is_traced_once_for_each_size_of_batch(name, caplog, tmp_path, monkeypatch):
+def test_a_step_is_traced_once_for_each_size_of_batch(name, tmp_path, monkeypatch):
     """With a checkpoint too, and when it is resumed; a data axis needs a second trace."""
     monkeypatch.chdir(tmp_path)
     traces, compiled, options = COUNTS[name]
@@ -179,13 +179,13 @@ def test_a_step_is_traced_once_for_each_size_of_batch(name, caplog, tmp_path, mo
         return fit(jnp.ones((3, 3)), step, key=jax.random.key(0), num_steps=num_steps, **given)
 
     for programs, num_steps in ((compiled, 9), (0, 9 if "records" in name else 12)):
-        messages = compilations(caplog, lambda num_steps=num_steps: run(num_steps))
+        messages = compilations(lambda num_steps=num_steps: run(num_steps))
         assert len(calls) == traces
         assert sum("run_chunk" in message for message in messages) == programs
         assert sum("observe_members" in message for message in messages) == ("records" in name and programs)
 
 
-def test_unrolled_members_share_one_members_program(caplog):
+def test_unrolled_members_share_one_members_program():
     """So their bits cannot depend on their number, nor does the time to compile."""
     devices, mesh = 2, dissociation.member_mesh(jax.devices()[:2])
 
@@ -195,7 +195,5 @@ def test_unrolled_members_share_one_members_program(caplog):
         options = {"num_steps": 2, "key": jax.random.key(0), "save": save, **how}
         return fit(jnp.ones((members, 3)), step, Epochs(X, 2), **options)
 
-    assert any("run_chunk" in message for message in compilations(caplog, lambda: unrolled(devices)))
-    assert not [
-        m for m in compilations(caplog, lambda: unrolled(4 * devices)) if "run_chunk" in m or "observe_members" in m
-    ]
+    assert any("run_chunk" in message for message in compilations(lambda: unrolled(devices)))
+    assert not [m for m in compilations(lambda: unrolled(4 * devices)) if "run_chunk" in m or "observe_members" in m]

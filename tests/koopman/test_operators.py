@@ -458,7 +458,7 @@ def test_members_of_a_sweep_decide_together(axes, x64):
 
 
 @pytest.mark.parametrize("center", [False, True])
-def test_another_number_of_pairs_compiles_nothing(caplog, center):
+def test_another_number_of_pairs_compiles_nothing(center):
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
     for estimator in (Ridge(), ReducedRank(2)):
 
@@ -467,7 +467,7 @@ def test_another_number_of_pairs_compiles_nothing(caplog, center):
                 fit(estimator, x[:number], y[:number], center=center)
 
         fitted(200)
-        assert not compilations(caplog, lambda: fitted(5, 12, 37, 201, 399))  # fewer pairs than columns, too
+        assert not compilations(lambda: fitted(5, 12, 37, 201, 399))  # fewer pairs than columns, too
 
 
 def test_snapshots_in_columns_are_hinted_at_once():
