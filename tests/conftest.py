@@ -9,6 +9,8 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+import program_cache
+
 # Most of the time of these tests is compiling of small programs. With little optimisation, and by XLA's older emitters,
 # it takes half of that. Without most optimisations it takes a third less again, but equal sums may be contracted
 # unequally and lose equal bits (see `OPTIMISED`). Benchmarks run as users do. A version without a flag would end the
@@ -25,11 +27,12 @@ if os.environ["JAX_PLATFORMS"] != "cpu":  # a GPU multiplies float32 as TF32 unl
 # As `use_all_cores` has them: decompositions on several devices.
 os.environ.setdefault("PJRT_NPROC", "8")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# What was compiled is kept in the checkout, for other modules, processes and runs of the same program.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+# Compiled programs are cached for other modules, processes and runs, unless the user names a folder.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(program_cache.folder()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import cpu_seconds
 import jax
 import jaxtyping
 import matplotlib as mpl
@@ -39,6 +42,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 OPTIMISED = {"test_learn.py", "test_resuming.py", "test_training.py"}
 """Modules of tests that compare the bits of two programs."""
+LONGEST = (
+    "test_notebooks.py",
+    "test_keys.py",
+    "test_docs.py",
+    "test_collapse_figure.py",
+    "test_protocol.py",
+    "test_docs_recipes.py",
+)
+"""Modules of tests in the order of their measured CPU seconds."""
 
 mpl.use("Agg")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -47,13 +59,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_configure(config):
     # Tests in float32 pass NumPy's float64 on purpose; the warning of it has a test of its own.
     config.addinivalue_line("filterwarnings", "ignore:Data in float64 are computed in float32")
+    cpu_seconds.register(config)
+
+
+def pytest_sessionfinish(session):
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker and os.environ["JAX_COMPILATION_CACHE_DIR"] == str(program_cache.folder()):
+        program_cache.trim(program_cache.root())
 
 
 def pytest_collection_modifyitems(items):
     """The longest first: workers take modules in this order, and one alone with a long one leaves the others idle."""
-    longest = {"notebooks", "test_protocol.py", "test_inputs.py"}
-    names = {item: {item.path.name, item.path.parent.name} for item in items}
-    items.sort(key=lambda item: (names[item].isdisjoint(longest), names[item].isdisjoint(OPTIMISED)))
+    rank = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
     if jax.default_backend() != "cpu":
         for item in items:
             if item.get_closest_marker("cpu"):

@@ -2,32 +2,31 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 from faces import FACES
+from pages import PAGES, ROOT, blocks_of, check_block, unknown_names
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCKS = [
-    (path.relative_to(ROOT), i, code)
-    for path in PAGES
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
-]
-NUMBER = r"-?\d+\.\d*(?:e-?\d+)?"
+OTHER_PAGES = [page for page in PAGES if page.parent.name != "recipes"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("path", "index", "code"), BLOCKS, ids=[f"{path}-{i}" for path, i, _ in BLOCKS])
+@pytest.mark.parametrize(("path", "index", "code"), blocks_of(OTHER_PAGES))
 def test_code_blocks_run(path, index, code, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, f"{path}, block {index}", "exec"), {})
-    printed = capsys.readouterr().out.strip()
-    assert printed, "an example should show something"
-    shown = re.search(re.escape(code) + r"```\n+```text\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
-    if shown:  # what a page says that it prints
-        told, found = (re.findall(NUMBER, text) for text in (shown.group(1), printed))
-        assert [float(number) for number in found] == pytest.approx([float(number) for number in told], abs=0.02)
+    check_block(path, index, code, capsys)
+
+
+@pytest.mark.parametrize(("path", "index", "code"), blocks_of(PAGES, is_executed=False))
+def test_code_blocks_use_names_that_exist(path, index, code):
+    assert unknown_names(code) == []
+
+
+def test_an_unknown_name_of_a_block_is_found():
+    code = "import koopman.datasets as data\nfrom dissociation import training\n"
+    code += "training.fit, data.nonsense, training.Grid.lost"
+    assert unknown_names(code) == ["data.nonsense", "training.Grid.lost"]
+    with pytest.raises(ImportError):
+        unknown_names("from dissociation import nonsense")
 
 
 def test_the_api_has_every_public_name():

@@ -7,15 +7,24 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from pages import unknown_names
 from run_notebook import source_hash
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-every_notebook = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+REPRESENTATIVE = "freedom"
+"""Notebook that `.ci/run` executes."""
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def in_tiers(path):
+    """Return the notebook as a parameter, marked `full` unless it is the representative."""
+    return pytest.param(path, marks=() if path.stem == REPRESENTATIVE else pytest.mark.full)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@every_notebook
+@pytest.mark.parametrize("path", [in_tiers(path) for path in NOTEBOOKS], ids=lambda path: path.stem)
 def test_it_runs(path, monkeypatch):
     monkeypatch.setenv("DISSOCIATION_QUICK", "1")
     monkeypatch.delenv("DISSOCIATION_RESULTS", raising=False)
@@ -56,3 +65,9 @@ def test_what_it_keeps_shows_without_javascript(path):
         before, *_ = page.split("<script")
         assert not page or re.search(r"<(table|img|pre)[ >]", before)
         assert "Loading" not in before
+
+
+@every_notebook
+def test_its_code_uses_names_that_exist(path):
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert unknown_names("\n".join(cells)) == []
