@@ -3,21 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from dissociation._core._compat import jex, parameters
 from dissociation.models._program import inner_program
 from dissociation.rewrites._axes import UNIT
 from dissociation.rewrites._flow import FEW, Flow, Part, Rule, Step, Value
+from dissociation.rewrites._folding import folded, is_foldable
 from dissociation.rewrites._indexing import MOVES, on_indices
 from dissociation.rewrites._indexing import RULES as INDEXING
 from dissociation.rewrites._rules import COMPARISONS
 from dissociation.rewrites._rules import RULES as OTHERS
-
-FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne", "select_n", "convert_element_type",
-          "concatenate", "rem", "max", "min", "iota", "and", "or", "not", "broadcast_in_dim", "reshape",
-          "squeeze", "slice", "transpose", "rev")  # fmt: skip
 
 LEVELS = (*COMPARISONS, "max", "min", "clamp", "select_n", "floor", "ceil", "round", "and", "or", "not", "reduce_max",
           "reduce_min", "reduce_and", "reduce_or", "scan", "while", "cond", "scatter", "pad")  # fmt: skip
@@ -99,10 +95,9 @@ def _apply(flow: Flow, equation: Any, step: Step) -> list[Value]:
         return flow.unknown(step)
     known = [value.known for value in operands]
     # Rules need known indices, which programs compute from constants.
-    if name in FOLDED and all(each is not None for each in known) and np.prod(shapes[0]) <= FEW:
-        # Known indices must stay known under a trace.
-        with jax.ensure_compile_time_eval():
-            return [flow.constant(np.asarray(equation.primitive.bind(*known, **equation.params)))]
+    constants = [value for value in known if value is not None]
+    if is_foldable(equation) and len(constants) == len(known) and np.prod(shapes[0]) <= FEW:
+        return [flow.constant(folded(equation, constants))]
     inner = None if name in RULES else inner_program(step.params)
     if inner is not None and name == "custom_vjp_call":  # its program takes the last operands
         operands = operands[len(operands) - len(inner.jaxpr.invars) :]
