@@ -126,6 +126,37 @@ def _run(apply: Call, tree: Any, rest: Any, leaves: list[Any], example: Any) -> 
     return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
 
 
+def evaluated(function: Callable[..., Any], model: Any, *arguments: Any, may_cache: bool = True) -> Any:
+    """Return `function(model, *arguments)`, computed by one program.
+
+    Programs are cached by the structure of `model`, if `may_cache` is True and the model is a PyTree.
+    """
+    if may_cache and _has_structure(model):
+        return _evaluated(function, model, *arguments)
+    # What a function closes over may change, but not the function's identity: its program is compiled anew.
+    closed = eqx.filter_closure_convert(functools.partial(function, model), *arguments)
+    return eqx.filter_jit(lambda *inputs: closed(*inputs))(*arguments)
+
+
+@eqx.filter_jit
+def _evaluated(function: Callable[..., Any], model: Any, *arguments: Any) -> Any:
+    return function(model, *arguments)
+
+
+def _has_structure(model: Any) -> bool:
+    """Return True if a program may be cached by the structure of `model`: a PyTree of JAX arrays and constants."""
+    module = model[0] if isinstance(model, tuple) and model else model
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(module)):
+        return False
+    # Integers of NumPy set shapes, which a program must not trace; they have no hash.
+    constants = eqx.filter(model, lambda leaf: isinstance(leaf, jax.Array), inverse=True)
+    try:
+        hash((jax.tree.structure(model), *jax.tree.leaves(constants)))
+    except TypeError:
+        return False
+    return True
+
+
 def inner_program(params: dict[str, Any]) -> Any:
     """Return the closed jaxpr in an operation's `params`, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Num
 
 from dissociation._core.checks import check_takes, fail, fail_kind
-from dissociation._core.conversion import describe
+from dissociation._core.conversion import describe, to_device
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Walk, bound, layer_of, numbered, program_of
+from dissociation.models._program import MOVES, Walk, bound, evaluated, layer_of, numbered, program_of
 from dissociation.training._members import count
 
 
@@ -239,12 +239,16 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
         >>> {name: array.shape for name, array in representations(model, jnp.ones((5, 4))).items()}
         {'layers[0]': (5, 8), 'layers[1]': (5, 8), 'logits': (5, 3)}
     """
+    # A registered function may close over what changes.
+    may_cache = representations_of_example.dispatch(type(model)) is representations_of_example.dispatch(object)
+    return evaluated(_representations, model, to_device(inputs), may_cache=may_cache)
 
+
+def _representations(model: Any, inputs: Array) -> Layers:
     def layers(x: Array) -> Layers:
         found = representations_of_example(model, x)
         return found if isinstance(found, Layers) else Layers(found)
 
-    inputs = jnp.asarray(inputs)
     # A wrong example fails here with a clear message, and not within `vmap`.
     check_takes("model", layers, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
     return jax.vmap(layers)(inputs)
@@ -259,4 +263,4 @@ def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]
         ValueError: If the models are one network.
     """
     count(models)
-    return eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))(models, jnp.asarray(inputs))
+    return eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))(models, to_device(inputs))

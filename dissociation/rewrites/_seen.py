@@ -12,7 +12,7 @@ from dissociation._core.checks import check_takes, fail
 from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Call, Walk, bound, program_of
+from dissociation.models._program import MOVES, Call, Walk, bound, evaluated, program_of
 
 
 class LayerInputs(NamedTuple):
@@ -50,19 +50,26 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
         TypeError: If the model does not accept the examples.
         ValueError: If there is no such array, or no product uses it as a whole, as in a loop over it.
     """
-    paths, leaves, program = program_of(model, call)
+    paths, leaves, _ = program_of(model, call)
     if path not in paths:
         fail("path", f"be one of {', '.join(paths)}", repr(path))
     inputs = as_examples("inputs", inputs)
-    check_takes("model", lambda x: program(leaves, x), jax.tree.map(lambda part: part[0], inputs))
+    rows, axes = evaluated(_layer_rows, model, inputs, path, call, may_cache=call is None)
     leaf = paths.index(path)
-    places = np.arange(np.size(leaves[leaf])).reshape(np.shape(leaves[leaf]))
+    return LayerInputs(path, leaf, axes, rows, np.shape(leaves[leaf]))
+
+
+def _layer_rows(model: Any, inputs: Any, path: str, call: Call | None) -> tuple[Array, tuple[int, ...]]:
+    """Return the rows that the weights at `path` multiply, and the contracted axes of the weights."""
+    paths, leaves, program = program_of(model, call)
+    check_takes("model", lambda x: program(leaves, x), jax.tree.map(lambda part: part[0], inputs))
+    shape = np.shape(leaves[paths.index(path)])
+    marks = [np.arange(np.prod(shape, dtype=int)).reshape(shape) if name == path else None for name in paths]
     axes: list[tuple[int, ...]] = []
 
     def seen(x: Any) -> list[Array]:
         traced = jax.make_jaxpr(program)(leaves, x)
-        watch = _Watch(places.shape)
-        marks = [places if k == leaf else None for k in range(len(leaves))]
+        watch = _Watch(shape)
         given = jax.tree.leaves(x)
         watch.run(traced.jaxpr, traced.consts, [*leaves, *given], [*marks, *(None for _ in given)])
         axes[:] = watch.axes
@@ -75,8 +82,7 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
         fail("path", "name weights that something is multiplied by, as a whole", repr(path))
     if len(set(axes)) > 1:
         fail("path", "name weights that are multiplied along the same axes wherever they are used", repr(path))
-    rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found])
-    return LayerInputs(path, leaf, axes[0], rows, places.shape)
+    return jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found]), axes[0]
 
 
 class _Watch(Walk):

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compilations
 
 from dissociation import member
 from dissociation.models import (
@@ -16,6 +17,7 @@ from dissociation.models import (
     representations_of_example,
 )
 from dissociation.models._representations import Layers
+from dissociation.rewrites import layer_inputs
 from dissociation.similarity import compare, linear_cka, pairwise
 
 pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
@@ -139,6 +141,33 @@ def test_models_of_other_libraries():
         return {"logits": model.inner(x)}
 
     np.testing.assert_allclose(representations(model, X)["logits"], jax.vmap(model)(X), rtol=1e-6)
+
+
+def test_one_program_computes_all_layers_and_what_functions_close_over_may_change():
+    make = lambda seed: eqx.nn.MLP(4, 3, 6, 2, key=jax.random.key(seed))  # noqa: E731
+    model, other = make(0), make(1)
+    for call in (lambda m: representations(m, X), lambda m: layer_inputs(m, X, ".layers[1].weight")):
+        assert len(compilations(lambda call=call: call(model))) == 1
+        assert not compilations(lambda call=call: call(other))  # of the same structure
+    factor = [1.0]
+    plain = lambda x: factor[0] * model(x)  # noqa: E731
+    before = representations(plain, X)["logits"]
+    inputs = {"call": lambda m, x: m(factor[0] * x), "path": ".layers[0].weight"}
+    np.testing.assert_allclose(layer_inputs(model, X, **inputs).rows, X)
+    factor[0] = 2.0
+    np.testing.assert_allclose(representations(plain, X)["logits"], 2 * before, rtol=1e-6)
+    np.testing.assert_allclose(layer_inputs(model, X, **inputs).rows, 2 * X)
+
+    class Taken(eqx.Module):
+        places: np.ndarray  # NumPy's integers set shapes
+
+        def representations(self, x):
+            return {"logits": x[: self.places[0]] * factor[0]}
+
+    assert representations(Taken(np.array([3])), X)["logits"].shape == (7, 3)
+    representations_of_example.register(Taken, lambda model, x: {"logits": factor[0] * x})
+    for factor[0] in (2.0, 3.0):
+        np.testing.assert_allclose(representations(Taken(jnp.ones(1)), X)["logits"], factor[0] * X)
 
 
 class Convolved(eqx.Module):
