@@ -1,9 +1,11 @@
-"""Tools of the tests: the limit of CPU seconds, and the folder of compiled programs."""
+"""Tools of the tests: the limit of CPU seconds, the folder of compiled programs, and mutants."""
 
 import os
+import random
 from types import SimpleNamespace
 
 import cpu_seconds
+import mutate
 import program_cache
 import pytest
 
@@ -34,3 +36,20 @@ def test_the_oldest_programs_go(tmp_path):
         os.utime(tmp_path / name / "program", (1e9 - age, 1e9 - age))
     program_cache.trim(tmp_path, 20)
     assert [path.parent.name for path in sorted(tmp_path.rglob("program"))] == ["new", "older"]
+
+
+def test_every_module_has_tests_that_mutants_meet():
+    assert [path for path in mutate.modules(mutate.ROOT) if not mutate.tests_of(path, mutate.ROOT)] == []
+    assert [path for path in mutate.TESTED_BY if not (mutate.ROOT / f"{path.replace('.', '/')}.py").exists()] == []
+
+
+def test_a_stored_mutant_is_found_by_the_text_of_its_line(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text("a = 1 + b\nc = 2 * d\n")
+    rows = [mutate.stored(mutant, tmp_path) for mutant in mutate.draw(random.Random(0), 2, tmp_path, ["module.py"])]
+    module.write_text("import b\n\na = 1 + b\nc = 3 * d\n")
+    for row in rows:
+        mutant, is_stored = mutate.restored(row, random.Random(0), tmp_path)
+        old, new = mutate.mutated(mutant, tmp_path)[1:]
+        assert old != new
+        assert is_stored == (row["text"] == old == "a = 1 + b")

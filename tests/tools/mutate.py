@@ -1,13 +1,16 @@
 """Test the tests of modules by random small faults, one at a time.
 
-    python tests/tools/mutate.py --seed 0 --number 60 --out mutants.json
+    python tests/tools/mutate.py --seed 0 --number 60 --out outcomes.json
+    python tests/tools/mutate.py --seed 0 --number 60 --draw mutants.json
+    python tests/tools/mutate.py --mutants mutants.json --marks "not full"
 
 A mutant is one change on one line of the library: a sign, a factor, a comparison, an axis, a count off by one, `and`
 for `or`, a minimum for a maximum. In a copy of the tree, the test files that import the module run until the first
-failure. A mutant that survives needs a test, or changes no result.
+failure, without slow tests unless `--marks` selects them. A mutant that survives needs a test, or changes no result.
 """
 
 import ast
+import functools
 import io
 import itertools
 import json
@@ -21,6 +24,7 @@ import tempfile
 import time
 import tokenize
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -59,7 +63,9 @@ RULES = "indexing rules operations flow axes"
 SYMMETRY = ["dissociation/test_groups.py", "dissociation/test_indexing.py", "dissociation/test_symmetry.py"]
 TESTED_BY |= {f"dissociation.rewrites._{rule}": SYMMETRY for rule in RULES.split()}
 TESTED_BY["dissociation._core.frames"] = ["koopman/test_pairs.py", "koopman/test_forecast.py"]
-TESTED_BY["dissociation.rewrites._labels"] = ["dissociation/test_copies.py"]
+TESTED_BY["dissociation.training._interrupts"] = ["dissociation/test_interrupts.py"]
+TESTED_BY["dissociation._core.lazy"] = ["test_packaging.py"]
+TESTED_BY["koopman._operators._rotations"] = ["koopman/test_dynamical_similarity.py"]
 TESTED_BY["dissociation.rewrites._comparison"] = ["dissociation/test_growth.py", "dissociation/test_rewrites.py"]
 """Modules that are tested through others."""
 SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
@@ -95,21 +101,34 @@ def is_python(source):
     return True
 
 
+@functools.cache
+def names_in(path):
+    """Return the imports (module, name, bound name) of a test file, and its attributes (owner, name)."""
+    imports, attributes = [], set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            imports += [(node.module, alias.name, alias.asname or alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            imports += [(alias.name, "", alias.asname or alias.name) for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            attributes.add((ast.unparse(node.value), node.attr))
+    return imports, attributes
+
+
 def uses(path, dotted, names):
     """Return the number of names that a test file takes from a module, directly or through a folder."""
-    tree = ast.parse(path.read_text())
     package, module = dotted.rsplit(".", 1)
     faces = (package, package.partition(".")[0])
+    imports, attributes = names_in(path)
     count, folders = 0, set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            taken = {alias.name for alias in node.names}
-            count += len(taken) * (node.module == dotted) + (node.module == package and module in taken)
-            count += len(taken & names) * (node.module in faces)
-            folders |= {a.asname or a.name for a in node.names if f"{node.module}.{a.name}" in faces}
-        elif isinstance(node, ast.Import):
-            folders |= {alias.asname or alias.name for alias in node.names if alias.name in faces}
-    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in folders}
+    for source, name, bound in imports:
+        is_whole = not name
+        count += not is_whole and source == dotted
+        count += (source, name) == (package, module)
+        count += source in faces and name in names
+        if (source if is_whole else f"{source}.{name}") in faces:
+            folders.add(bound)
+    used = {name for owner, name in attributes if owner in folders}
     return count + len(used & names)
 
 
@@ -128,18 +147,47 @@ def tests_of(module, root):
     return [str(path.relative_to(root)) for path, _ in found][:3]
 
 
-def draw(generator, number, root):
-    """Return mutants at random lines of all modules: (module, line, first column, last column, replacement)."""
+def is_skipped(path):
+    """Return True for modules without logic to mutate."""
+    return path.name in SKIPPED or path.stem.endswith("_drawing")
+
+
+def modules(root):
+    """Return the modules of the library that are mutated, relative to `root`."""
+    paths = [path for package in ("dissociation", "koopman") for path in sorted((root / package).rglob("*.py"))]
+    return [path.relative_to(root) for path in paths if not is_skipped(path)]
+
+
+def draw(generator, number, root, paths):
+    """Return mutants at random lines of modules: (module, line, first column, last column, replacement)."""
     lines = []
-    for package in ("dissociation", "koopman"):
-        for path in sorted((root / package).rglob("*.py")):
-            if path.name not in SKIPPED and not path.stem.endswith("_drawing"):
-                by_line = {}
-                for site in sites(path):
-                    by_line.setdefault(site[0], []).append(site)
-                lines += [(path.relative_to(root), own) for own in by_line.values()]
+    for path in paths:
+        by_line = {}
+        for site in sites(root / path):
+            by_line.setdefault(site[0], []).append(site)
+        lines += [(path, own) for own in by_line.values()]
     mutants = ((path, *generator.choice(own)) for path, own in generator.sample(lines, len(lines)))
     return list(itertools.islice((m for m in mutants if is_python(mutated(m, root)[0])), number))
+
+
+def stored(mutant, root):
+    """Return a mutant as a row of a file, which holds the text of its line."""
+    path, number, first, last, replacement = mutant
+    text = (root / path).read_text().splitlines()[number - 1]
+    columns = {"first": first, "last": last, "replacement": replacement}
+    return {"module": str(path), "line": number, "text": text} | columns
+
+
+def restored(row, generator, root):
+    """Return the mutant of a row and True, or a new one in the same file and False if the line is gone."""
+    path = Path(row["module"])
+    lines = (root / path).read_text().splitlines()
+    numbers = [number for number, text in enumerate(lines, 1) if text == row["text"]]
+    if numbers:
+        nearest = min(numbers, key=lambda number: abs(number - row["line"]))
+        return (path, nearest, row["first"], row["last"], row["replacement"]), True
+    (mutant,) = draw(generator, 1, root, [path])
+    return mutant, False
 
 
 def mutated(mutant, root):
@@ -156,8 +204,8 @@ def environment_of(root):
     return os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run(mutant, root, timeout):
-    """Return the outcome of the tests of a mutant in `root`, and restore the file."""
+def run(mutant, root, timeout, marks):
+    """Return the outcome of the marked tests of a mutant in `root`, and restore the file."""
     path, line = mutant[:2]
     file = root / path
     before = file.read_text()
@@ -167,7 +215,7 @@ def run(mutant, root, timeout):
     began = time.perf_counter()
     try:
         file.write_text(text)
-        words = [sys.executable, "-m", "pytest", "-m", "", "-n0", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        words = [sys.executable, "-m", "pytest", "-m", marks, "-n0", "-x", "-q", "-p", "no:cacheprovider", *tests]
         settings = {"cwd": root, "env": environment_of(root), "capture_output": True, "timeout": timeout}
         status = subprocess.run([*words, str(path)], **settings).returncode
         row["outcome"] = {0: "survived", 1: "caught", 5: "no tests"}.get(status, "caught (import)")
@@ -178,9 +226,34 @@ def run(mutant, root, timeout):
     return row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def main(seed: int = 0, number: int = 60, timeout: float = 600, out: Path = Path("mutants.json")):
-    """Make mutants and write what became of each."""
-    mutants = draw(random.Random(seed), number, ROOT)
+def main(
+    seed: int = 0,
+    number: int = 60,
+    timeout: float = 600,
+    out: Path = Path("outcomes.json"),
+    mutants: Path | None = None,
+    draw_to: Annotated[Path | None, tyro.conf.arg(name="draw")] = None,
+    marks: str = "not slow and not full",
+):
+    """Make mutants and write the outcome of each.
+
+    Args:
+        seed: Seed of the draw.
+        number: Number of mutants.
+        timeout: Seconds for the tests of one mutant.
+        out: File of outcomes; mutants whose outcomes it holds are not run again.
+        mutants: File of stored mutants. A new one is drawn in the same file if a line is gone.
+        draw_to: File in which the draw is stored; nothing is run.
+        marks: Expression of marks of the tests that run.
+    """
+    generator = random.Random(seed)
+    if mutants is None:
+        drawn = [(mutant, True) for mutant in draw(generator, number, ROOT, modules(ROOT))]
+    else:
+        drawn = [restored(row, generator, ROOT) for row in json.loads(mutants.read_text())]
+    if draw_to is not None:
+        draw_to.write_text(json.dumps([stored(mutant, ROOT) for mutant, _ in drawn], indent=1) + "\n")
+        return
     rows = json.loads(out.read_text()) if out.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "tree"
@@ -189,9 +262,12 @@ def main(seed: int = 0, number: int = 60, timeout: float = 600, out: Path = Path
         subprocess.run(
             whole, cwd=copy, env=environment_of(copy), check=True, stdout=subprocess.DEVNULL
         )  # else every mutant would be "caught"
-        for mutant in mutants[len(rows) :]:
-            rows.append(run(mutant, copy, timeout))
-            sys.stdout.write(f"{len(rows):3d} {rows[-1]['outcome']:10s} {rows[-1]['module']}:{rows[-1]['line']}\n")
+        for mutant, is_stored in drawn[len(rows) :]:
+            rows.append(run(mutant, copy, timeout, marks) | {"drawn again": not is_stored})
+            again = "" if is_stored else " (drawn again: its line is gone)"
+            sys.stdout.write(
+                f"{len(rows):3d} {rows[-1]['outcome']:10s} {rows[-1]['module']}:{rows[-1]['line']}{again}\n"
+            )
             sys.stdout.flush()
             out.write_text(json.dumps(rows, indent=1))
     caught = sum(row["outcome"].startswith("caught") for row in rows)
