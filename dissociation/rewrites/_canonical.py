@@ -8,13 +8,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from dissociation._core.checks import check_positive, fail
+from dissociation._core.conversion import to_device
 from dissociation._core.validation import validated
 from dissociation.models._program import Call
 from dissociation.rewrites._axes import has_order
@@ -100,7 +100,7 @@ def fingerprint(
         for slot in groups[name].slots:
             blocks = np.tensordot(weights, slot.blocks(leaves[slot.leaf]), 1)
             leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], blocks)
-    return jnp.asarray(np.concatenate([*(leaf.ravel() for leaf in leaves), [np.log(size)]]), float)
+    return to_device(np.concatenate([*(leaf.ravel() for leaf in leaves), [np.log(size)]]), float)
 
 
 @validated(finite=("a", "b"))
@@ -174,7 +174,7 @@ def _multiply(leaves: Arrays, slots: Sequence[Slot], factors: np.ndarray) -> Non
 def _with(leaves: Arrays, model: Any) -> Any:
     """Return the model with other arrays, in the dtypes of the model."""
     old, tree, rest = parameters_of(model)
-    arrays = [jnp.asarray(leaf, jnp.asarray(own).dtype) for leaf, own in zip(leaves, old, strict=True)]
+    arrays = [to_device(leaf, before.dtype) for leaf, before in zip(leaves, old, strict=True)]
     return refit(eqx.combine(jax.tree.unflatten(tree, arrays), rest))
 
 

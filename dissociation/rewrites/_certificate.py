@@ -1,16 +1,20 @@
 """Measure how much a rewrite changed the function of a model on given inputs."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dissociation._core.checks import check_count, check_model, fail
-from dissociation._core.conversion import as_examples
+from dissociation._core.conversion import as_examples, to_device
 from dissociation._core.results import printed
 from dissociation._core.validation import validated
-from dissociation.models._program import function_of
+from dissociation.models._program import function_of, program_of
+from dissociation.training._traced import Traced, trace
 
 
 class Certificate(NamedTuple):
@@ -56,34 +60,70 @@ def certify(
         TypeError: If `batch_size` is not an integer, or a model does not accept one example or return a real array.
         ValueError: If there are no inputs, one is not finite, or the shapes of outputs differ.
     """
-    original, rewritten = function_of("original", original), function_of("rewritten", rewritten)
+    functions = {"original": function_of("original", original), "rewritten": function_of("rewritten", rewritten)}
     inputs = as_examples("inputs", inputs, finite=True)
-    num_inputs, first = len(jax.tree.leaves(inputs)[0]), jax.tree.map(lambda part: part[0], inputs)
+    example = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), inputs)
+    with jax.default_matmul_precision("highest"):
+        before, after = (check_model(name, function, example) for name, function in functions.items())
+    if before.shape != after.shape:
+        fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
+    if batch_size is not None:
+        batch_size = check_count("batch_size", batch_size, minimum=1)
+    pairs = []
+    for model in (original, rewritten):
+        _, leaves, run = program_of(model, None)
+        pairs.append((trace_exactly(lambda arrays, x, run=run: run(arrays, x)[0], leaves, example), leaves))
+    return compare_programs(*pairs, inputs, batch_size)
 
+
+def trace_exactly(function: Callable[[list[Any], Any], Array], leaves: list[Any], example: Any) -> Traced:
+    """Trace a function of a model's arrays and one example, with products at the highest precision."""
+    # The short formats of an accelerator would change outputs more than the rewrite does.
+    with jax.default_matmul_precision("highest"):
+        return trace(function, list(map(_shape_of, leaves)), example)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def compare_programs(
+    original: tuple[Traced, list[Any]],
+    rewritten: tuple[Traced, list[Any]],
+    inputs: Any,
+    batch_size: int | None = 1024,
+) -> Certificate:
+    """Return the certificate of two programs with their arrays, on examples."""
+    num_inputs = len(jax.tree.leaves(inputs)[0])
+    if batch_size is not None:
+        batch_size = min(batch_size, num_inputs)
+    arrays = [list(map(to_device, leaves)) for _, leaves in (original, rewritten)]
+    return _compare((original[0], rewritten[0]), arrays, inputs, batch_size)
+
+
+@eqx.filter_jit
+def _compare(
+    programs: tuple[Traced, Traced], arrays: list[list[Array]], inputs: Any, batch_size: int | None
+) -> Certificate:
     def compare(example: Any) -> tuple[Array, Array, Array]:
-        before, after = original(example).ravel(), rewritten(example).ravel()
+        before, after = (program(leaves, example).ravel() for program, leaves in zip(programs, arrays, strict=True))
         # An output that is not finite predicts no class, so it counts as changed.
         defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
         flipped = (_prediction(before) != _prediction(after)) | ~defined
         return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
 
-    # The short formats of an accelerator would change outputs more than the rewrite does.
-    with jax.default_matmul_precision("highest"):
-        before, after = (check_model(*named, first) for named in (("original", original), ("rewritten", rewritten)))
-        if before.shape != after.shape:
-            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
-        if batch_size is None:
-            changes, sizes, flips = jax.vmap(compare)(inputs)
-        else:
-            batch_size = min(check_count("batch_size", batch_size, minimum=1), num_inputs)
-            changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
-    change, size, flipped = jnp.max(changes), jnp.max(sizes), jnp.sum(flips)
+    if batch_size is None:
+        changes, sizes, flips = jax.vmap(compare)(inputs)
+    else:
+        changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
+    change = jnp.max(changes)
+    flipped = jnp.sum(flips)
     return Certificate(
         max_abs_change=change,
         # If all outputs are zero, the relative change is zero or infinite.
-        max_rel_change=jnp.where(change == 0, change, change / size),
+        max_rel_change=jnp.where(change == 0, change, change / jnp.max(sizes)),
         changed_predictions=flipped,
-        num_inputs=jnp.asarray(num_inputs, flipped.dtype),
+        num_inputs=jnp.asarray(len(flips), flipped.dtype),
     )
 
 

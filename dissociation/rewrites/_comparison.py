@@ -7,12 +7,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from dissociation._core.checks import fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation.models._program import program_of
 from dissociation.rewrites._flow import Step, Value
 from dissociation.rewrites._groups import NeuronGroup, flow_of, neuron_groups
-from dissociation.training._traced import trace
+from dissociation.training._traced import Traced, trace
 
 KEPT_SIZE = (
     "If a module keeps its size in a field, `rewrites.refitted.register` a function that rebuilds it; code must read a "
@@ -47,16 +49,28 @@ def check_defined(before: Any, after: Any, group: NeuronGroup) -> None:
     numbers = [jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)) for model in (before, after)]
     if any(map(is_traced, [*numbers[0], *numbers[1]])):
         return
-    runs = [program_of(model, group.call) for model in (before, after)]
+    programs = []
+    arrays = []
+    for model in (before, after):
+        _, leaves, run = program_of(model, group.call)
+        programs.append(trace(run, leaves, group.example))
+        arrays.append(list(map(to_device, leaves)))
     # Most models need no run: their operations are finite everywhere.
-    if PARTIAL.isdisjoint(trace(runs[1].run, runs[1].leaves, group.example).code.primitives):
+    if PARTIAL.isdisjoint(programs[1].code.primitives):
         return
-    # A weight of zero does not silence NaN: outputs must be compared.
-    examples = jax.tree.map(_drawn_like, group.example)
-    one, other = ([np.isfinite(y) for y in jax.vmap(run, (None, 0))(leaves, examples)] for _, leaves, run in runs)
-    if any((kept & ~still).any() for kept, still in zip(one, other, strict=True)):
+    if bool(_loses_values(programs, arrays, group.example)):
         wanted = "be one whose new neurons are finite, whatever weights are drawn"
         fail("group", wanted, group.name, "What it passes through is not defined for these weights")
+
+
+@eqx.filter_jit
+def _loses_values(programs: list[Traced], arrays: list[list[Array]], example: Any) -> Array:
+    """Return True if finite outputs of the first program are not finite in the second, for drawn examples."""
+    # A weight of zero does not silence NaN: outputs must be compared.
+    examples = jax.tree.map(_drawn_like, example)
+    outputs = [jax.vmap(run, (None, 0))(leaves, examples) for run, leaves in zip(programs, arrays, strict=True)]
+    lost = [jnp.any(jnp.isfinite(one) & ~jnp.isfinite(other)) for one, other in zip(*outputs, strict=True)]
+    return jnp.any(jnp.stack(lost))
 
 
 def _drawn_like(leaf: Any) -> Any:

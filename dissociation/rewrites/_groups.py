@@ -66,7 +66,7 @@ class Slot(NamedTuple):
 
     def of_copies(self, each: Any) -> Any:
         """Return the entry of [copies, *rest] for the copy at each position, [positions, ..., *rest]."""
-        return each[np.moveaxis(self.copy, self.axis, 0)]
+        return each[each.__array_namespace__().moveaxis(self.copy, self.axis, 0)]
 
     def per_neuron(self, each: Any) -> Any:
         """Return numbers [copies, neurons] as `blocks`, [neurons, positions, ...], with axes possibly of length 1."""

@@ -5,7 +5,8 @@ A model that is not the same program with more neurons is rejected; see `rewrite
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,12 +15,12 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from dissociation._core.checks import check_count, check_non_negative, fail
-from dissociation._core.conversion import as_examples
+from dissociation._core.conversion import as_examples, to_device
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.rewrites._comparison import check_defined, check_resized
 from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of, resized
-from dissociation.rewrites._rewrites import Rewrite, current
+from dissociation.rewrites._rewrites import Rewrite, current, replaced
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
@@ -38,14 +39,19 @@ def _duplicated(model: Any, group: NeuronGroup, multiplier: float) -> Any:
     _check_grows(group, new=False)
     original = copies_of(group.size, multiplier)
     copies = np.bincount(original, minlength=group.size)[original]
+    leaves = parameters_of(model)[0]
     exponents: Any = group.sharing
 
-    def change(array: Array, slot: Slot, index: int) -> Array:
-        factors = copies ** float(exponents[index])
-        factors = jnp.asarray(factors.reshape(-1, *[1] * array.ndim), array.dtype)
-        return slot.with_blocks(array, slot.blocks(array) * factors)
+    def factors(index: int, slot: Slot, _: int) -> np.ndarray:
+        dtype = jax.dtypes.canonicalize_dtype(leaves[slot.leaf].dtype)
+        return (copies ** float(exponents[index])).astype(dtype)
 
-    return _resized(model, group, original, change)
+    return _resized(model, group, original, _divided, factors)
+
+
+def _divided(array: Array, slot: Slot, factors: Array) -> Array:
+    """Return an array whose weights at each neuron are multiplied by factors [neurons]."""
+    return slot.with_blocks(array, slot.blocks(array) * factors.reshape(-1, *[1] * array.ndim))
 
 
 @validated
@@ -79,16 +85,22 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
-def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array]) -> Any:
-    """Return the model with neurons `original` in a group; `fill(array, slot, index)` sets the weights of a slot."""
-    leaves, tree, rest = parameters_of(model)
-    (wider,), places = resized([group], [original])
-    for (leaf, axis), old in places.items():
-        leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), old, axis=axis)
+def _resized(
+    model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array], option_of: Callable[..., Any]
+) -> Any:
+    """Return the model with neurons `original` in a group.
+
+    The compiled `fill(array, slot, option)` sets the weights of a slot, for options `option_of(index, slot, length)`.
+    """
+    (wider,), sources = resized([group], [original])
     # Outgoing weights come last, so that new neurons have no effect on each other either.
-    for index, slot in sorted(enumerate(wider.slots), key=lambda each: each[1].outgoing):
-        leaves[slot.leaf] = fill(leaves[slot.leaf], slot, index)
-    grown = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+    order = sorted(range(len(wider.slots)), key=lambda index: wider.slots[index].outgoing)
+    slots = [wider.slots[index] for index in order]
+    touched = list(dict.fromkeys(slot.leaf for slot in slots))
+    takes = [(touched.index(leaf), axis, old) for (leaf, axis), old in sources.items()]
+    lengths = [len(sources[slot.leaf, slot.axis]) for slot in slots]
+    options = [option_of(index, slot, length) for index, slot, length in zip(order, slots, lengths, strict=True)]
+    (grown,) = replaced(model, slots, _grow, takes, fill, options)
     # The shape of a grouped convolution does not distinguish wider groups from more groups: try both.
     one, other = (refit(grown, more_groups=more) for more in (False, True))
     try:
@@ -99,6 +111,72 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Callabl
         check_resized(model, other, group, [wider])
         return other
     return one
+
+
+@eqx.filter_jit
+def _grow(
+    arrays: list[Array],
+    slots: list[Slot],
+    takes: list[tuple[int, int, Array]],
+    fill: Callable[..., Array],
+    options: list[Any],
+) -> tuple[list[Array]]:
+    """Take the entries `takes` (array, axis, indices) of arrays, then fill every slot."""
+    for index, axis, old in takes:
+        arrays[index] = jnp.take(arrays[index], old, axis=axis)
+    for slot, option in zip(slots, options, strict=True):
+        arrays[slot.leaf] = fill(arrays[slot.leaf], slot, option)
+    return (arrays,)
+
+
+class _Draw(NamedTuple):
+    """Settings of the weights that `_drawn` sets in one slot."""
+
+    key: PRNGKey
+    present: np.ndarray  # indices along the axis that are not of new neurons
+    num_groups: int
+    size: int  # neurons in a set
+    incoming_std: Array
+    outgoing_std: Array | None
+
+
+def _drawn(array: Array, slot: Slot, draw: _Draw) -> Array:
+    """Return an array with drawn weights of the last neurons, in sets that cancel."""
+    num_groups, size = draw.num_groups, draw.size
+    num_present = len(slot.positions) - num_groups * size
+    new = slot._replace(positions=slot.positions[num_present:])
+    shape = new.blocks(array).shape[1:]
+    present = jnp.moveaxis(array, slot.axis, 0)[draw.present]
+    group_of = np.repeat(np.arange(num_groups), size)
+    if slot.outgoing and size == 1:
+        values = 0.0
+    elif slot.outgoing:  # they add up to zero in each set
+        std = jnp.sqrt(jnp.mean(present**2)) if draw.outgoing_std is None else draw.outgoing_std
+        normal = jax.random.normal(draw.key, (num_groups, size, *shape), array.dtype)
+        centred = normal - jnp.mean(normal, axis=1, keepdims=True)
+        std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
+        values = (std * centred).reshape(num_groups * size, *shape)
+    # A number per neuron, such as a variance, may have to be like those of others.
+    elif array.size == array.shape[slot.axis]:
+        pick = jax.random.randint(draw.key, (num_groups,), 0, num_present)
+        values = slot.blocks(array)[pick][group_of]
+    else:
+        normal = jax.random.normal(draw.key, (num_groups, *shape), array.dtype)
+        # If all entries are positive, the program may need them so, as under a square root.
+        normal = jnp.where(jnp.all(present > 0), jnp.abs(normal), normal)
+        values = (jnp.asarray(draw.incoming_std, array.dtype) * normal)[group_of]
+    return new.with_blocks(array, values)
+
+
+@eqx.filter_jit
+def _slot_keys(key: PRNGKey, is_outgoing: tuple[bool, ...]) -> list[PRNGKey]:
+    """Return a key for each slot, from one key for incoming and one for outgoing slots."""
+    keys: dict[int, PRNGKey] = {}
+    for side_key, side in zip(jax.random.split(key), (False, True), strict=True):
+        indices = [index for index, outgoing in enumerate(is_outgoing) if outgoing == side]
+        slot_keys = [side_key] if len(indices) < 2 else jax.random.split(side_key, len(indices))
+        keys |= dict(zip(indices, slot_keys, strict=False))
+    return [keys[index] for index in range(len(is_outgoing))]
 
 
 def _with_nuisance(
@@ -117,37 +195,14 @@ def _with_nuisance(
     if count == 0:
         return model
     original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
-    keys = {}
-    for each, outgoing in zip(jax.random.split(key), (False, True), strict=True):
-        own = [index for index, slot in enumerate(group.slots) if slot.outgoing == outgoing]
-        keys |= dict(zip(own, [each] if len(own) < 2 else jax.random.split(each, len(own)), strict=False))
-    member = np.repeat(np.arange(num_groups), size)
+    keys = _slot_keys(key, tuple(slot.outgoing for slot in group.slots))
+    stds = [None if std is None else to_device(std, float) for std in (incoming_std, outgoing_std)]
 
-    def change(array: Array, slot: Slot, index: int) -> Array:
-        new = slot._replace(positions=slot.positions[group.size :])
-        shape = new.blocks(array).shape[1:]
-        old = np.setdiff1d(np.arange(array.shape[slot.axis]), new.positions)
-        known = jnp.moveaxis(array, slot.axis, 0)[jnp.asarray(old)]
-        if slot.outgoing and size == 1:
-            values = 0.0
-        elif slot.outgoing:  # they add up to zero in each set
-            std = jnp.sqrt(jnp.mean(known**2)) if outgoing_std is None else outgoing_std
-            drawn = jax.random.normal(keys[index], (num_groups, size, *shape), array.dtype)
-            centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
-            std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
-            values = (std * centred).reshape(count, *shape)
-        # A number per neuron, such as a variance, may have to be like those of others.
-        elif array.size == array.shape[slot.axis]:
-            pick = jax.random.randint(keys[index], (num_groups,), 0, group.size)
-            values = slot.blocks(array)[pick][member]
-        else:
-            drawn = jax.random.normal(keys[index], (num_groups, *shape), array.dtype)
-            # If all entries are positive, the program may need them so, as under a square root.
-            drawn = jnp.where(jnp.all(known > 0), jnp.abs(drawn), drawn)
-            values = (jnp.asarray(incoming_std, array.dtype) * drawn)[member]
-        return new.with_blocks(array, values)
+    def draw(index: int, slot: Slot, length: int) -> _Draw:
+        present = np.setdiff1d(np.arange(length), slot.positions[group.size :])
+        return _Draw(keys[index], present, num_groups, size, *stds)
 
-    grown = _resized(model, group, original, change)
+    grown = _resized(model, group, original, _drawn, draw)
     # Outgoing weights of zero do not silence neurons that are NaN.
     check_defined(model, grown, group)
     return grown
@@ -196,15 +251,21 @@ def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array |
     """Append neurons with incoming weights [new, features] and biases [new] to a group."""
     group = current(group, model)
     _check_grows(group)
-    count = len(incoming)
-    original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
+    original = np.concatenate([np.arange(group.size), np.zeros(len(incoming), int)])
 
-    def change(array: Array, slot: Slot, index: int) -> Array:
-        own: Any = bias if array.ndim == 1 else incoming
-        new = slot._replace(positions=slot.positions[group.size :])
-        return new.with_blocks(array, 0.0 if slot.outgoing else own[:, None].astype(array.dtype))
+    def weights(_: int, slot: Slot, length: int) -> Any:
+        if slot.outgoing:
+            return np.zeros(len(incoming), np.float32)
+        return bias if len(slot.shape) == 1 else incoming
 
-    return _resized(model, group, original, change)
+    return _resized(model, group, original, _written, weights)
+
+
+def _written(array: Array, slot: Slot, weights: Array) -> Array:
+    """Return an array with other weights of the last neurons, a row for each, or one number."""
+    new = slot._replace(positions=slot.positions[-len(weights) :])
+    blocks = weights.reshape(len(weights), 1, *[1] * (array.ndim - weights.ndim), *weights.shape[1:])
+    return new.with_blocks(array, blocks.astype(array.dtype))
 
 
 @validated(finite=("pattern",))
@@ -234,17 +295,29 @@ def add_phantom(
     rows = incoming(group, model, inputs)
     if len(rows) != len(pattern):
         fail("pattern", f"have a row for every input vector of {group.name} ({len(rows)})", len(pattern))
-    found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
-    own = (found, None) if made_by(group)[1] is None else (found[:, :-1], found[:, -1])
-    return Rewrite(_with_phantom, (group,), own)
+    weights = least_squares(rows, to_device(pattern, rows.dtype), rtol)
+    return Rewrite(_with_phantom, (group,), _split_bias(weights, made_by(group)[1] is not None))
+
+
+@partial(jax.jit, static_argnums=1)
+def _split_bias(weights: Array, has_bias: bool) -> tuple[Array, Array | None]:
+    """Return incoming weights [new, features], and biases [new] from the last row of `weights` [features, new]."""
+    if not has_bias:
+        return weights.T, None
+    return weights[:-1].T, weights[-1]
 
 
 def incoming(group: NeuronGroup, model: Any, inputs: Any) -> Array:
     """Return what a group's incoming weights multiply, [vectors, features], with a last column of ones for a bias."""
     matrix, bias = made_by(group)
     rows = layer_inputs(model, as_examples("inputs", inputs, finite=True), matrix.path, call=group.call).rows
+    return _with_ones(rows, bias is not None)
+
+
+@partial(jax.jit, static_argnums=1)
+def _with_ones(rows: Array, has_bias: bool) -> Array:
     rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))  # also of integers and halves
-    return jnp.concatenate([rows, jnp.ones((len(rows), bias is not None), rows.dtype)], 1)
+    return jnp.concatenate([rows, jnp.ones((len(rows), has_bias), rows.dtype)], 1)
 
 
 def made_by(group: NeuronGroup) -> tuple[Slot, Slot | None]:
@@ -266,6 +339,11 @@ def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
         # missed by up to 0.34 with it, by 2e-5 with this one, which still drops the rounding noise of low-rank inputs.
         rtol = float(jnp.finfo(a.dtype).eps) * math.sqrt(max(a.shape))
     check_non_negative("rtol", rtol)
+    return _least_squares(a, b, rtol)
+
+
+@jax.jit
+def _least_squares(a: Array, b: Array, rtol: ArrayLike) -> Array:
     # The derivative of the pseudo-inverse needs no derivative of singular vectors, which equal singular values make
     # NaN.
     step = a - jax.lax.stop_gradient(a)  # zero, with a derivative

@@ -1,5 +1,6 @@
 """Null space of a dataset, and noise on weights within it."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Real
 
 from dissociation._core.checks import check_known, check_non_negative, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
@@ -87,18 +89,29 @@ def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float
     return features - spectrum.rank, spectrum.rank, features
 
 
-def perturb_in_null_space(w_in: Array, basis: Array | np.ndarray, scale: Scalar, *, key: PRNGKey) -> Array:
-    """Return w_in + scale Z basis^T basis with Z ~ N(0, 1), for w_in [hidden, inputs] and basis [null, inputs]."""
+def perturb_in_null_space(
+    weights: Array, basis: Array | np.ndarray, scale: Scalar, *, key: PRNGKey, axes: tuple[int, ...] = (1,)
+) -> Array:
+    """Return W + scale Z basis^T basis with Z ~ N(0, 1), for W with its inputs on `axes` and basis [null, inputs]."""
     if not is_traced(basis):
         known = np.asarray(basis, np.float64)
         away = np.abs(known @ known.T - np.eye(len(known))).max(initial=0)
         if not away <= 1e-3:
             fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
-    directions = jnp.asarray(basis, w_in.dtype)
-    drawn = jax.random.normal(key, w_in.shape, w_in.dtype)
+    return _perturb(to_device(weights), to_device(basis), scale, key, axes)
+
+
+@partial(jax.jit, static_argnames="axes")
+def _perturb(weights: Array, basis: Array, scale: Scalar, key: PRNGKey, axes: tuple[int, ...]) -> Array:
+    directions = basis.astype(weights.dtype)
+    last = tuple(range(-len(axes), 0))
+    moved = jnp.moveaxis(weights, axes, last)
+    rows = moved.reshape(-1, basis.shape[-1])
+    drawn = jax.random.normal(key, rows.shape, rows.dtype)
     # A projection, so that the noise depends on the space and not on its basis.
     noise = product(product(drawn, directions.T), directions)
-    return w_in + jnp.asarray(scale, w_in.dtype) * noise
+    rows = rows + jnp.asarray(scale, rows.dtype) * noise
+    return jnp.moveaxis(rows.reshape(moved.shape), last, axes)
 
 
 def _gram(samples: np.ndarray, scale: float, directions: np.ndarray | None) -> np.ndarray:
