@@ -156,6 +156,8 @@ def test_the_ledger_sees_through_transformations(ledger, monkeypatch, function):
     assert sum(map(len, ledger.draws.values())) == (2 if function is drawn_and_split else 10)
 
 
+REPRESENTATIVE = {"eigenvectors", "freedom", "robustness"}
+"""Figures that `.ci/run` computes with recorded keys."""
 SMALL = {"num_seeds": 2, "num_epochs": 1, "num_train": 200, "num_test": 40, "width": 8}
 
 
@@ -212,8 +214,14 @@ def run_in_small(figure, monkeypatch):
     return module.compute(dataclasses.replace(config, **sizes), key=jax.random.PRNGKey(0))
 
 
+FIGURES = [
+    pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.full)
+    for name in dissociation.figures.figures() | koopman.figures.figures()
+]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("figure", dissociation.figures.figures() | koopman.figures.figures())
+@pytest.mark.parametrize("figure", FIGURES)
 def test_no_key_of_a_figure_serves_two_purposes(ledger, monkeypatch, figure):
     run_in_small(figure, monkeypatch)
     assert len(ledger.draws) > 3

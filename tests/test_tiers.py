@@ -18,6 +18,12 @@ KINDS = {
 }
 FULL = {
     "notebooks/test_notebooks.py": ("whole notebooks",),
+    "test_keys.py": ("figures in full",),
+    "dissociation/test_collapse_figure.py": ("figures in full",),
+    "dissociation/test_distributed.py": ("several processes", "kills"),
+    "dissociation/test_distributed_figures.py": ("several processes", "kills", "figures in full"),
+    "dissociation/test_figures.py": ("figures in full",),
+    "dissociation/test_freedom_figure.py": ("figures in full",),
     "tools/pages.py": ("code blocks of pages",),
     "tools/protocol.py": ("rows of the protocol beyond one per function",),
 }

@@ -63,6 +63,7 @@ def test_series(small):
     assert (null < 0.3).all()
 
 
+@pytest.mark.full
 def test_another_rate_and_scale_compile_nothing_anew(small, monkeypatch):
     _, config, folder = small
     with np.load(folder / "codes.npz") as file:
@@ -245,6 +246,7 @@ def tiny(**options):
     return dataclasses.replace(collapse.Config().quick(), seeds=(42,), **sizes, **options)
 
 
+@pytest.mark.full
 def test_a_sweep_over_devices():
     config = tiny(num_information=0)
     alone, spread = (collapse.compute(config, key=KEY, mesh=mesh) for mesh in (None, member_mesh(jax.devices()[:2])))
@@ -252,6 +254,7 @@ def test_a_sweep_over_devices():
         np.testing.assert_allclose(spread[name], values, rtol=2e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.full
 def test_a_sweep_of_convolutional_networks():
     results = collapse.compute(
         tiny(network="cnn", num_information=1, num_images=60, num_smoothed=60, compression_epochs=1), key=KEY

@@ -125,6 +125,7 @@ def test_padding_reaches_no_result(key):
     assert {leaf.shape[0] for leaf in jax.tree.leaves(spread.state)} == {5}
 
 
+@pytest.mark.slow
 def test_two_processes_have_members_values_and_errors_of_both(tmp_path):
     """Arguments that differ, and a checkpoint of one process, are refused in both."""
     path = f"checkpoint={tmp_path}/run.ckpt"
@@ -146,7 +147,7 @@ def outcomes(said):
     return re.findall(r"(.*?)^digest (\S+)$", said, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_members_do_not_depend_on_the_number_of_processes(tmp_path):
     """One and four processes: the same up to rounding. Process 0 alone calls the callbacks."""
     words = []
@@ -182,7 +183,7 @@ def stopped(tmp_path_factory):
     return paths, ended, steps, whole, resumed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stopped_runs_resume_to_the_same_bits_and_finished_ones_are_read(stopped):
     paths, _, _, whole, resumed = stopped
     assert {digest for runs in (whole, *resumed) for _, digest in runs} == {whole[0][1]}
@@ -195,7 +196,7 @@ def test_stopped_runs_resume_to_the_same_bits_and_finished_ones_are_read(stopped
         together.fit({"checkpoint": str(paths[0])})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_process_that_dies_before_its_write_ends_the_others(stopped, dead):
     """The other process has written step 20, this one has not."""
@@ -210,7 +211,7 @@ def test_a_process_that_dies_before_its_write_ends_the_others(stopped, dead):
     assert status != 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_an_error_or_a_signal_of_one_stops_all_at_the_same_step(stopped, index):
     how, (first, second), steps = ENDS[index], stopped[1][index], stopped[2][index]

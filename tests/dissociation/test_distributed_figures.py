@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import together
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 SIZES = {
     "robustness": ["--num-train", "200", "--num-test", "50", "--num-seeds", "3", "--num-epochs", "2", "--width", "16",

@@ -65,7 +65,9 @@ def test_null_spaces_of_what_networks_make_of_their_images():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["cnn", "resnet", "transformer"])
+@pytest.mark.parametrize(
+    "model", ["resnet", *(pytest.param(name, marks=pytest.mark.full) for name in ("cnn", "transformer"))]
+)
 def test_networks_of_images(model):
     sizes = {"num_seeds": 2, "num_epochs": 2, "num_train": 200, "num_test": 40, "width": 12, "model": model}
     results = robustness.compute(robustness.Config(**sizes, num_scales=2, num_zero=6), key=KEY)
@@ -77,7 +79,7 @@ def test_networks_of_images(model):
         robustness.Config(**sizes, published_null=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_features_of_networks_of_images_transfer():
     sizes = {"num_seeds": 2, "num_epochs": 2, "num_train": 200, "num_test": 40, "width": 12, "model": "transformer"}
     probed = transfer.Config(**sizes, num_budgets=1, num_splits=2, num_zero=6, probes=("converged",))

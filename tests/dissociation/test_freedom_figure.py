@@ -85,6 +85,7 @@ def test_the_files_and_the_figure(run):
     assert "the functions of a pair can show anything from" in freedom.headline(results)
 
 
+@pytest.mark.full
 def test_of_networks_of_images_the_last_layer():
     config = freedom.Config(
         model="transformer", num_seeds=2, num_epochs=1, num_train=200, num_test=40, num_samples=30, width=6, num_zero=2
