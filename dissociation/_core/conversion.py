@@ -56,8 +56,9 @@ def as_array(
 
 def to_device(array: Any, dtype: Any = None) -> jax.Array:
     """Return a JAX array; copy known NumPy arrays, and numbers of a `dtype`, on the host without a compiled program."""
-    is_number = dtype is not None and isinstance(array, bool | int | float)
-    if not is_number and not isinstance(array, np.ndarray | np.generic):
+    if dtype is not None and isinstance(array, bool | int | float):
+        array = np.asarray(array)
+    if not isinstance(array, np.ndarray | np.generic):
         return jnp.asarray(array, dtype)
     kept = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
     # A CPU would share the memory of an aligned array, which its owner may change before the program runs.

@@ -69,11 +69,13 @@ def certify(
         fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
     if batch_size is not None:
         batch_size = check_count("batch_size", batch_size, minimum=1)
-    pairs = []
-    for model in (original, rewritten):
-        _, leaves, run = program_of(model, None)
-        pairs.append((trace_exactly(lambda arrays, x, run=run: run(arrays, x)[0], leaves, example), leaves))
-    return compare_programs(*pairs, inputs, batch_size)
+    one, other = (_first_output(model, example) for model in (original, rewritten))
+    return compare_programs(one, other, inputs, batch_size)
+
+
+def _first_output(model: Any, example: Any) -> tuple[Traced, list[Any]]:
+    _, leaves, run = program_of(model, None)
+    return trace_exactly(lambda arrays, x: run(arrays, x)[0], leaves, example), leaves
 
 
 def trace_exactly(function: Callable[[list[Any], Any], Array], leaves: list[Any], example: Any) -> Traced:

@@ -196,11 +196,12 @@ def _with_nuisance(
         return model
     original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
     keys = _slot_keys(key, tuple(slot.outgoing for slot in group.slots))
-    stds = [None if std is None else to_device(std, float) for std in (incoming_std, outgoing_std)]
+    incoming = to_device(incoming_std, float)
+    outgoing = None if outgoing_std is None else to_device(outgoing_std, float)
 
     def draw(index: int, slot: Slot, length: int) -> _Draw:
         present = np.setdiff1d(np.arange(length), slot.positions[group.size :])
-        return _Draw(keys[index], present, num_groups, size, *stds)
+        return _Draw(keys[index], present, num_groups, size, incoming, outgoing)
 
     grown = _resized(model, group, original, _drawn, draw)
     # Outgoing weights of zero do not silence neurons that are NaN.

@@ -7,6 +7,7 @@ over stacked members.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -107,7 +108,7 @@ def _check_copies(name: str, value: Any, group: NeuronGroup, rank: int) -> None:
         fail(name, f"be one for all, or one for each of the {group.copies} copies of {group.name}", value.shape)
 
 
-def orders_of(permutation: Array | None, key: PRNGKey | None, size: int, copies: int) -> Array:
+def orders_of(permutation: Array | None, key: Any, size: int, copies: int) -> Array:
     """Return permutations [copies, neurons]: `permutation` for all copies, or random ones."""
     if permutation is None:
         identity = jnp.tile(jnp.arange(size), (copies, 1))
@@ -124,7 +125,7 @@ def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: PR
 
 @eqx.filter_jit
 def _permute(
-    arrays: list[Array], slots: list[Slot], permutation: Array | None, key: PRNGKey | None, size: int, copies: int
+    arrays: list[Array], slots: list[Slot], permutation: Array | None, key: Any, size: int, copies: int
 ) -> tuple[list[Array]]:
     # Random orders are drawn here and not in `permute`, because an earlier rewrite in a chain may widen the group.
     orders = orders_of(permutation, key, size, copies)
@@ -256,8 +257,8 @@ def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey 
         if matrix.shape[-2:] != (group.size, group.size):
             fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", matrix.shape)
         _check_copies("matrix", matrix, group, 2)
-    sides = tuple(map(float, group.linear))
-    return replaced(model, group.slots, _rotate, sides, matrix, key, group.size, group.copies)[0]
+    sides: Any = group.linear
+    return replaced(model, group.slots, _rotate, tuple(map(float, sides)), matrix, key, group.size, group.copies)[0]
 
 
 @eqx.filter_jit
@@ -266,7 +267,7 @@ def _rotate(
     slots: list[Slot],
     sides: tuple[float, ...],
     matrix: Array | None,
-    key: PRNGKey | None,
+    key: Any,
     size: int,
     copies: int,
 ) -> tuple[list[Array]]:
@@ -418,30 +419,26 @@ def check_groups(
     certificates = {}
     with closing(open_meter(progress, len(groups), "permuting groups")) as meter:
         meter.advance(0, "compiling")
-        slots = [list(group.slots) for group in groups.values()]
-        shapes = tuple((group.size, group.copies) for group in groups.values())
-        changes = _permute_groups(list(map(to_device, leaves)), slots, shapes, key)
-        for number, (name, changed) in enumerate(zip(groups, changes, strict=True), 1):
+        orders = _random_orders(key, tuple((group.size, group.copies) for group in groups.values()))
+        sources = leaves
+        if not any(map(is_traced, jax.tree.leaves((leaves, orders)))):
+            # Permuting on the host compiles nothing for the axes of each group.
+            sources, orders = jax.device_get((leaves, orders))
+        for number, (group, order) in enumerate(zip(groups.values(), orders, strict=True), 1):
+            changed: dict[int, Any] = {}
+            for slot in group.slots:
+                changed[slot.leaf] = slot.permuted(changed.get(slot.leaf, sources[slot.leaf]), order)
             permuted = [changed.get(leaf, array) for leaf, array in enumerate(leaves)]
-            certificates[name] = compare_programs((program, leaves), (program, permuted), inputs)
-            meter.advance(number, name)
+            certificates[group.name] = compare_programs((program, leaves), (program, permuted), inputs)
+            meter.advance(number, group.name)
     return certificates
 
 
-@eqx.filter_jit
-def _permute_groups(
-    leaves: list[Array], slots: list[list[Slot]], shapes: tuple[tuple[int, int], ...], key: PRNGKey
-) -> list[dict[int, Array]]:
-    """Return the arrays, by index, that random permutations of each group alone change."""
-    keys = jax.random.split(key, max(len(slots), 1))
-    changes = []
-    for number, ((size, copies), places) in enumerate(zip(shapes, slots, strict=True)):
-        orders = orders_of(None, keys[number], size, copies)
-        changed: dict[int, Array] = {}
-        for slot in places:
-            changed[slot.leaf] = slot.permuted(changed.get(slot.leaf, leaves[slot.leaf]), orders)
-        changes.append(changed)
-    return changes
+@partial(jax.jit, static_argnums=1)
+def _random_orders(key: PRNGKey, shapes: tuple[tuple[int, int], ...]) -> list[Array]:
+    """Return random permutations [copies, neurons] for each (number of neurons, number of copies)."""
+    keys = jax.random.split(key, max(len(shapes), 1))
+    return [orders_of(None, keys[number], *shape) for number, shape in enumerate(shapes)]
 
 
 def _one(outputs: list[Array]) -> Array:

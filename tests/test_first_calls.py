@@ -1,0 +1,48 @@
+"""Numbers of programs that first calls compile; see `tests/tools/first_calls.py`."""
+
+import first_calls
+import jax
+import pytest
+from compiled import compilations
+
+JAX = "0.10.2"
+"""Version of JAX for which the numbers hold."""
+
+PROGRAMS = {
+    "trajectories": {"koopman.fit": 4, "koopman.modes": 48, "koopman.predict": 17, "koopman.score": 17},
+    "delays": {"koopman.fit of delays": 6, "koopman.decompose": 1, "koopman.modes of delays": 54},
+    "transformer": {
+        "neuron_groups": 0,
+        "permute": 1,
+        "duplicate": 1,
+        "add_nuisance": 3,  # keys of the slots, the weights, and a run, as the model takes reciprocal roots
+        "scale": 1,
+        "rotate": 1,
+        "layer_inputs": 1,
+        "null_perturb": 1,
+        "certify": 1,
+        "compose": 2,
+    },
+    "layers": {"representations": 1},
+    "checks": {"check_groups": 2},
+    "perceptrons": {
+        "canonical": 0,
+        "fingerprint": 0,
+        "match_weights": 0,
+        "Matching.apply": 2,
+        "match_activations": 4,  # activities and a permutation for each of two groups
+    },
+    "similarities": {},
+    "sweep": {},
+}
+"""Most programs of each call, by job. A number rises only with a reason beside it."""
+
+
+@pytest.mark.skipif(jax.__version__ != JAX, reason=f"numbers of programs are those of JAX {JAX}")
+@pytest.mark.parametrize("job", [job.__name__ for job in first_calls.JOBS])
+def test_first_calls_compile_few_programs(job):
+    jax.clear_caches()
+    calls = PROGRAMS[job]
+    for name, call in getattr(first_calls, job)():
+        compiled = compilations(call)
+        assert name not in calls or len(compiled) <= calls[name], (name, compiled)
