@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation._core import checks
+from dissociation._core.conversion import to_device
 from dissociation._core.files import RefusedFile, replacing
 
 MAGIC = b"dissociation checkpoint 2\n"
@@ -115,7 +116,7 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
     data = np.frombuffer(blob, dtype).reshape(entry["shape"])
     given: Any = data
     if entry["kind"] == "key":
-        given = jax.random.wrap_key_data(jnp.asarray(data), impl=entry["implementation"])
+        given = jax.random.wrap_key_data(to_device(data), impl=entry["implementation"])
     shape, wanted = np.shape(like), getattr(like, "dtype", None) or np.asarray(like).dtype
     if given.shape != shape or given.dtype != (wanted if _is_key(like) else jnp.dtype(wanted).newbyteorder("=")):
         found = f"shape {given.shape} and dtype {given.dtype}"
@@ -125,7 +126,7 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
         return data[()] if isinstance(like, np.generic) else data
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise RefusedFile(f"{path}: the leaf {name} is {dtype}. Enable JAX's 64 bits to read it.")
-    return jnp.asarray(given)
+    return to_device(given)
 
 
 def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:

@@ -16,18 +16,21 @@ import optax
 from jaxtyping import Array
 
 from dissociation._core import checks, files
+from dissociation._core.conversion import to_device
 from dissociation._core.keys import typed
 from dissociation._core.results import Labels, Over, check_names, dataset_of
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
+from dissociation.training._chunk import shapes
 from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import member_devices
 from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
 from dissociation.training._run import FORMAT, Run
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
-from dissociation.training._state import State, Step, checked_models, first_opt_state
+from dissociation.training._state import State, Static, Step, checked_models, first_opt_state
+from dissociation.training._traced import Traced, trace
 
 if TYPE_CHECKING:
     import xarray
@@ -173,9 +176,9 @@ def fit(
             run.identify(state, sampler, key, same_program)
             held.enter_context(files.locked(path.with_name(f".{path.name}.lock"), path))
             run.resume(path, total, times)
-        del state  # the run has copies
+        del state  # steps donate it
         run.to_the_end(total, times)
-    state = jax.tree.map(jnp.asarray, partition.gather(partition.joined(run.states)))
+    state = jax.tree.map(to_device, partition.gather(partition.joined(run.states)))
     ended = run.diverged_at, run.step, partition.member_map, time.perf_counter() - run.began
     return FitResult(state.model, run.history(), *ended, state)
 
@@ -191,7 +194,7 @@ def prepared(
     hyperparams: Any,
     aux: Any,
 ) -> tuple[State, int, int, tuple[Array, Array, Array]]:
-    """Check arguments of `fit`; return stacked states, first and last step, and keys, see `_split_key`."""
+    """Check arguments of `fit`; return copies as stacked states, first and last step, and keys, see `_split_key`."""
     try:
         count = leading_size("models", models.arrays if isinstance(models, State) else models)
     except checks.WrongValue as error:
@@ -202,12 +205,16 @@ def prepared(
         if tree is not None:
             size = leading_size(name, as_arrays(name, tree, "members"))
             checks.check_same_length("models", count, name, size, "members")
-    aux, hyperparams = jax.tree.map(jnp.asarray, (aux, hyperparams))
+    aux, hyperparams = jax.tree.map(to_device, (aux, hyperparams))
     if isinstance(models, State):
         state = _continued(models, step, aux, hyperparams)
+        first = int(np.max(np.asarray(models.step)))
     else:
-        state = eqx.filter_vmap(step.start)(checked_models(models), aux, hyperparams)
-    first = int(np.max(np.asarray(state.step)))
+        arrays, static = eqx.partition(checked_models(models), eqx.is_array)
+        unmoved = to_device(np.zeros(count, int))
+        begin = trace(partial(first_opt_state, step.optimizer), *shapes((arrays, hyperparams), 1))
+        state = _copied(State(arrays, aux, None, hyperparams, unmoved, Static(static)), begin)
+        first = 0
     if (num_steps is None) == (num_epochs is None):
         checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
     each = 1 if num_epochs is None else sampler.epoch_steps
@@ -217,17 +224,25 @@ def prepared(
 
 
 def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
-    """Return the states of another call, with a new optimiser state unless the old one fits."""
+    """Return copies of another call's states, with a new optimiser state unless the old one fits."""
     if aux is not None:
         state = state.replace(aux=aux)
     if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
         state = state.replace(hyperparams=hyperparams)
-    begin = jax.vmap(partial(first_opt_state, step.optimizer))
-    fresh = jax.eval_shape(begin, state.arrays, state.hyperparams)
-    shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
-    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state) or shapes[0] != shapes[1]:
-        state = state.replace(opt_state=begin(state.arrays, state.hyperparams))
-    return state
+    begin = trace(partial(first_opt_state, step.optimizer), *shapes((state.arrays, state.hyperparams), 1))
+    fresh = jax.eval_shape(jax.vmap(begin), state.arrays, state.hyperparams)
+    kinds = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
+    fits = jax.tree.structure(fresh) == jax.tree.structure(state.opt_state) and kinds[0] == kinds[1]
+    return _copied(state, None if fits else begin)
+
+
+@eqx.filter_jit
+def _copied(state: State, begin: Traced | None) -> State:
+    """Return copies without weak types, as steps return them, and the optimiser's state that `begin` returns."""
+    if begin is not None:
+        state = state.replace(opt_state=jax.vmap(begin)(state.arrays, state.hyperparams))
+    # Steps donate the state, and one program serves all steps.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype), state)
 
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
@@ -239,12 +254,17 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, 
             wanted = "be one per member if the sampler is not shared"
             checks.fail("key", wanted, "another one for the order of the data")
     key = typed(key)
+    if key.ndim and key.shape != (num_members,):
+        checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
+    if key.ndim and shared and order is None:
+        checks.fail("shared", "be False in the sampler if every member has its own key", shared)
+    return _member_streams(order, key, num_members, shared)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _member_streams(order: Array | None, key: Array, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))
-    elif key.shape != (num_members,):
-        checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
-    elif shared and order is None:
-        checks.fail("shared", "be False in the sampler if every member has its own key", shared)
     loss, observe, own = streams(key)
     return order if shared else own, loss, observe

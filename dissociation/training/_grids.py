@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from dissociation._core import checks, files
+from dissociation._core.conversion import to_device
 from dissociation._core.keys import typed
 from dissociation._core.results import Labels, Over
 from dissociation._core.types import PRNGKey
@@ -24,17 +25,17 @@ from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
 from dissociation.training import _machine as machine
-from dissociation.training._chunk import observe_members, run_chunk
+from dissociation.training._chunk import drawn, observe_members, run_chunk
 from dissociation.training._fitting import dataset_of_fit, fit, prepared
 from dissociation.training._interrupts import terminations_interrupt
-from dissociation.training._members import concatenate, stack, take
+from dissociation.training._members import concatenate, gathered, stack, take
 from dissociation.training._partition import Partition, Threads, without_layout
 from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import Callback, History, Save, record_steps
 from dissociation.training._run import Run
-from dissociation.training._samplers import Sampler, as_arrays, leading_size
+from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
 from dissociation.training._state import Step
-from dissociation.training._sweeps import Grid
+from dissociation.training._sweeps import Grid, folded
 
 if TYPE_CHECKING:
     import xarray
@@ -168,17 +169,15 @@ def fit_grid(
         >>> len(result.plan.groups), result.history.loss.shape, grid.unflatten(result.diverged_at).shape
         (2, (12, 4), (2, 2, 3))
     """
-    root, order = jax.random.split(typed(key))
-    drawn = jax.vmap(partial(jax.random.fold_in, root))
-    keys = grid.keys(root) if "seed" in grid.values else drawn(jnp.arange(len(grid)))
-    keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
+    seeds = grid.seeds() if "seed" in grid.values else to_device(np.arange(len(grid)))
+    order, keys = _keys_of_sweep(typed(key), seeds)
     if aux is not None and not makes(aux):
         aux = as_arrays("aux", aux, "members")
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
     values, taken = grid.values, list(inspect.signature(init).parameters)[1:]
     shapes = tuple(name for name in values if name in taken)
     shape_of = [tuple((name, values[name][member].item()) for name in shapes) for member in range(len(grid))]
-    hyperparams = grid.hyperparams(*(name for name in values if name not in (*shapes, "seed")))
+    hyperparams = jax.device_get(grid.hyperparams(*(name for name in values if name not in (*shapes, "seed"))))
     _check_names(grid, step.optimizer, hyperparams, taken)
     length = {"num_steps": num_steps, "num_epochs": num_epochs}
     how = {"mesh": mesh, "member_map": member_map, "members_per_batch": members_per_batch}
@@ -192,6 +191,13 @@ def fit_grid(
         plan = kept.plan(lambda: planned(sweep, memory_budget, keeps=folder is None, progress=progress), how)
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
+
+
+@jax.jit
+def _keys_of_sweep(key: Array, seeds: Array) -> tuple[Array, Array]:
+    """Return the key of the data order, and keys of each member's model and training: [members, 2]."""
+    root, order = jax.random.split(key)
+    return order, jax.vmap(jax.random.split)(folded(root, seeds))
 
 
 def _check_names(grid: Grid, optimizer: Any, hyperparams: dict[str, Any], taken: list[str]) -> None:
@@ -227,32 +233,38 @@ class Sweep(NamedTuple):
     keys: Array
     order: Array
     shape_of: list[tuple[tuple[str, Any], ...]]  # quantities that set a model's shape, by member
-    hyperparams: dict[str, Array]  # all other quantities but the seed, [members] each
+    hyperparams: dict[str, np.ndarray]  # all other quantities but the seed, [members] each
     aux: Any
     length: dict[str, Any]  # number of steps or epochs
     save: Save
     how: dict[str, Any]  # mesh and mapping of the members
 
-    def _fresh(self, make: Callable[..., Any], members: Sequence[int]) -> PyTree:
-        """Return what `make`, called as `init` is, returns for members of one shape, stacked."""
-        return _fresh(make, dict(self.shape_of[members[0]]), self.keys[jnp.asarray(members), 0])
-
-    def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
-        """Return initial models and `aux` of members of one shape, stacked."""
-        aux = self._fresh(self.aux, members) if makes(self.aux) else take(self.aux, np.asarray(members))
-        return self._fresh(self.init, members), aux
+    def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree, Array]:
+        """Return initial models, `aux` and keys of the training of members of one shape, stacked."""
+        places = np.asarray(members)
+        make_aux = self.aux if makes(self.aux) else None
+        fixed = dict(self.shape_of[members[0]])
+        models, aux, keys = _fresh((self.init, make_aux), fixed, self.keys, to_device(places))
+        return models, aux if make_aux is not None else take(self.aux, places), keys
 
     def arguments(self, members: Sequence[int]) -> tuple[PyTree, dict[str, Any]]:
         """Return the models of members of one shape, and the arguments of `fit` that determine their training."""
-        where, (models, aux) = jnp.asarray(members), self.start(members)
-        keys = self.keys[where, 1]
+        models, aux, keys = self.start(members)
         own: Any = (self.order, keys) if self.sampler.shared else keys
-        return models, {"aux": aux, "hyperparams": take(self.hyperparams, where) or None, "key": own, **self.length}
+        hyperparams = take(self.hyperparams, np.asarray(members)) or None
+        return models, {"aux": aux, "hyperparams": hyperparams, "key": own, **self.length}
 
 
 @eqx.filter_jit
-def _fresh(make: Callable[..., Any], fixed: dict[str, Any], keys: Array) -> PyTree:
-    return eqx.filter_vmap(lambda key: make(key, **fixed))(keys)
+def _fresh(make: tuple[Any, Any], fixed: dict[str, Any], keys: Array, members: Array) -> tuple[PyTree, PyTree, Array]:
+    """Return what both functions (the second may be None) return for members, stacked, and keys of training."""
+    of_model, of_training = gathered(keys, members).T
+
+    def stacked(function: Callable[..., Any]) -> PyTree:
+        return eqx.filter_vmap(lambda key: function(key, **fixed))(of_model)
+
+    make_model, make_aux = make
+    return stacked(make_model), None if make_aux is None else stacked(make_aux), of_training
 
 
 def makes(aux: Any) -> bool:
@@ -291,13 +303,17 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> tuple[int, int, int
         of devices or worker threads of this process. The compiler's memory is left out.
     """
     four, (step, sampler, save) = (list(members) * 4)[:4], (sweep.step, sweep.sampler, sweep.save)
-    models, given = sweep.arguments(four)
-    state, first, total, (order, *own) = prepared(models, step, sampler, **given)
+
+    def begin() -> tuple[Any, ...]:
+        models, arguments = sweep.arguments(four)
+        return prepared(models, step, sampler, **arguments)
+
+    shapes, first, total, (order, *own) = eqx.filter_eval_shape(begin)
     programs: list[int] = []
     for size in (2, 4):
-        few, *keys = take((state, *own), slice(size))
-        keys = order if sampler.shared else order[:size], *keys
-        run = Run(few, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), [])
+        state, *keys = _zeros((shapes, *own), size)
+        keys = _zeros(order, None if sampler.shared else size), *keys
+        run = _Estimate(state, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), [])
         calls: list[Any] = [(run_chunk, run.example())]
         if run.observe is not None:
             calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
@@ -315,6 +331,30 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> tuple[int, int, int
     return fixed, per_member, _bytes(state.arrays) // len(four), threads
 
 
+class _Estimate(Run):
+    """Run whose programs are compiled but not called, with zeros as arrays."""
+
+    def _drawn(self, block: int) -> Any:
+        if isinstance(self.sampler, HostBatches):
+            return super()._drawn(block)
+        return _zeros(eqx.filter_eval_shape(drawn, self.sampler, self.order, block))
+
+
+def _zeros(shapes: PyTree, size: int | None = None) -> PyTree:
+    """Return zeros of these shapes, or keys; `size` replaces the length of the first axis."""
+
+    def zeros(leaf: Any) -> Any:
+        shape = leaf.shape if size is None else (size, *leaf.shape[1:])
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return to_device(np.zeros(shape, leaf.dtype))
+        implementations: list[Any] = []
+        jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
+        return jax.random.wrap_key_data(to_device(np.zeros(words.shape, words.dtype)), impl=implementations[0])
+
+    return jax.tree.map(zeros, shapes)
+
+
 def _bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
 
@@ -327,6 +367,7 @@ def _run(
         num_steps = sweep.length["num_epochs"] * sweep.sampler.epoch_steps
     with closing(open_meter(progress, num_steps * len(plan.groups), str(plan))) as meter:
         for index, members in enumerate(plan.groups):
+            meter.advance(index * num_steps, "compiling")
             models, given = sweep.arguments(members)
             options = {"save": sweep.save, "same_program": same_program, **how}
             options |= {"callbacks": [_Steps(meter, index * num_steps)], "checkpoint": kept.file(index, "ckpt")}
@@ -361,7 +402,7 @@ def _trained(sweep: Sweep, plan: Plan, kept: "_Folder", members: Any) -> tuple[P
         checks.fail("members", "have one shape", f"{len(shapes)} shapes: {', '.join(map(str, sorted(shapes)))}")
     loaded = {index: kept.trained(index, sweep, plan) for index in {places[member][0] for member in members}}
     own = [take(loaded[index], row) for index, row in (places[member] for member in members)]
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if eqx.is_array(leaf) else leaf, stack(own))
+    return jax.tree.map(lambda leaf: to_device(leaf) if eqx.is_array(leaf) else leaf, stack(own))
 
 
 class _Steps(Callback):
@@ -457,4 +498,5 @@ class _Folder(NamedTuple):
         path = self.file(index, "trained")
         if path is None:
             return self.groups[index]
-        return checkpoints.restore(path, eqx.filter_eval_shape(sweep.start, list(plan.groups[index])))
+        models, aux, _ = eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))
+        return checkpoints.restore(path, (models, aux))

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from dissociation._core import checks
-from dissociation._core.conversion import check_fits, common_dtype, number_kind
+from dissociation._core.conversion import check_fits, common_dtype, number_kind, to_device
 from dissociation._core.validation import validated
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
@@ -62,7 +63,31 @@ def take(models: Any, index: Any) -> Any:
         [[4.0, 5.0], [0.0, 1.0]]
     """
     index = np.asarray(index) if isinstance(index, list) else index
-    return jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, models)
+    arrays, others = eqx.partition(models, lambda leaf: isinstance(leaf, jax.Array))
+    others = jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, others)
+    leaves = jax.tree.leaves(arrays)
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    places = index
+    if isinstance(index, slice) and len(sizes) == 1 and sizes != {()}:
+        places = np.arange(*index.indices(*sizes.pop()))
+    if leaves and _is_place(places) and not any(map(checks.is_traced, [*leaves, places])):
+        arrays = gathered(arrays, to_device(np.asarray(places)))  # one program for all places
+    else:
+        arrays = jax.tree.map(lambda leaf: leaf[index], arrays)
+    return eqx.combine(arrays, others)
+
+
+def _is_place(index: Any) -> bool:
+    """Return True for an integer or an array of integers."""
+    if hasattr(index, "dtype"):
+        return index.dtype.kind in "iu"
+    return isinstance(index, int) and not isinstance(index, bool)
+
+
+@jax.jit
+def gathered(arrays: Any, places: Array) -> Any:
+    """Return stacked members at some places, or the member at one."""
+    return jax.tree.map(lambda leaf: leaf[places], arrays)
 
 
 def stack(trees: Sequence[Any], axis: int = 0) -> Any:
@@ -150,21 +175,40 @@ def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
     if not trees:
         checks.fail("trees", "hold at least one PyTree", "none")
 
-    def join(*leaves: Any) -> Any:
-        if not hasattr(leaves[0], "shape"):
-            return leaves[0]
-        library = np if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves) else jnp
-        if library is jnp and len(kinds := {leaf.dtype for leaf in leaves}) > 1 and "int" in map(number_kind, kinds):
-            dtype = common_dtype([f"trees[{index}]" for index in range(len(leaves))], list(leaves))
-            leaves = tuple(jnp.asarray(leaf, dtype) for leaf in leaves)
-        return getattr(library, how)(leaves, axis=axis)
-
+    columns: list[Any] = []
+    on_device: dict[int, tuple[Any, ...]] = {}
     try:
-        return jax.tree.map(join, *trees)
+        jax.tree.map(lambda *leaves: columns.append(leaves), *trees)
+        for place, leaves in enumerate(columns):
+            if not hasattr(leaves[0], "shape"):
+                columns[place] = leaves[0]
+            elif all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves):
+                columns[place] = getattr(np, how)(leaves, axis=axis)
+            else:
+                on_device[place] = _of_one_kind(leaves)
+        is_known = on_device and not any(map(checks.is_traced, jax.tree.leaves(on_device)))
+        join: Any = _joined_arrays if is_known else _joined_arrays.__wrapped__
+        for place, array in join(how, on_device, axis).items():
+            columns[place] = array
     except checks.WrongValue:
         raise
     except ValueError as error:
         raise ValueError(f"`trees` must be alike, got other structures or shapes: {error}") from error
+    return jax.tree.unflatten(jax.tree.structure(trees[0]), columns)
+
+
+def _of_one_kind(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return JAX arrays, converted to a common dtype if some hold integers."""
+    kinds = {leaf.dtype for leaf in leaves}
+    if len(kinds) == 1 or "int" not in map(number_kind, kinds):
+        return tuple(map(to_device, leaves))
+    dtype = common_dtype([f"trees[{index}]" for index in range(len(leaves))], list(leaves))
+    return tuple(to_device(leaf, dtype) for leaf in leaves)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _joined_arrays(how: str, columns: dict[int, tuple[Array, ...]], axis: int) -> dict[int, Array]:
+    return {place: getattr(jnp, how)(arrays, axis=axis) for place, arrays in columns.items()}
 
 
 @validated

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,12 +12,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dissociation._core import checks
+from dissociation._core.conversion import to_device
 from dissociation.training._distributed import all_gather
 from dissociation.training._machine import compiled, number_of_threads, run_tasks
 from dissociation.training._members import (
     DATA_AXIS,
     MEMBER_MAPS,
     check_mesh,
+    gathered,
     member_devices,
     member_mesh,
     place_members,
@@ -131,14 +132,16 @@ class Partition(NamedTuple):
         shards, size = [], self.size
         for start in range(0, self.number, size):
             rows = np.minimum(np.arange(start, start + size), self.number - 1)
-            own = arrays if len(rows) == self.number else jax.tree.map(itemgetter(rows), arrays)
+            own = arrays if len(rows) == self.number else gathered(arrays, to_device(rows))
             shards.append(eqx.combine(own if self.devices is None else place_members(own, self.devices), rest))
         return shards
 
     def joined(self, shards: Sequence[Any]) -> Any:
         """Undo `split`."""
-        whole = shards[0] if len(shards) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *shards)
-        return jax.tree.map(lambda leaf: leaf[: self.number] if eqx.is_array(leaf) else leaf, whole)
+        arrays, rest = eqx.partition(list(shards), eqx.is_array)
+        if len(shards) == 1 and all(len(leaf) == self.number for leaf in jax.tree.leaves(arrays)):
+            return shards[0]
+        return eqx.combine(_concatenated(arrays, self.number), rest[0])
 
     def placed(self, tree: Any, own: bool) -> Any:
         """Split arrays of single members into shards, or place those of all members on every device of the mesh."""
@@ -192,6 +195,11 @@ class Partition(NamedTuple):
             mesh = member_mesh(jax.local_devices()[: math.prod(sizes)], data=sizes[1])
         per_batch = stored["members_per_batch"] if per_batch == "auto" else per_batch
         return self._replace(member_map=stored["member_map"], members_per_batch=per_batch, mesh=mesh)
+
+
+@partial(jax.jit, static_argnums=1)
+def _concatenated(shards: Sequence[Any], number: int) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:number], *shards)
 
 
 def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threads: int) -> Any:

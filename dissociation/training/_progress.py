@@ -4,7 +4,6 @@ If stderr is a file, a bar becomes occasional lines. The host advances the meter
 """
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,33 +68,24 @@ class BarMeter(Meter):
 
 
 class LateMeter(Meter):
-    """Meter that opens after `SECONDS` seconds, also during a compiled program."""
+    """Meter that opens at the first `advance` after `SECONDS` seconds."""
 
     SECONDS = 4.0
 
     def __init__(self, total: int, description: str):
-        self._begun: tuple[int, str] = total, description
-        self._meter = Meter()
-        self._state, self._lock = (0, ""), threading.Lock()
-        self._timer = threading.Timer(self.SECONDS, self._open)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _open(self) -> None:
-        with self._lock:
-            if not self._timer.finished.is_set():
-                self._meter = _auto_meter(*self._begun)
-                self._meter.advance(*self._state)
+        self._options, self._text = (total, description), ""
+        self._meter, self._begun = None, time.monotonic()
 
     def advance(self, step: int, text: str) -> None:
-        with self._lock:
-            self._state = step, text
-            self._meter.advance(step, text)
+        self._text = text or self._text
+        if self._meter is None and time.monotonic() - self._begun >= self.SECONDS:
+            self._meter = _auto_meter(*self._options)
+        if self._meter is not None:
+            self._meter.advance(step, self._text)
 
     def close(self) -> None:
         """Close the meter, if it has opened."""
-        with self._lock:
-            self._timer.cancel()
+        if self._meter is not None:
             self._meter.close()
 
 
@@ -114,7 +104,7 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
 
     Args:
         progress: None for silence, "terminal", "auto" (a terminal or a notebook), "late" ("auto", if the work takes
-            longer than 4 seconds), or a factory `(total, description) -> Meter`.
+            still runs after 4 seconds), or a factory `(total, description) -> Meter`.
         total: Total number of steps.
         description: Short text in front of the bar.
 
@@ -149,11 +139,13 @@ class Progress(Callback):
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False
+        self._meter.advance(step, "compiling")
 
     def advance(self, step: int, loss: np.ndarray) -> None:
         if not self._recorded and loss.size:
             self._text = described({"loss": loss.mean(axis=1)}, self.shown)
-        self._meter.advance(step, self._text)
+        # Without losses, the program of the steps has not been compiled.
+        self._meter.advance(step, self._text if loss.size else "compiling")
 
     def record(self, step: int, records: dict[str, Any]) -> None:
         for name in self.shown or ():

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core import checks
-from dissociation._core.conversion import describe
+from dissociation._core.conversion import describe, to_device
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
 from dissociation.training._chunk import (
@@ -48,11 +48,11 @@ FIRST_WRITE = 5.0
 
 
 class Run:
-    """Run of this process' members: the state, which steps donate, and the records of all members.
+    """Run of this process' members: the state and the records of all members.
 
     Processes take chunks of the same length, then all-gather losses, metrics, stops and a hash of the arguments.
-    Process 0 calls the callbacks. State, sampler and `keys` (of the data order, losses and observations) are of all
-    members.
+    Process 0 calls the callbacks. State, which steps donate, sampler and `keys` (of the data order, losses and
+    observations) are of all members.
     """
 
     def __init__(
@@ -79,19 +79,16 @@ class Run:
         self.block, self.host_blocks, self.host_end = segment.block, iter(()), -1
         plan, one = self._drawn(segment.block), shapes(state, 1)
         of_data, of_plan = shapes(data, int(sampler.stacked)), shapes(plan, int(not sampler.shared))
-        inputs = one, of_data, of_plan, jnp.asarray(0), loss[0]
+        inputs = one, of_data, of_plan, jnp.asarray(0), shapes(loss, 1)
         self.traced = cache(partial(trace_step, step, sampler, inputs))
         self.program, self.observe = self.traced(segment.size, None), None
         self.info = self.program.out[1]
         if save.observe is not None:
-            self.observe = trace_observation(save.observe, one, jnp.asarray(0), observe[0])
+            self.observe = trace_observation(save.observe, one, jnp.asarray(0), shapes(observe, 1))
         programs = [each for each in (self.program, self.observe) if each is not None]
         self.partition, self.threads = partition.chosen((state, data), *programs)
-        # Copies, because steps donate the state; without weak types, as steps return it: one program serves all.
-        parts = self.partition.split(state)
-        copied = partial(jnp.array, copy=len(parts) == 1)  # `split` has copied several shards
-        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in parts]
-        self.loss_keys, self.observe_keys = self.partition.split(loss), self.partition.split(observe)
+        shards = self.partition.split((state, loss, observe))
+        self.states, self.loss_keys, self.observe_keys = map(list, zip(*shards, strict=True))
         self.data = self.partition.placed(data, sampler.stacked)
         self.plan = self.partition.placed(plan, not sampler.shared)
         if self.partition.members_per_batch == "auto":
@@ -142,7 +139,7 @@ class Run:
     def example(self) -> Any:
         """Return the inputs of `run_chunk` for one step of the first shard."""
         segment = self._segment()
-        return *self._inputs(segment)[0], jnp.asarray((self.step, segment.within, 1))
+        return *self._inputs(segment)[0], to_device(np.array((self.step, segment.within, 1)))
 
     def to_the_end(self, total: int, times: np.ndarray) -> None:
         """Alternate chunks and records, until `total` steps are done or a callback ends the run."""
@@ -210,8 +207,8 @@ class Run:
         """Run and record one chunk, at most up to step `target`, and return the losses."""
         began, count = time.perf_counter(), min(target - self.step, self.chunk, MAX_CHUNK)
         calls, per_call = (count, 1) if self.partition.member_map == "unroll" else (1, count)
-        places = [jnp.asarray((self.step + i, segment.within + i, per_call)) for i in range(calls)]
-        active = self.partition.split(self.partition.take(jnp.asarray(~self.frozen))) if self.frozen.any() else None
+        places = [to_device(np.array((self.step + i, segment.within + i, per_call))) for i in range(calls)]
+        active = self.partition.split(self.partition.take(to_device(~self.frozen))) if self.frozen.any() else None
         inputs = self._inputs(segment, active)
         program = compiled(run_chunk, self.threads, (*inputs[0], places[0]), self.states[0])
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core import checks
-from dissociation._core.conversion import as_array, check_fits, describe, number_kind, warn_narrowed
+from dissociation._core.conversion import as_array, check_fits, describe, number_kind, to_device, warn_narrowed
 from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey, PyTree
 from dissociation._core.validation import validated
@@ -255,7 +255,7 @@ class HostBatches(_Known):
                 like, step = shapes, step + 1
             missing = left - len(part)
             filled = part[:1] * first + part + part[-1:] * missing
-            yield step, jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *filled)
+            yield step, jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves)), *filled)
             if missing:
                 return
             first, left = 0, self.block
@@ -303,7 +303,7 @@ def as_data(data: Any, stacked: bool) -> Any:
     arrays = as_arrays("data", data, "samples", finite=True)
     for axis in range(1 + stacked):
         leading_size("data", arrays, axis)
-    return jax.tree.map(jnp.asarray, arrays)
+    return jax.tree.map(to_device, arrays)
 
 
 def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:

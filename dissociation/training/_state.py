@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Int
 
 from dissociation._core import checks
-from dissociation._core.conversion import as_array, as_numbers, check_fits
+from dissociation._core.conversion import as_array, as_numbers, check_fits, to_device
 from dissociation._core.types import PRNGKey, PyTree
 from dissociation._core.validation import validated
 
@@ -263,7 +263,7 @@ def checked_models(models: Any) -> Any:
         place = f"models{jax.tree_util.keystr(path)}"
         array = as_array(place, leaf, "real numbers", may_be_empty=True)
         check_fits(place, array)
-        return jnp.asarray(as_numbers(place, array, frozenset({"bool", "int", "float"})))
+        return to_device(as_numbers(place, array, frozenset({"bool", "int", "float"})))
 
     return jax.tree_util.tree_map_with_path(one, models, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.State))
 

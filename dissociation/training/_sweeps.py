@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core import checks
-from dissociation._core.conversion import as_array, as_numbers
+from dissociation._core.conversion import as_array, as_numbers, to_device
 from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey, PyTree
 from dissociation._core.validation import validated
@@ -125,7 +125,7 @@ class Grid:
             if values[name].dtype.kind not in "fiub":
                 checks.fail_kind("names", "name quantities that are numbers", f"{name!r}, which is text")
             with np.errstate(over="ignore", under="ignore"):
-                chosen[name] = jnp.asarray(values[name], float)
+                chosen[name] = to_device(values[name], float)
             found, exact = np.asarray(chosen[name], np.float64), values[name].astype(np.float64)
             rounding = 0 if values[name].dtype.kind in "iu" else 2 * float(jnp.finfo(chosen[name].dtype).eps)
             near = np.allclose(found, exact, rtol=rounding, atol=0)
@@ -142,11 +142,15 @@ class Grid:
             key: Key into which the seeds are folded.
             name: Name of the quantity with the seeds, integers from 0 to 4294967295.
         """
+        return folded(typed(key), self.seeds(name))
+
+    def seeds(self, name: str = "seed") -> Array:
+        """Return the seeds of the members: [members]."""
         values = self.values
         checks.check_choice("name", name, values)
         for seed in values[name].tolist():
             checks.check_seed(name, seed)
-        return jax.vmap(lambda seed: jax.random.fold_in(typed(key), seed))(jnp.asarray(values[name], jnp.uint32))
+        return to_device(values[name], np.uint32)
 
     def where(self, **coordinates: Any) -> np.ndarray:
         """Return indices of members whose quantities have these values, or one of several given values."""
@@ -204,6 +208,12 @@ class Grid:
             return np.stack(parts, axis).reshape(len(self), *leaves[0].shape[1:])
 
         return jax.tree.map(one, *results)
+
+
+@jax.jit
+def folded(key: Array, seeds: Array) -> Array:
+    """Return a key for each seed."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, seeds)
 
 
 def _of_parts(parts: tuple[Mapping[str, np.ndarray], ...]) -> Grid:

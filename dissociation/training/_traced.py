@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core._compat import jex
+from dissociation._core.conversion import to_device
 from dissociation.training import _checkpoint as checkpoints
 
 IRRELEVANT = {
@@ -94,7 +95,7 @@ def trace(function: Callable[..., Any], *example: Any) -> Traced:
     """Trace `function` on arguments like `example`."""
     closed, out = jax.make_jaxpr(function, return_shape=True)(*example)
     consts = [
-        const if isinstance(const, jax.Array) else jnp.asarray(const, var.aval.dtype)
+        const if isinstance(const, jax.Array) else to_device(const, var.aval.dtype)
         for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
     ]
     return Traced(Code(closed.jaxpr, jax.tree.structure(example), jax.tree.structure(out)), consts)
