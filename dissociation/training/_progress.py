@@ -145,7 +145,8 @@ class Progress(Callback):
         if not self._recorded and loss.size:
             self._text = described({"loss": loss.mean(axis=1)}, self.shown)
         # Without losses, the program of the steps has not been compiled.
-        self._meter.advance(step, self._text if loss.size else "compiling")
+        texts = [self._text, "" if loss.size else "compiling"]
+        self._meter.advance(step, ", ".join(filter(None, texts)))
 
     def record(self, step: int, records: dict[str, Any]) -> None:
         for name in self.shown or ():

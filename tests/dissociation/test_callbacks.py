@@ -80,7 +80,10 @@ def test_progress_shows_records(key):
     loss, norm = result.history.loss[:, 3:].mean(1), result.history.observed["norm"][:, -1]
     wanted = f"loss {loss.mean():.4g} \u00b1 {loss.std():.2g}, norm {norm.mean():.4g} \u00b1 {norm.std():.2g}"
     assert told[-1] == (9, wanted)
-    assert told[0][1].startswith("norm ")  # there is no loss yet
+    assert told[0] == (0, "compiling")
+    assert told[1][1].startswith("norm ")  # there is no loss yet
+    assert told[1][1].endswith(", compiling")
+    assert "compiling" not in told[2][1]
     _, told = shown()
     assert told[0] == (0, "")  # without records there is the loss alone
     assert told[-1][1].startswith("loss ")
