@@ -1,7 +1,7 @@
 """Gradient flow of two-layer linear networks in closed form."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_known, check_positive, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
@@ -90,29 +91,39 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
     steps = np.diff(np.asarray(times, float), prepend=0.0)
     if (steps < 0).any():
         fail("times", "increase from 0 on", times)
-    white, balanced = _is_white(task), _is_balanced(network)
+    # In NumPy, because each operation on known arrays would compile a program.
+    spectra = task.map_values, task.input_values
+    spectra = jax.tree.map(lambda values: values if is_traced(values) else np.asarray(values), spectra)
+    white = _is_white(task, spectra[1])
+    balanced = _is_balanced(network)
     if not is_traced(white) and not white:
         got = f"rank {len(task.input_values)} of {task.x.shape[1]}, singular values {task.input_values}"
         fail("task", "have white inputs, X X^T proportional to the identity", got)
     if not is_traced(balanced) and not balanced:
         fail("network", "be balanced, W1 W1^T = W2^T W2", "another start")
     # Intervals are divided equally, so that there is one program for all.
-    most = float(steps.max(initial=0.0)) / _LONGEST * jnp.max(_growth(task)) + 1
-    divisions = most.astype(int) if is_traced(most) else int(most)
-    return _flow(task, network, jnp.asarray(steps, task.x.dtype), divisions)
+    most = float(steps.max(initial=0.0)) / _LONGEST * _growth(task, *spectra).max() + 1
+    if is_traced(most):
+        divisions = most.astype(int)
+    elif any(map(is_traced, network.weights)):
+        divisions = int(most)  # derivatives of a loop need its length
+    else:
+        divisions = to_device(np.asarray(min(int(most), np.iinfo(np.int32).max)))
+    return _flow(task, network, to_device(steps, task.x.dtype), divisions)
 
 
-def _growth(task: Task) -> Array:
+def _growth(task: Task, map_values: Any, input_values: Any) -> Any:
     """Return the singular values of Syx = Y X^T / samples, for white inputs."""
-    return task.map_values * task.input_values[0] ** 2 / task.x.shape[0]
+    return map_values * input_values[0] ** 2 / task.x.shape[0]
 
 
-def _is_white(task: Task) -> Array:
+def _is_white(task: Task, input_values: Any) -> Any:
     """Return True if the inputs' singular values are equal and none is missing."""
-    values, cut = task.input_values, float(jnp.finfo(task.x.dtype).eps) ** 0.7
-    return (jnp.max(values) / jnp.min(values) - 1 <= cut) & (values.shape[0] == task.x.shape[1])
+    cut = float(jnp.finfo(task.x.dtype).eps) ** 0.7
+    return (input_values.max() / input_values.min() - 1 <= cut) & (len(input_values) == task.x.shape[1])
 
 
+@eqx.filter_jit
 def _is_balanced(network: LinearNetwork) -> Array:
     """Return True if W1 W1^T = W2^T W2 up to rounding."""
     first, second = network.weights
@@ -125,7 +136,7 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
     first, second = network.weights
     inputs = first.shape[1]
     white = task.input_values[0] ** 2 / task.x.shape[0]
-    rates = _growth(task)
+    rates = _growth(task, task.map_values, task.input_values)
     # Eigenvectors of F: (V, U) / sqrt(2) with s, (V, -U) / sqrt(2) with -s, and all else with 0.
     half = 0.5**0.5
     growing = half * jnp.concatenate([task.map_right, task.map_left])
@@ -152,7 +163,7 @@ def _flow(task: Task, network: LinearNetwork, steps: Array, divisions: int | Arr
         return weights, product(weights, weights.T)
 
     _, grams = lax.scan(to_time, stacked, steps)
-    grams = jnp.where(_is_white(task) & _is_balanced(network), grams, jnp.nan)
+    grams = jnp.where(_is_white(task, task.input_values) & _is_balanced(network), grams, jnp.nan)
     return Flow(grams[:, inputs:, :inputs], grams[:, :inputs, :inputs], grams[:, inputs:, inputs:])
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import compilations
 from scipy.integrate import solve_ivp
 from scipy.optimize import minimize
 from words import refused
@@ -390,6 +391,22 @@ def test_gradient_flow_maps_over_tasks():
     assert jnp.isnan(mapped).all((1, 2, 3)).tolist() == [False, True]
     unbalanced = LinearNetwork((2 * network.weights[0], network.weights[1]))
     assert jnp.isnan(jax.jit(lambda network: gradient_flow(tasks[0], network, times).map)(unbalanced)).all()
+
+
+@pytest.mark.usefixtures("x64")
+def test_flows_of_other_last_times_share_a_program_and_have_derivatives():
+    task, times = white_task(), np.array([1.0, 20.0])
+    network = balanced_network(task, 3, 0.5, key=KEY)
+    gradient_flow(task, network, times)
+    assert compilations(lambda: gradient_flow(task, network, 50 * times)) == []
+
+    def size(factor):
+        # A common rotation and scale of both layers keep them balanced.
+        scaled = LinearNetwork((factor * network.weights[0], factor * network.weights[1]))
+        return jnp.sum(gradient_flow(task, scaled, times).map ** 2)
+
+    slope = (size(1.0 + 1e-5) - size(1.0 - 1e-5)) / 2e-5
+    np.testing.assert_allclose(jax.grad(size)(1.0), slope, rtol=1e-5)
 
 
 def test_plurality(task):
