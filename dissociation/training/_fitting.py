@@ -262,7 +262,7 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Array, 
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _member_streams(order: Array | None, key: Array, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
+def _member_streams(order: Any, key: Array, num_members: int, shared: bool) -> tuple[Array, Array, Array]:
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(num_members))

@@ -187,7 +187,7 @@ def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
             else:
                 on_device[place] = _of_one_kind(leaves)
         is_known = on_device and not any(map(checks.is_traced, jax.tree.leaves(on_device)))
-        join: Any = _joined_arrays if is_known else _joined_arrays.__wrapped__
+        join = _compiled_join if is_known else _joined_arrays
         for place, array in join(how, on_device, axis).items():
             columns[place] = array
     except checks.WrongValue:
@@ -206,9 +206,11 @@ def _of_one_kind(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(to_device(leaf, dtype) for leaf in leaves)
 
 
-@partial(jax.jit, static_argnums=(0, 2))
 def _joined_arrays(how: str, columns: dict[int, tuple[Array, ...]], axis: int) -> dict[int, Array]:
     return {place: getattr(jnp, how)(arrays, axis=axis) for place, arrays in columns.items()}
+
+
+_compiled_join = jax.jit(_joined_arrays, static_argnums=(0, 2))
 
 
 @validated

@@ -85,7 +85,7 @@ def test_progress_shows_records(key):
     assert told[1][1].endswith(", compiling")
     assert "compiling" not in told[2][1]
     _, told = shown()
-    assert told[0] == (0, "")  # without records there is the loss alone
+    assert told[1] == (0, "compiling")  # without records there is the loss alone
     assert told[-1][1].startswith("loss ")
 
 
