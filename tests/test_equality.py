@@ -22,7 +22,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
         "similarity/_dissimilarity.py:_kendall koopman/_operators/_spectrum.py:eigenpairs "
         "koopman/datasets/_exact.py:conjugate_order "
-        "similarity/_dissimilarity.py:memberships similarity/_inference.py:jackknife_interval",
+        "similarity/_dissimilarity.py:memberships similarity/_inference.py:interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
         "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams _core/frames.py:_check_steps",

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import fail, is_traced, warn
-from dissociation._core.conversion import as_array, as_numbers, warn_narrowed
+from dissociation._core.conversion import as_array, as_numbers, to_device, warn_narrowed
 from dissociation._core.linalg import centre, finite_part, product, rank_cut, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
@@ -180,9 +180,9 @@ def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:
 def in_common_dtype(*arrays: Any) -> list[Array]:
     """Return JAX arrays in their widest dtype, at least float32."""
     # Half precisions would lose what solvers and rank cuts need.
-    arrays = tuple(jnp.asarray(array) for array in arrays)
-    kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
-    return [array.astype(kind) for array in arrays]
+    kinds = [jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays]
+    kind = jnp.promote_types(jnp.result_type(*kinds), jnp.float32)
+    return [to_device(array, kind) for array in arrays]
 
 
 def check_size(form: Form, name: str, number: int, width: int, left: str = "") -> None:
@@ -234,7 +234,7 @@ def warn_dropped(form: Form, name: str, x: Any) -> None:
     if not form.cut or is_traced(x) or (level and x.shape[1] >= x.shape[0] - 1):
         return
     with jax.ensure_compile_time_eval():  # known features may be used under a trace
-        count = int(_num_dropped(jnp.asarray(x), level))
+        count = int(_num_dropped(to_device(x), level))
     if count:
         warn(
             f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "

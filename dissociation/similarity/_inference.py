@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from scipy import stats
 
 from dissociation._core.checks import check_choice, check_count, check_level, fail
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.results import Result, printed
 from dissociation._core.splits import folds
@@ -112,35 +113,52 @@ def jackknife_interval(
     count = check_count("leave_outs", leave_outs.shape[0], minimum=2)
     check_level(level)
     values, leave_outs = in_common_dtype(values, leave_outs)
+    return _interval(values, leave_outs, students_quantile(level, count), bounds, unbias)
+
+
+def students_quantile(level: float, count: int) -> float:
+    """Return the half width, in standard errors, of Student's interval from `count` numbers."""
+    return float(stats.t.ppf(0.5 + 0.5 * level, count - 1))
+
+
+def interval(
+    values: Any, leave_outs: Any, quantile: float, bounds: tuple[float, float], unbias: bool, xp: Any = jnp
+) -> Interval:
+    """Return `jackknife_interval` by the functions of JAX or, with `xp=numpy`, of NumPy, which compile nothing."""
+    count = len(leave_outs)
     least, most = bounds
-    near = ROUNDINGS * float(jnp.finfo(values.dtype).eps)
+    rounding = float(jnp.finfo(values.dtype).eps)
     for bound in bounds if np.isfinite(bounds).all() else ():  # near a bound, arctanh and log magnify rounding
-        values, leave_outs = (jnp.where(jnp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
-    inside = 1 - 4 * float(jnp.finfo(values.dtype).eps)
+        near = ROUNDINGS * rounding
+        values, leave_outs = (xp.where(xp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
+    inside = 1 - 4 * rounding
     # An interval on an unbounded scale stays within the bounds when it is mapped back.
     if most == 1 and least >= -1:
-        to, back = lambda v: jnp.arctanh(jnp.clip(v, -inside, inside)), jnp.tanh
+        to, back = lambda v: xp.arctanh(xp.clip(v, -inside, inside)), xp.tanh
     elif most == 1:
-        to, back = lambda v: -jnp.log1p(-jnp.minimum(v, inside)), lambda z: -jnp.expm1(-z)
+        to, back = lambda v: -xp.log1p(-xp.minimum(v, inside)), lambda z: -xp.expm1(-z)
     else:
-        to, back = lambda v: v, lambda z: jnp.clip(z, least, most)
+        to, back = lambda v: v, lambda z: xp.clip(z, least, most)
 
-    def spread(each: Array) -> tuple[Array, Array]:
-        mean = jnp.mean(each, 0)
-        return mean, jnp.sqrt((count - 1) / count * jnp.sum((each - mean[None]) ** 2, 0))
+    def spread(each: Any) -> tuple[Any, Any]:
+        mean = xp.mean(each, 0)
+        return mean, xp.sqrt((count - 1) / count * xp.sum((each - mean[None]) ** 2, 0))
 
     z = to(values)
     mean, error = spread(to(leave_outs))
-    half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
+    half = quantile * error
     centre = z - (count - 1) * (mean - z) if unbias else z
     raw_mean, raw_error = spread(leave_outs)
-    same = jnp.all(leave_outs == values[None], 0)
-    ends = (jnp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
-    low, estimate, high = (jnp.where(same, values, end) for end in ends)
+    same = xp.all(leave_outs == values[None], 0)
+    ends = (xp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
+    low, estimate, high = (xp.where(same, values, end) for end in ends)
     # Measures of a fixed number of neighbours change with n without limit, so bias is not defined.
     estimate = estimate if unbias else values
-    low, high = jnp.minimum(low, estimate), jnp.maximum(high, estimate)  # also of one rounding
+    low, high = xp.minimum(low, estimate), xp.maximum(high, estimate)  # also of one rounding
     return Interval(raw_error, low, high, (count - 1) * (raw_mean - values), estimate)
+
+
+_interval = eqx.filter_jit(interval)
 
 
 class MemberInterval(Result):
@@ -230,6 +248,7 @@ def permutation_test(
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
+@eqx.filter_jit
 def random_orders(
     key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
 ) -> Array:
@@ -282,6 +301,11 @@ def calibrate(
         0.5
     """
     value, null_quantile = in_common_dtype(value, null_quantile)
+    return _calibrated(value, null_quantile, best)
+
+
+@eqx.filter_jit
+def _calibrated(value: Array, null_quantile: Array, best: Scalar) -> Array:
     room = best - null_quantile
     return jnp.where(room == 0, jnp.nan, (value - null_quantile) / jnp.where(room == 0, 1.0, room))
 
@@ -353,13 +377,20 @@ def member_interval(
     count = values.shape[0]
     if count < 3:
         fail("values", "be of at least 3 members", count)
-    table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
+    check_level(level)
+    return _member_interval(to_device(values), students_quantile(level, count), bounds)
+
+
+@eqx.filter_jit
+def _member_interval(values: Array, quantile: float, bounds: tuple[float, float]) -> MemberInterval:
+    count = len(values)
+    table = jnp.where(jnp.eye(count, dtype=bool), 0.0, values)
     # Pairs share members and are not independent, so whole members are left out.
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
     # A mean over pairs has no bias, and lies inside of its interval.
     left = (total - rows) / ((count - 1) * (count - 2))
-    found = jackknife_interval(mean, left, level=level, bounds=bounds, unbias=False)
+    found = interval(mean, left, quantile, bounds, False)
     return MemberInterval(mean, found.standard_error, found.low, found.high)
 
 
@@ -433,8 +464,11 @@ def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, A
 
 
 @eqx.filter_jit
-def _invariants(gram: Callable[[Array], Prepared], stack: Array) -> Invariants:
-    return jax.lax.map(lambda x: invariants(gram(x).entries), stack)
+def _invariants(gram: Callable[[Array], Prepared], stacks: list[Array], stack: Array, place: Array) -> Invariants:
+    """Return the sums over matrices of the representations at a place in a stack, [representations]."""
+    # The code of the sums, most of the program, is compiled once for stacks of all widths.
+    matrices = [lambda at, own=own: gram(own[at]).entries for own in stacks]
+    return jax.lax.map(lambda at: invariants(jax.lax.switch(at[0], matrices, at[1])), (stack, place))
 
 
 def moment_p_values(values: Any, gram: Any, sets: Sequence[Items]) -> np.ndarray:
@@ -442,11 +476,15 @@ def moment_p_values(values: Any, gram: Any, sets: Sequence[Items]) -> np.ndarray
 
     It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated.
     """
-    values, sums = np.asarray(values, float), []
-    for one in sets:
-        order, found = np.argsort(np.concatenate(one.places)), [_invariants(gram, stack) for stack in one.arrays]
-        sums.append(jax.tree.map(lambda *leaves, order=order: np.concatenate(leaves)[order], *found))
-    a, b = Invariants(*(part[:, None] for part in sums[0])), Invariants(*(part[None] for part in sums[-1]))
+    values, stacks = np.asarray(values, float), [stack for one in sets for stack in one.arrays]
+    # Stack and place of all representations, in the order of labels.
+    places = [[(stack, at) for stack, own in enumerate(one.places) for at in range(len(own))] for one in sets]
+    places = [np.array(own)[np.argsort(np.concatenate(one.places))] for own, one in zip(places, sets, strict=True)]
+    places[-1][:, 0] += len(stacks) - len(sets[-1].arrays)
+    sums = _invariants(gram, stacks, *(to_device(part) for part in np.concatenate(places).T))
+    number = len(places[0])
+    first, last = ([np.asarray(part)[rows] for part in sums] for rows in (slice(number), slice(-len(places[-1]), None)))
+    a, b = Invariants(*(part[:, None] for part in first)), Invariants(*(part[None] for part in last))
     mean, variance, third = null_moments(a, b, sets[0].arrays[0].shape[1])
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt(variance)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -65,6 +64,8 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
             advice = "Under a transformation call the measures themselves"
             fail_kind(full, "be concrete: pairs of representations are planned on the host", "a traced value", advice)
         check_finite(full, array)
+        # Stacked on the host, where arranging axes compiles nothing.
+        array = np.asarray(array)
         rank, place = ranks.get(layer), "last" if layer in ranks else channels
         if rank is None:
             # A guess from the number of axes would fail silently, so the caller states the axes.
@@ -78,12 +79,11 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
         array, grid = _arranged(full, array if array.ndim != 1 + rank else array[None], rank, positions, place)
         grids.add(grid)
         refuse_vanishing(full, array)
-        stack = jnp.asarray(array)
-        arrays, places = widths.setdefault(stack.shape[2], ([], []))
-        arrays.append(stack)
-        places += range(len(labels), len(labels) + stack.shape[0])
+        arrays, places = widths.setdefault(array.shape[2], ([], []))
+        arrays.append(array)
+        places += range(len(labels), len(labels) + array.shape[0])
         before = sum(label == layer for label, _ in labels)
-        labels += [(layer, before + index) for index in range(stack.shape[0])]
+        labels += [(layer, before + index) for index in range(array.shape[0])]
     # Positions are compared as samples, so every layer needs the same ones.
     if positions == "samples" and len(grids) > 1:
         sizes = ", ".join(map(str, sorted(grids)))
@@ -91,7 +91,7 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
     numbers = {array.shape[1] for arrays, _ in widths.values() for array in arrays}
     if len(numbers) > 1:
         fail(name, "be of the same samples throughout", f"{', '.join(map(str, sorted(numbers)))} samples")
-    joined = in_common_dtype(*(jnp.concatenate(arrays) for arrays, _ in widths.values()))
+    joined = in_common_dtype(*(np.concatenate(arrays) for arrays, _ in widths.values()))
     # Positions of one sample depend on each other: tests and intervals keep them together.
     each = int(np.prod(grids.pop())) if positions == "samples" else 1
     return Items(labels, joined, [places for _, places in widths.values()], each, name, single)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, check_level, fail, fail_kind, warn
-from dissociation._core.conversion import describe
+from dissociation._core.conversion import describe, to_device
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -228,25 +228,29 @@ def pairwise(
     chance: Any = None
     p_value: Any = None
     if baseline:
-        chance = jnp.mean(found[0], 0) if drawn[1] else expected[0]
+        chance = np.mean(found[0], 0) if drawn[1] else expected[0]
     if p_values and by_moments:
         p_value = inference.moment_p_values(values, form.gram, sets)
     elif p_values:
-        p_value = inference.placed(known, np.asarray(values), np.asarray(found[0]), level).p_value
+        p_value = inference.placed(known, values, found[0], level).p_value
     if p_values and within:
         np.fill_diagonal(p_value, np.nan)
     error = low = high = estimate = None
     if kept:
-        leave_outs = jnp.concatenate(found[any(drawn) :])
-        limits = {"level": level, "bounds": known.range, "unbias": known.population}
-        error, low, high, bias, estimate = _interval(values, leave_outs, **limits)
+        leave_outs = np.concatenate(found[any(drawn) :])
+        quantile = inference.students_quantile(level, len(leave_outs))
+        with np.errstate(all="ignore"):
+            interval = inference.interval(values, leave_outs, quantile, known.range, known.population, np)
+        error, low, high, _, estimate = interval
         if known.population:
-            _warn_biased(known, values, bias, error, estimate)
+            _warn_biased(known, values, interval)
     _warn_undefined(known, values, first, second)
     beside = _of_outputs(values, first, second, outputs, memory_budget)
-    results: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
+    results: list[Any] = [values, estimate, chance, error, low, high, *beside]
     if not within and first.single and second.single:
-        results = [None if part is None else part[..., 0, 0] for part in results]
+        results, p_value = jax.tree.map(lambda table: table[..., 0, 0], (results, p_value))
+    results = jax.tree.map(to_device, results)
+    results.insert(6, p_value)  # on the host, in float64
     labels = {"items": tuple(first.labels), "others": tuple(second.labels)}
     return Similarities(*results, **labels, measure=known.name, num_samples=number, counts_once=symmetric)
 
@@ -290,9 +294,6 @@ def compare(
     return pairwise(x, measure, y, **options)
 
 
-_interval = eqx.filter_jit(inference.jackknife_interval)
-
-
 def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
     """Return the networks' outputs and each item's index of them, or None."""
     at = [place for place, (name, _) in enumerate(one.labels) if name == layer]
@@ -308,8 +309,8 @@ def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
 
 
 def _of_outputs(
-    values: Array, first: Items, second: Items, layer: str | None, budget: int | None
-) -> list[Array | None]:
+    values: np.ndarray, first: Items, second: Items, layer: str | None, budget: int | None
+) -> list[np.ndarray | None]:
     """Return disagreement, divergence and the measure of the outputs of each pair."""
     own = _outputs(first, layer)
     other = own if second is first else _outputs(second, layer)
@@ -332,8 +333,8 @@ def _warn_dropped(form: Form, sets: Sequence[Items]) -> None:
                 warn_dropped(form, one.shown(place), features)
 
 
-def _warn_undefined(measure: Measure, values: Array, first: Items, second: Items) -> None:
-    known: Any = np.isfinite(np.asarray(values))
+def _warn_undefined(measure: Measure, values: np.ndarray, first: Items, second: Items) -> None:
+    known = np.isfinite(values)
     sides = ((first, ~known.any(1)), (second, ~known.any(0)))
     gone = {one.shown(place): None for one, undefined in sides for place in np.flatnonzero(undefined).tolist()}
     if gone:
@@ -341,15 +342,16 @@ def _warn_undefined(measure: Measure, values: Array, first: Items, second: Items
         warn(f"{measure.name} is not defined for {names}, whose values are NaN: are all samples the same there?")
 
 
-def _warn_biased(measure: Measure, values: Array, bias: Array, error: Array, estimate: Array) -> None:
-    leaning = np.abs(np.asarray(bias)) > LARGEST_BIAS * np.asarray(error) + 1e-5
+def _warn_biased(measure: Measure, values: np.ndarray, interval: inference.Interval) -> None:
+    estimate = np.asarray(interval.estimate)
+    leaning = np.abs(interval.bias) > LARGEST_BIAS * interval.standard_error + 1e-5
     if leaning.any():
         warn(
             f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {LARGEST_BIAS} "
             "standard errors: read `estimate`, from which it is removed to first order. What remains may exceed the "
             "interval. Use more samples for so many features, or a debiased measure."
         )
-    clipped = np.isin(estimate, measure.range) & (np.abs(np.asarray(values - estimate)) > 1e-5)
+    clipped = np.isin(estimate, measure.range) & (np.abs(values - estimate) > 1e-5)
     if clipped.any():
         warn(
             f"{clipped.sum()} of {clipped.size} estimates of {measure.name} left the range {measure.range[0]:.4g} to "

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from dissociation._core.checks import check_count
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation.similarity._base import Form, Measure, inner, of_sizes
 from dissociation.similarity._items import Items
@@ -166,7 +167,7 @@ def tables(
     *,
     budget: int | None = None,
     progress: str | MeterFactory | None = None,
-) -> list[Array]:
+) -> list[np.ndarray]:
     """Return the tables of each step, [choices, items, others], with a meter that counts choices."""
     within, shape = first is second, (len(first.labels), len(second.labels))
     symmetric = measure.symmetric and within
@@ -201,8 +202,8 @@ def tables(
                 meter.advance(done + start, task)
                 # The last choice fills the last chunk, so that one program computes all chunks.
                 chunk = np.minimum(np.arange(start, start + size), count - 1)
-                parts.append(table(task, None if choices is None else jnp.asarray(np.asarray(choices)[chunk])))
+                parts.append(table(task, None if choices is None else to_device(np.asarray(choices)[chunk])))
             done += count
-            found.append(jnp.asarray(np.concatenate(parts)[: None if choices is None else count]))
+            found.append(np.concatenate(parts)[: None if choices is None else count])
         meter.advance(done, "done")
     return found
