@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from scipy.special import gammaln
 
 from dissociation._core.checks import check_choice, check_classes, check_count, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.results import Result
 from dissociation._core.splits import permutation
@@ -225,7 +226,7 @@ def label_information(
         if len(small):
             wanted = f"have more than {num_neighbours} samples of every class"
             fail("labels", wanted, f"{sizes[small[0]]} of class {small[0]}")
-    return _label_information(jnp.asarray(z), jnp.asarray(labels), num_classes, estimator, num_neighbours, block)
+    return _label_information(to_device(z), to_device(labels), num_classes, estimator, num_neighbours, block)
 
 
 @partial(jax.jit, static_argnames=("classes", "estimator", "count", "block"))

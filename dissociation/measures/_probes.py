@@ -15,6 +15,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, check_positive, fail, is_traced, warn
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import no_derivative
 from dissociation._core.types import Count, OneHot, PRNGKey, Scalar
 from dissociation._core.validation import validated
@@ -197,7 +198,7 @@ def _prepare(
     x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, num_samples: Count | None, folds: str
 ) -> tuple[Array, Array, Array]:
     """Return the checked arrays and the number of samples in use."""
-    x = jnp.asarray(x)
+    x = to_device(x)
     size = x.shape[0]
     if y.shape[1] < 2:
         fail("y", "have at least 2 classes", f"shape {y.shape}", "Pass one-hot labels")
@@ -210,7 +211,7 @@ def _prepare(
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
         fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
     features = no_derivative(x, "A cross-validated probe, as a function of its features,")
-    return features, jnp.asarray(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
+    return features, to_device(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
 
 
 # Jitted here because single operations at a new length would compile dozens of programs.
@@ -262,12 +263,12 @@ def transfer_errors(
     check_choice("probe", probe, ("converged", "gradient"))
     check_count("num_splits", num_splits, minimum=2)
     check_count("num_buckets", num_buckets, minimum=1)
-    features, size = jnp.asarray(features), features.shape[0]
+    x, y, size = to_device(features), to_device(labels), features.shape[0]
     if probe == "converged":
         check_positive("ridge", ridge)
         solver, options = crossval_softmax_predict, {"ridge": ridge}
     else:
-        _check_descent(features, size, num_steps, step_size)
+        _check_descent(x, size, num_steps, step_size)
         solver, options = crossval_gradient_predict, {"num_steps": num_steps, "step_size": step_size}
     # As arrays, because a program is compiled for each Python number.
     predict = eqx.Partial(solver, num_splits=num_splits, folds=folds, **jax.tree.map(jnp.asarray, options))
@@ -275,8 +276,7 @@ def transfer_errors(
     if not counts:
         fail("fractions", "name at least one budget", fractions)
     if key is not None:
-        order = jax.random.permutation(key, size)
-        features, labels = features[order], jnp.asarray(labels)[order]
+        x, y = _shuffled(key, x, y)
     elif not is_traced(labels):
         known = np.asarray(labels)
         missing = np.flatnonzero(np.any(known, 0) & ~np.any(known[: min(counts)], 0))
@@ -289,8 +289,7 @@ def transfer_errors(
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
         members = [counts[i] for i in group]
         # The solver runs on the rows of the group's largest budget, and masks those beyond each smaller one.
-        x, y = features[: members[-1]], jnp.asarray(labels)[: members[-1]]
-        errors.append(_errors(predict, x, y, jnp.asarray(members, jnp.int32)))
+        errors.append(_errors(predict, x, y, members[-1], to_device(np.array(members), jnp.int32)))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
     if not is_traced(ordered) and np.any(np.isnan(ordered)):
         number = int(np.sum(np.isnan(ordered)))
@@ -310,9 +309,16 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
     return count
 
 
+@jax.jit
+def _shuffled(key: PRNGKey, features: Array, labels: Array) -> tuple[Array, Array]:
+    order = jax.random.permutation(key, len(features))
+    return features[order], labels[order]
+
+
 @eqx.filter_jit
-def _errors(predict: eqx.Partial, x: Array, y: Array, counts: Array) -> Array:
-    """Return the errors of a probe on the first `counts[i]` samples for every i, computed sequentially."""
+def _errors(predict: eqx.Partial, features: Array, labels: Array, largest: int, counts: Array) -> Array:
+    """Return the errors of a probe on the first `counts[i]` samples for every i, at most `largest`, sequentially."""
+    x, y = features[:largest], labels[:largest]
 
     def error(count: Array) -> Array:
         chances = predict(x, y, num_samples=count)

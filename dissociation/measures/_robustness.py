@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core import checks
+from dissociation._core.conversion import to_device
 from dissociation._core.types import OneHot, PyTree
 from dissociation._core.validation import validated
 from dissociation.models._program import called, function_of, parameters_in, with_draws
@@ -20,6 +21,7 @@ Scales = Float[Array | np.ndarray, " scales"]
 
 
 @validated
+@jax.jit
 def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -> Float[Array, ""]:
     """Return the fraction of samples whose largest logit is not at the label.
 
@@ -34,7 +36,6 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
         >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
         Array(0.5, dtype=float32)
     """
-    logits = jnp.asarray(logits)
     wrong = (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
     # `argmax` of NaN is class 0, but a network that has diverged predicts no class.
     return jnp.where(jnp.all(jnp.isfinite(logits.max(axis=1))), wrong, jnp.nan)
@@ -68,12 +69,12 @@ def input_noise_error(
     """
     checks.check_non_negative("scales", scales)
     _check_outputs(model, images, labels)
-    images, moving = jnp.asarray(images), jnp.asarray(noise)
+    images, moving = to_device(images), to_device(noise)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
         if still is not images:  # without the bias, which is in `still`
-            moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(moving)
-    return _over_scales(scales, scales_per_batch, still, moving, tail, None, jnp.asarray(labels))
+            moving = _multiplied(model.layers[0].weight, moving)
+    return _over_scales(scales, scales_per_batch, still, moving, tail, None, to_device(labels))
 
 
 @validated
@@ -101,11 +102,11 @@ def parameter_noise_error(
     checks.check_non_negative("scales", scales)
     _check_outputs(model, images, labels)
     noise = with_draws(model, noise)
-    images = jnp.asarray(images)
+    images = to_device(images)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
         moving, tail_noise = (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
-    return _over_scales(scales, scales_per_batch, still, moving, tail, tail_noise, jnp.asarray(labels))
+    return _over_scales(scales, scales_per_batch, still, moving, tail, tail_noise, to_device(labels))
 
 
 def _at_scale(scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array) -> Array:
@@ -120,7 +121,7 @@ def _over_scales(scales: Any, batch_size: int | None, *fixed: Any) -> Array:
     """Return the errors at every scale, and warn of undefined ones."""
     mapped = bmap(_at_scale, in_axes=(0, *(None for _ in fixed)), batch_size=batch_size)
     with jax.default_matmul_precision("highest"):
-        errors = mapped(jnp.asarray(scales), *fixed)
+        errors = mapped(to_device(scales), *fixed)
     if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():
         checks.warn(f"`model` gives outputs that are not finite, and so no error rate, at `scales` {scales[bad]}")
     return errors
@@ -136,10 +137,20 @@ def _check_outputs(model: Any, images: Any, labels: Any) -> None:
         checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {output.shape}")
 
 
+@jax.jit
+def _multiplied(weight: Array, draws: Array) -> Array:
+    return jax.vmap(lambda draw: weight @ draw)(draws)
+
+
+@eqx.filter_jit
+def _applied(layer: eqx.nn.Linear, images: Array) -> Array:
+    return jax.vmap(layer)(images)
+
+
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
     """Return the first layer's preactivations and the remaining model, or if it is not linear, images and model."""
     layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
     # W (x + s n) = W x + s W n, so two applications of the first layer serve all scales.
-    return jax.vmap(layers[0])(images), eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
+    return _applied(layers[0], images), eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())

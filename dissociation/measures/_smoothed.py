@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from dissociation._core.checks import check_choice, check_count, check_positive, fail
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.results import Result
 from dissociation._core.types import Classes, PRNGKey, Scalar
@@ -99,8 +100,8 @@ def smoothed_information(
     check_count("block", block, minimum=1)
     if method == "monte_carlo" and key is None:
         fail("key", "be given for 'monte_carlo'", "None")
-    features = jnp.asarray(features)
-    return _smoothed(features, jnp.asarray(labels), jnp.asarray(noise, features.dtype), key, method, draws, block)
+    features = to_device(features)
+    return _smoothed(features, to_device(labels), to_device(noise, features.dtype), key, method, draws, block)
 
 
 @partial(jax.jit, static_argnames=("method", "draws", "block"))

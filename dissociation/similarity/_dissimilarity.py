@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, fail
+from dissociation._core.conversion import to_device
 from dissociation._core.distances import cosine_distances_with_size, median, root, squared_distances_with_size
 from dissociation._core.linalg import centre, product, psd_power
 from dissociation._core.ties import ROUNDINGS, ranks, snapped
@@ -229,12 +230,16 @@ def crossnobis_rdm(
     if a.shape[0] < 2:
         fail("a", "have at least 2 samples", a.shape[0])
     a, b = base.in_common_dtype(a, b)
-    if noise_covariance is not None:
-        a, b = centre(a), product(centre(b), psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
-    return entries(_crossed(a, b))
+    return _crossnobis(a, b, None if noise_covariance is None else to_device(noise_covariance, b.dtype))
 
 
 @jax.jit
+def _crossnobis(a: Array, b: Array, noise_covariance: Array | None) -> Array:
+    if noise_covariance is not None:
+        a, b = centre(a), product(centre(b), psd_power(noise_covariance, -1))
+    return entries(_crossed(a, b))
+
+
 def _crossed(a: Array, b: Array) -> Array:
     # Errors of independent measurements do not add up in products, so these distances are unbiased.
     a, b = centre(a), centre(b)

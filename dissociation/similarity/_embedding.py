@@ -1,6 +1,7 @@
 """Multidimensional scaling, points whose distances approximate given dissimilarities."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_finite, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import finite_part, product
 from dissociation._core.results import Result
@@ -53,8 +55,8 @@ def classical_mds(distances: Distances, *, num_dims: int = 2) -> Embedding:
     References:
         Torgerson (1952), Multidimensional scaling I: theory and method; Gower (1966).
     """
-    table, unit, count = _checked(distances, num_dims)
-    return _embedded(table, _classical(table, count)[None], unit, 0.0, 0)
+    table, count = _checked(distances, num_dims)
+    return _embedded(table, None, 0.0, 0, num_dims=count, num_starts=0)
 
 
 @validated
@@ -87,18 +89,13 @@ def smacof(
         De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and Groenen (2005), chapter
         8.
     """
-    table, unit, count = _checked(distances, num_dims)
+    table, count = _checked(distances, num_dims)
     limit, starts = check_count("max_steps", max_steps, minimum=1), check_count("num_starts", num_starts, minimum=1)
-    # Stress has local minima. The classical solution is a good start, and random ones may find a better minimum.
-    first = _classical(table, count)[None]
-    if key is not None:
-        scale = jnp.sqrt(jnp.mean(table**2))
-        first = jnp.concatenate([first, scale * jax.random.normal(key, (starts, *first.shape[1:]), first.dtype)])
-    return _embedded(table, first, unit, rtol, limit)
+    return _embedded(table, key, rtol, limit, num_dims=count, num_starts=starts)
 
 
-def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array, int]:
-    """Return distances over a power of two, that power, and the checked number of dimensions."""
+def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, int]:
+    """Return the checked distances and number of dimensions."""
     count = check_count("num_dims", num_dims, minimum=1)
     if count >= distances.shape[0]:
         fail("num_dims", f"be below the number of points ({distances.shape[0]})", num_dims)
@@ -108,13 +105,9 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array
         slack = 1e-3 * np.abs(known).max()
         if known.min() < 0 or np.abs(known - known.T).max() > slack or np.abs(np.diagonal(known)).max() > slack:
             fail("distances", "be symmetric, non-negative and zero on the diagonal", "others")
-    table = jnp.asarray(distances)
-    # Without this unit, squares of distances may overflow or vanish.
-    table, unit = scaled(0.5 * (table + table.T))
-    return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), unit, count
+    return to_device(distances), count
 
 
-@partial(jax.jit, static_argnums=1)
 def _classical(distances: Array, num_dims: int) -> Array:
     matrix, undefined = finite_part(-0.5 * double_centred(distances**2))
     values, vectors = jnp.linalg.eigh(matrix)
@@ -122,9 +115,20 @@ def _classical(distances: Array, num_dims: int) -> Array:
     return vectors[:, ::-1][:, :num_dims] * jnp.sqrt(leading)[None] + undefined
 
 
-@jax.jit
-def _embedded(distances: Array, starts: Array, unit: Array, rtol: Array | float, max_steps: Array | int) -> Embedding:
-    """Return the best points from all starts, in the unit of the caller's distances."""
+@partial(jax.jit, static_argnames=("num_dims", "num_starts"))
+def _embedded(
+    distances: Array, key: Any, rtol: Array | float, max_steps: Array | int, *, num_dims: int, num_starts: int
+) -> Embedding:
+    """Return the best points from the classical solution and, with a key, from random points."""
+    # Without this unit, squares of distances may overflow or vanish.
+    distances, unit = scaled(0.5 * (distances + distances.T))
+    distances = distances * (1 - jnp.eye(distances.shape[0], dtype=distances.dtype))
+    # Stress has local minima. The classical solution is a good start, and random ones may find a better minimum.
+    starts = _classical(distances, num_dims)[None]
+    if key is not None:
+        size = jnp.sqrt(jnp.mean(distances**2))
+        draws = jax.random.normal(key, (num_starts, *starts.shape[1:]), starts.dtype)
+        starts = jnp.concatenate([starts, size * draws])
 
     def spread(points: Array) -> tuple[Array, Array]:
         """Return distances and the stress."""

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from dissociation._core.conversion import to_device
 from dissociation._core.types import Classes
 from dissociation._core.validation import validated
 from dissociation.similarity._base import Form, Prepared, Score, evaluate, in_common_dtype
@@ -101,8 +102,13 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
     """
     found = disagreement(x, y)
     x, y = in_common_dtype(x, y)
+    return _within_bounds(found, x, y, to_device(labels))
+
+
+@jax.jit
+def _within_bounds(found: Array, x: Array, y: Array, labels: Array) -> Array:
     # Networks that differ in error must disagree on the difference, and agree wherever both are right.
-    wrong = [jnp.mean(jnp.argmax(one, 1) != jnp.asarray(labels), dtype=x.dtype) for one in (x, y)]
+    wrong = [jnp.mean(jnp.argmax(one, 1) != labels, dtype=x.dtype) for one in (x, y)]
     least, most = jnp.abs(wrong[0] - wrong[1]), jnp.minimum(wrong[0] + wrong[1], 1.0)
     room = most - least
     return jnp.where(room > 0, (found - least) / jnp.where(room > 0, room, 1.0), jnp.nan)

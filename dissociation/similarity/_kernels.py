@@ -166,7 +166,7 @@ DISTANCE_CORRELATION = Form(
 def rbf_form(centring: Callable[[Array], Array], minimum: int, *, scale: Scalar = 1.0) -> Form:
     check_single("scale", scale)
     check_positive("scale", scale)
-    gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=jnp.asarray(scale)), centring)
+    gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=base.option(scale)), centring)
     return Form(gram, base.inner, base.inner_mean, gram, minimum=minimum)
 
 

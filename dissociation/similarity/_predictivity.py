@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core import splits
 from dissociation._core.checks import check_choice, check_count, check_non_negative, check_single, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import centre, finite_part, product, rank_cut, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
@@ -67,7 +68,7 @@ def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: 
     check_non_negative("alpha", alpha)
     check_choice("folds", folds, FOLDS)
     count = None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
-    prepare = eqx.Partial(_maps, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds)
+    prepare = eqx.Partial(_maps, alpha=base.option(alpha), num_folds=count, folds=folds)
     score = eqx.Partial(_score, num_folds=count, folds=folds)
     cut = "scaled" if not is_traced(alpha) and float(alpha) == 0 else ""
     return Form(prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x")
@@ -131,7 +132,7 @@ def predictivity_path(
     base.check_size(predictivity_form(num_folds=num_folds, folds=folds), "x", x.shape[0], x.shape[1])
     base.refuse_constant("y", y)
     x, y = base.in_common_dtype(x, y)
-    return _path(x, y, jnp.asarray(alphas), num_folds, folds)
+    return _path(x, y, to_device(alphas), num_folds, folds)
 
 
 @eqx.filter_jit

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_finite, check_non_negative, fail, is_traced, warn
-from dissociation._core.conversion import as_array, as_numbers, describe
+from dissociation._core.conversion import as_array, as_numbers, describe, to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import centre, nuclear_norm, product, psd_power, scale_of
 from dissociation._core.results import Result
@@ -104,8 +104,9 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
         total = own if total is None else _merged(total, own)
     if total is None:
         fail("batches", "give at least one batch", "none")
-    shift = jnp.asarray(np.concatenate(points, 1)[0], total.mean.dtype)
-    return eqx.tree_at(lambda m: m.mean, total, total.mean + shift)
+    # Shifted on the host, which compiles nothing.
+    shift = np.concatenate(points, 1)[0].astype(total.mean.dtype)
+    return eqx.tree_at(lambda m: m.mean, total, to_device(np.asarray(total.mean) + shift))
 
 
 @eqx.filter_jit
@@ -233,13 +234,17 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
         ValueError: If `measure` is unknown, there are too few samples, or for CCA no more than features.
     """
     check_choice("measure", measure, STREAMED)
-    if not is_traced(moments.count):
+    if not is_traced(moments.sums):
         form = MEASURES[measure].with_options()
-        check_size(form, "moments", int(moments.count), max(moments.widths))
-        with jax.ensure_compile_time_eval():  # known moments may be used under a trace
-            _check_scale(moments)
-            if form.cut:
-                _warn_lost(moments)
+        diagonal = np.diagonal(np.asarray(moments.sums))
+        check_size(form, "moments", int(diagonal[0]), max(moments.widths))
+        starts = np.cumsum((0, *moments.widths[:-1]))
+        own = diagonal[1 : 1 + len(moments.mean)]
+        _check_scale(np.add.reduceat(own, starts) / diagonal[0])
+        if form.cut:
+            with jax.ensure_compile_time_eval():  # known moments may be used under a trace
+                ranks = np.asarray(_ranks(moments))
+            _warn_lost(np.add.reduceat((own > 0).astype(int), starts) - ranks.astype(int))
     found = _from_moments(moments, measure)[0]
     if not is_traced(found) and np.isnan(np.diagonal(found)).any():
         places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
@@ -247,21 +252,24 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
     return found
 
 
-def _check_scale(moments: JointMoments) -> None:
+@eqx.filter_jit
+def _ranks(moments: JointMoments) -> Array:
+    return jnp.stack(_whitened(moments)[2])
+
+
+def _check_scale(squares: np.ndarray) -> None:
     """Raise if squares of a representation's mean square overflow or underflow."""
-    limits = jnp.finfo(moments.products.dtype)
+    limits = np.finfo(squares.dtype)
     low, high = float(limits.tiny / limits.eps) ** 0.5, float(limits.max) ** 0.5 * float(limits.eps) ** 0.5
-    for square in np.asarray(moments.squares() / moments.count, np.float64):
+    for square in squares.astype(np.float64):
         if not (square == 0 or low < square < high):
             wanted = f"have representations of mean squares from {low:.0e} to {high:.0e}, whose squares it holds"
             fail("moments", wanted, f"{square:.2g}", "Scale the features")
 
 
-def _warn_lost(moments: JointMoments) -> None:
-    """Warn if a covariance has a lower rank than the number of its features that vary."""
-    widths = [int(jnp.sum(jnp.diagonal(moments.block(i, i)) > 0)) for i in range(len(moments.widths))]
-    lost = [width - int(rank) for width, rank in zip(widths, _whitened(moments)[2], strict=True)]
-    if any(lost):
+def _warn_lost(lost: np.ndarray) -> None:
+    """Warn if a covariance has a lower rank than the number of its features that vary, by `lost`."""
+    if lost.any():
         warn(
             f"{', '.join(map(str, lost))} directions of the representations, in their order, depend on others or are "
             "lost in a covariance, which holds squares: they count as absent. The samples themselves keep more."
@@ -316,12 +324,17 @@ def predictivity_from_moments(
             fail(name, f"be one of the {len(folds[0].widths)} representations, counted from 0", place)
     if len({fold.widths for fold in folds}) > 1:
         fail("folds", "be of the same widths", [fold.widths for fold in folds])
-    everything = reduce(_merged, folds)
-    wrong = jnp.zeros((), everything.mean.dtype)
+    penalty = to_device(alpha if isinstance(alpha, jax.Array) else np.asarray(alpha), folds[0].mean.dtype)
+    return _predicted(folds, penalty, source, target)
+
+
+@eqx.filter_jit
+def _predicted(folds: list[JointMoments], alpha: Array, source: int, target: int) -> Array:
+    wrong = jnp.zeros((), alpha.dtype)
     for index, test in enumerate(folds):
         train = reduce(_merged, folds[:index] + folds[index + 1 :])
-        wrong = wrong + _missed(train, test, jnp.asarray(alpha, wrong.dtype), source, target)
-    return 1 - wrong / everything.squares()[target]
+        wrong = wrong + _missed(train, test, alpha, source, target)
+    return 1 - wrong / reduce(_merged, folds).squares()[target]
 
 
 @eqx.filter_jit
