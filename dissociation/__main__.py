@@ -12,6 +12,9 @@ def main(package: str = "dissociation") -> int:
     First install the handlers of Ctrl-C and SIGTERM, and make every core of a CPU a device.
     """
     interrupts.listen(package)  # before imports, which take seconds
+    words = sys.argv[1:]
+    if words and not words[0].startswith("-") and not {"-h", "--help", "--silent"}.intersection(words):
+        print(f"{package} {words[0]}: importing JAX", file=sys.stderr, flush=True)
     figures = importlib.import_module(f"{package}.figures")
     from dissociation.training._machine import use_all_cores
 

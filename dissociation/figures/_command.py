@@ -143,6 +143,8 @@ def produce(
         try:
             if run.distributed:
                 distributed.initialize(run.coordinator_address, run.num_processes, run.process_id)
+            if not run.silent and jax.process_index() == 0:
+                print(f"{program}: compiling", file=sys.stderr, flush=True)
             data = figure.source(config)
         except (OSError, ValueError) as error:
             return _tell(program, error, 2 if isinstance(error, WrongValue) else 1)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from dissociation import __main__ as program
 from dissociation import figures, load_results
 from dissociation.figures import _command as command
 
@@ -56,8 +57,8 @@ def unframed(printed):
 
 
 def one_line(capsys):
-    """The error that was printed: one line."""
-    error = capsys.readouterr().err
+    """The error that was printed: one line, after the one that says that the run compiles."""
+    error = capsys.readouterr().err.removeprefix("toy: compiling\n")
     assert error.count("\n") == 1
     return error
 
@@ -116,6 +117,34 @@ def test_the_report_says_how_the_run_was_made(run, toy, tmp_path, monkeypatch, c
     monkeypatch.setattr(toy, "NETWORK", {"weights": np.arange(3)})
     assert run("--quick", "--seed", 4) == 0
     assert "<h2>one of the networks</h2>" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [(["robustness"], "dissociation robustness: importing JAX\n"), (["robustness", "--silent"], "")]
+    + [(words, "") for words in ([], ["--version"], ["--help"], ["robustness", "--help"])],
+)
+def test_the_first_line_comes_before_the_imports(monkeypatch, capsys, words, first):
+    monkeypatch.setattr(sys, "argv", ["dissociation", *words])
+    monkeypatch.setattr(program.interrupts, "listen", Mock())
+    monkeypatch.setattr(program.importlib, "import_module", Mock(side_effect=ImportError))
+    with pytest.raises(ImportError):
+        program.main()
+    assert capsys.readouterr().err == first
+
+
+def test_a_run_says_that_it_compiles_before_it_draws_data(run, toy, monkeypatch, capsys):
+    written, source = [], toy.source
+
+    def observed(config):
+        written.append(capsys.readouterr().err)
+        return source(config)
+
+    monkeypatch.setattr(toy, "source", observed)
+    assert run() == 0
+    capsys.readouterr()
+    assert run("--silent") == 0
+    assert written == ["toy: compiling\n", ""]
 
 
 def test_the_same_command_goes_on(run, toy, tmp_path, monkeypatch, capsys):
