@@ -39,7 +39,7 @@ SHARED = {
     "dissociation/measures/_hsic.py _plane.one_pass: permutation",
     # Whatever is measured on a rewritten network, it is the same network.
     "dissociation/rewrites/_null_spaces.py _perturb: normal",
-    "dissociation/rewrites/_growth.py _with_nuisance.change: normal",
+    "dissociation/rewrites/_growth.py _drawn: normal",
     # Samples of a Gaussian that ranks choose from.
     "dissociation/measures/_coordinates.py normal_scores: normal",
     # Members resampled alike for every measure and size.
