@@ -24,6 +24,8 @@ FULL = {
     "dissociation/test_distributed_figures.py": ("several processes", "kills", "figures in full"),
     "dissociation/test_figures.py": ("figures in full",),
     "dissociation/test_freedom_figure.py": ("figures in full",),
+    "dissociation/test_linear.py": ("the second precision of a pair",),
+    "dissociation/test_planting.py": ("the second precision of a pair",),
     "tools/pages.py": ("code blocks of pages",),
     "tools/protocol.py": ("rows of the protocol beyond one per function",),
 }

@@ -1,5 +1,7 @@
 """Exact solutions of linear networks, against closed forms, perturbations, optimisers and an ODE solver."""
 
+from itertools import product
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import optax
 import pytest
 from compiled import compilations
 from scipy.integrate import solve_ivp
+from scipy.linalg import expm
 from scipy.optimize import minimize
 from words import refused
 
@@ -91,8 +94,10 @@ def arrays(task):
     return np.asarray(task.x, float).T, np.asarray(task.y, float).T
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("shape", SHAPES)
+SECOND = [pytest.param(shape, "float32", marks=pytest.mark.full) for shape in SHAPES if shape != "ill-conditioned"]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [("ill-conditioned", "float32"), *product(SHAPES, ["float64"]), *SECOND])
 @pytest.mark.usefixtures("precision")
 def test_samples_are_members(shape, dtype):
     task = task_of(shape)
@@ -142,14 +147,15 @@ def test_no_solution_has_a_smaller_norm(task):
         network = family.sample(task, 9, key=KEY)
 
         def norm(first, second, family=family):
-            return jnp.sum((first @ x if family is MRNS else first) ** 2) + jnp.sum(second**2)
+            return ((first @ x if family is MRNS else first) ** 2).sum() + (second**2).sum()
 
-        least = norm(*network.weights)
+        first, second = map(np.asarray, network.weights)
+        least = norm(first, second)
         for scale in (1e-3, 0.03, 1.0):
             for draw in range(10):
                 # Along the manifold: another basis of hidden units, which are then not balanced.
-                mix = jnp.eye(9) + scale * jax.random.normal(jax.random.fold_in(KEY, draw), (9, 9))
-                assert norm(mix @ network.weights[0], network.weights[1] @ jnp.linalg.inv(mix)) > least - 1e-9
+                mix = np.eye(9) + scale * np.random.default_rng(draw).normal(size=(9, 9))
+                assert norm(mix @ first, second @ np.linalg.inv(mix)) > least - 1e-9
 
         def penalised(flat, norm=norm):
             first, second = flat[:90].reshape(9, 10), flat[90:].reshape(4, 9)
@@ -163,8 +169,13 @@ def test_no_solution_has_a_smaller_norm(task):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_walks_are_stationary_and_stay(task, family):
-    steps = jax.vmap(lambda key: family.walk(task, 9, 3, rate=0.1, key=key))(jax.random.split(KEY, 500))
-    residual = jax.vmap(jax.vmap(lambda network: family.residual(task, network).map))(steps)
+    @jax.jit
+    @jax.vmap
+    def walked(key):
+        steps = family.walk(task, 9, 3, rate=0.1, key=key)
+        return steps, jax.vmap(lambda network: family.residual(task, network).map)(steps)
+
+    steps, residual = walked(jax.random.split(KEY, 500))
     assert residual.max() < 3e-5
     first = np.asarray(steps.weights[0], float)
     # Moments of the first and of the last step agree, and the two are correlated.
@@ -190,8 +201,8 @@ def test_the_nearest_network(task):
     first, second = (0.5 * jax.random.normal(jax.random.fold_in(KEY, i), s) for i, s in enumerate([(12, 10), (4, 12)]))
     network = LinearNetwork((first, second))
 
-    def distance(other):
-        return sum(float(jnp.sum((a - b) ** 2)) for a, b in zip(other.weights, network.weights, strict=True)) ** 0.5
+    def distance(weights):
+        return sum(np.sum((a - np.asarray(b)) ** 2) for a, b in zip(weights, network.weights, strict=True)) ** 0.5
 
     for family in FAMILIES.values():
         nearest = family.project(task, network)
@@ -206,18 +217,18 @@ def test_the_nearest_network(task):
             np.testing.assert_allclose(change @ (np.eye(12) - read @ np.linalg.pinv(read)), 0, atol=1e-9)
             continue
         # Other members, near the projection and far from it, are further away.
+        below, above = map(np.asarray, nearest.weights)
+        unseen = np.asarray(task.unseen) @ np.asarray(task.unseen).T
         for draw in range(30):
-            key = jax.random.fold_in(KEY, draw)
-            mix = jax.scipy.linalg.expm(10.0 ** -(draw % 4) * (lambda a: a - a.T)(jax.random.normal(key, (12, 12))))
-            turned = LinearNetwork((mix @ nearest.weights[0], nearest.weights[1] @ mix.T))
+            matrix = np.random.default_rng(draw).normal(size=(12, 12))
+            mix = expm(10.0 ** -(draw % 4) * (matrix - matrix.T))
+            turned = mix @ below
             if family is MRNS:  # unseen weights stay
-                unseen = task.unseen @ task.unseen.T
-                kept = turned.weights[0] @ (jnp.eye(10) - unseen) + first @ unseen
-                turned = LinearNetwork((kept, turned.weights[1]))
-            assert distance(turned) > distance(nearest)
+                turned = turned @ (np.eye(10) - unseen) + np.asarray(first) @ unseen
+            assert distance((turned, above @ mix.T)) > distance((below, above))
     placed = placement(task, network)
     np.testing.assert_allclose(placed.distance[3] * np.linalg.norm(np.r_[first.ravel(), second.ravel()]),
-                               distance(MWNS.project(task, network)))  # fmt: skip
+                               distance(MWNS.project(task, network).weights))  # fmt: skip
     short = LinearNetwork((first.at[2:].set(0), second))  # carries two of three directions
     assert jnp.isnan(GLS.project(task, short).weights[1]).all()
 
@@ -267,8 +278,11 @@ def test_minimisers_under_noise(task, noise):
     least = least_loss(task, 7, noise)
     np.testing.assert_allclose(expected_loss(task, network, noise), least, rtol=1e-12)
     for family in FAMILIES.values():
-        for key in jax.random.split(KEY, 20):
-            assert expected_loss(task, family.sample(task, 7, spread=0.3, key=key), noise) > least - 1e-12
+
+        def loss(key, family=family):
+            return expected_loss(task, family.sample(task, 7, spread=0.3, key=key), noise)
+
+        assert np.min(jax.jit(jax.vmap(loss))(jax.random.split(KEY, 20))) > least - 1e-12
     traced = jax.vmap(lambda size: noise_minimiser(task, 7, Noise(0.0, size, size), key=KEY))(jnp.array([0.0, 0.2]))
     assert jax.vmap(lambda one: GLS.residual(task, one).map)(traced).max() < 1e-12
     # First-order: the gradient along the manifold is zero.
@@ -298,8 +312,8 @@ def test_minimisers_move_between_the_minimal_families(task):
 def test_fresh_inputs_and_second_readouts(task):
     network = MRNS.sample(task, 7, key=KEY)
     root = jax.random.normal(jax.random.key(1), (10, 10))
-    x = jax.random.normal(jax.random.key(2), (100_000, 10)) @ root.T
-    losses = 0.5 * jnp.sum((x @ network.map.T - x @ task.best_map.T) ** 2, 1)
+    x = np.random.default_rng(2).normal(size=(100_000, 10)) @ np.asarray(root).T
+    losses = 0.5 * np.sum((x @ np.asarray(network.map - task.best_map).T) ** 2, 1)
     exact = fresh_loss(network, task.best_map, root @ root.T)
     assert abs(losses.mean() - exact) < 4 * losses.std() / 100_000**0.5
     np.testing.assert_allclose(fresh_loss(network, task.best_map), 0.5 * jnp.sum((network.map - task.best_map) ** 2))
@@ -370,7 +384,7 @@ def test_gradient_flow_against_an_ode_solver(hidden, scale):
         return -np.r_[(second.T @ error).ravel(), (error @ first.T).ravel()]
 
     start = np.concatenate([np.asarray(weight).ravel() for weight in network.weights])
-    solved = solve_ivp(slope, (0, 60), start, "RK45", times, rtol=1e-10, atol=1e-12).y.T
+    solved = solve_ivp(slope, (0, 60), start, "DOP853", times, rtol=1e-10, atol=1e-12).y.T
     for place, flat in enumerate(solved):
         first, second = flat[: hidden * 4].reshape(hidden, 4), flat[hidden * 4 :].reshape(6, hidden)
         np.testing.assert_allclose(flow.map[place], second @ first, atol=1e-7)
@@ -382,13 +396,13 @@ def test_gradient_flow_maps_over_tasks():
     tasks = [make_task(white.x, scale * white.y) for white in [white_task()] for scale in (1.0, 30.0)]
     network, times = balanced_network(tasks[0], 3, 0.1, key=KEY), np.array([1.0, 40.0])
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *tasks)
-    mapped = jax.vmap(lambda task: gradient_flow(task, network, times).map)(stacked)
+    flow = jax.jit(jax.vmap(lambda task: gradient_flow(task, network, times).map))
+    mapped = np.asarray(flow(stacked))
     for place, one in enumerate(tasks):
         alone = gradient_flow(one, network, times).map
         np.testing.assert_allclose(mapped[place], alone, atol=1e-3 * float(one.map_values[0]))
     uneven = eqx.tree_at(lambda t: t.input_values, stacked, stacked.input_values.at[1, 0].mul(1.1))
-    mapped = jax.vmap(lambda task: gradient_flow(task, network, times).map)(uneven)
-    assert jnp.isnan(mapped).all((1, 2, 3)).tolist() == [False, True]
+    assert np.isnan(flow(uneven)).all((1, 2, 3)).tolist() == [False, True]
     unbalanced = LinearNetwork((2 * network.weights[0], network.weights[1]))
     assert jnp.isnan(jax.jit(lambda network: gradient_flow(tasks[0], network, times).map)(unbalanced)).all()
 
@@ -409,10 +423,14 @@ def test_flows_of_other_last_times_share_a_program_and_have_derivatives():
     np.testing.assert_allclose(jax.grad(size)(1.0), slope, rtol=1e-5)
 
 
-def test_plurality(task):
+@pytest.mark.slow
+def test_plurality_by_all_measures(task):
     whole = plurality(task, GLS, 8, num_pairs=5, key=KEY)
     assert set(whole.refused) == {"crossnobis_rsa"}
     assert all(np.isfinite(values).all() and values.shape == (5,) for values in whole.values.values())
+
+
+def test_plurality(task):
     few = "linear_cka", "debiased_cka"
     same = {name: plurality(task, family, 8, measures=few, key=KEY) for name, family in FAMILIES.items()}
     for name in few:
@@ -423,7 +441,8 @@ def test_plurality(task):
     free = linear_cka_freedom(np.asarray(task.x), np.asarray(reference))
     assert free.low < same["LSS"].values["linear_cka"].min()
     assert free.high > 0.99
-    apart = plurality(task, MRNS, 8, other=task_of("deficient", key=jax.random.key(5)), num_pairs=3, key=KEY)
+    other = task_of("deficient", key=jax.random.key(5))
+    apart = plurality(task, MRNS, 8, other=other, measures=few, num_pairs=3, key=KEY)
     assert apart.values["linear_cka"].max() < 0.9
 
 
@@ -535,14 +554,14 @@ def test_gradient_descent_follows_the_flow():
     task = white_task()
     network = balanced_network(task, 5, 0.1, key=KEY)
     fastest = float(jnp.max(task.map_values * task.input_values[0] ** 2 / 12))
-    rate = 1e-3 / fastest
+    rate = 5e-3 / fastest
 
     def loss(network, batch, key):
         return 0.5 * jnp.mean(jnp.sum((jax.vmap(network)(batch[0]) - batch[1]) ** 2, 1))
 
     step = make_step(loss, optax.sgd(rate))
     state, done = step.init(network), 0
-    ends = [200, 1000, 3000, 8000, 20_000]
+    ends = [40, 200, 600, 1600, 4000]
     flow = gradient_flow(task, network, rate * np.array(ends, float))
     for place, end in enumerate(ends):
         options = {"num_steps": end - done, "key": KEY, "first_step": done}

@@ -34,13 +34,19 @@ def hidden(model, x):
     return np.maximum(np.asarray(x) @ np.asarray(model.layers[0].weight).T + np.asarray(model.layers[0].bias), 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.usefixtures("precision")
-def test_the_activity_moves_and_no_prediction_changes(dtype):
+def planted_in(dtype):
+    """Return a network, its inputs, and the planting of a pattern."""
     model, x, group = classifier(dtype=dtype)
-    found = plant_activity(
-        group, model, x, PATTERN.astype(dtype), num_passes=60, batch_size=30, learning_rate=1e-2, key=KEY
-    )
+    pattern = PATTERN.astype(dtype)
+    return model, x, plant_activity(group, model, x, pattern, num_passes=60, batch_size=40, learning_rate=1e-2, key=KEY)
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return planted_in("float32")
+
+
+def check_planted(model, x, found):
     np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
     for place in (1, 2):
         np.testing.assert_array_equal(found.model.layers[place].weight, model.layers[place].weight)
@@ -58,6 +64,16 @@ def test_the_activity_moves_and_no_prediction_changes(dtype):
     np.testing.assert_allclose(found.along[[0, -1]], [trained, planted], atol=1e-5)
 
 
+def test_the_activity_moves_and_no_prediction_changes(planted):
+    check_planted(*planted)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("x64")
+def test_the_activity_moves_in_float64():
+    check_planted(*planted_in("float64"))
+
+
 def test_the_change_is_reduced_until_no_prediction_changes():
     model, x, group = classifier()
     with pytest.warns(UserWarning, match="of the change is kept"):
@@ -67,6 +83,7 @@ def test_the_change_is_reduced_until_no_prediction_changes():
     np.testing.assert_array_equal(predictions(found.model, x), predictions(model, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_best_activity_is_that_of_a_convex_problem(bias):
     """No run of L-BFGS over incoming weights finds a larger correlation."""
@@ -111,6 +128,7 @@ class StopsAt:
         pass
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_same_bits(tmp_path):
     model, x, group = classifier()
     options = {"num_passes": 6, "batch_size": 40, "key": KEY}
@@ -126,10 +144,11 @@ def test_it_resumes_to_the_same_bits(tmp_path):
         plant_activity(group, model, x, 1 - PATTERN, **options, checkpoint=file)
 
 
+@pytest.mark.slow
 def test_units_and_constants_of_the_pattern_do_not_matter():
     model, x, group = classifier()
     pattern = np.random.default_rng(0).random((8, 20))
-    options = {"num_passes": 2, "batch_size": 50, "key": KEY}
+    options = {"num_passes": 2, "batch_size": 40, "key": KEY}
     known = plant_activity(group, model, x, pattern, **options)
     assert known.correlation[2] >= known.correlation[1]
     for other in (1e-30 * pattern, 1e30 * pattern, pattern + 1e6):
@@ -137,6 +156,7 @@ def test_units_and_constants_of_the_pattern_do_not_matter():
         np.testing.assert_allclose(found.correlation, known.correlation, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_best_is_near_that_of_a_direct_search():
     """Patterns between zero and one, without biases: the convex problem alone would reach .28 of .62."""
     keys = jax.random.split(jax.random.key(7), 3)
@@ -153,14 +173,15 @@ def test_the_best_is_near_that_of_a_direct_search():
         slope = wanted / np.linalg.norm(spread) / np.linalg.norm(wanted) - value * spread / np.sum(spread**2)
         return -value, -(rows.T @ ((slope - slope.mean()) * (seen > 0))).ravel()
 
-    draws = np.random.default_rng(1).normal(size=(20, 48))
+    draws = np.random.default_rng(1).normal(size=(6, 48))
     best = -min(minimize(negative, draw, jac=True, method="L-BFGS-B").fun for draw in draws)
     assert found.correlation[2] > 0.9 * best
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planted_is_refused():
     model, x, group = classifier()
-    plant = partial(plant_activity, num_passes=40, batch_size=30, learning_rate=3e-2, key=KEY)
+    plant = partial(plant_activity, num_passes=1, batch_size=40, key=KEY)
     smooth, _, curved = classifier(jax.nn.gelu)
     capped, _, flat = classifier(lambda z: jnp.clip(z, 0, 2.45))
     single = eqx.nn.MLP(12, "scalar", 20, 1, key=jax.random.key(0))
@@ -177,7 +198,7 @@ def test_what_cannot_be_planted_is_refused():
         (lambda: plant(group, model, x, np.zeros((300, 20), np.float32)), "`pattern` must .*at most 200 rows"),
         (lambda: plant(group, model, x, np.ones((8, 20), np.float32)), "`pattern` must .*not be constant"),
         (lambda: plant(curved, smooth, x, PATTERN), "`group` must be of ReLU neurons"),
-        (lambda: plant(flat, capped, x, PATTERN), "`group` must be of ReLU neurons"),
+        (lambda: plant(flat, capped, x, PATTERN, num_passes=40, learning_rate=3e-2), "`group` must be of ReLU neurons"),
         (lambda: plant(alone, single, x, PATTERN), "`model` must return one vector of at least two logits"),
         (lambda: plant(channels, convolution, images, PATTERN), "`group` must be made"),
         (lambda: plant(called, model, x, PATTERN), "`group` must be found without `call`"),
