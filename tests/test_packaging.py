@@ -80,6 +80,7 @@ def test_an_import_loads_no_other_package():
     assert not loaded & {"jax", "numpy", "scipy", "matplotlib", "optax", "equinox", "tyro", "treescope", "tqdm"}
 
 
+@pytest.mark.slow
 def test_names_start_no_backend():
     said = f"""
 import importlib
@@ -107,6 +108,7 @@ def test_a_command_says_its_version(package, capsys):
     assert capsys.readouterr().out == f"{package.__name__} (dissociation {PROJECT['version']})\n"
 
 
+@pytest.mark.slow
 def test_the_users_file_runs():
     found = users_file.networks() | users_file.operators()
     assert found["change"] < 1e-5

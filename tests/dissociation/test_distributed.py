@@ -91,6 +91,7 @@ def program_of_a_step(monkeypatch, key, mesh, members=8):
     return texts[0]
 
 
+@pytest.mark.slow
 def test_no_parameters_are_gathered_inside_a_step(monkeypatch, key):
     """The compiled program of several devices holds no collective; with batches over two, one sum of gradients."""
     devices = jax.devices("cpu")[:4]

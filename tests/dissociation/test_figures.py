@@ -188,12 +188,12 @@ def test_noise_figure_is_as_specified(noise):
         assert part in robustness.caption(results)
 
 
-def test_drawing_computes_nothing():
-    sizes = {"num_seeds": 1, "num_epochs": 1, "num_train": 150, "num_test": 150, "width": 8, "num_zero": 6}
-    noisy = robustness.Config(**sizes, num_scales=2, published_null=True)
-    assert_only_draws(robustness, robustness.compute(noisy, key=KEY))
-    probed = transfer.Config(**sizes, num_budgets=2, num_splits=2, gradient_steps=2, probes=("converged", "one_rate"))
-    assert_only_draws(transfer, transfer.compute(probed, key=KEY))
+@pytest.mark.slow
+def test_drawing_computes_nothing(noise, transferred):
+    """Also for a single seed."""
+    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
+        assert_only_draws(figure, results)
+        assert_only_draws(figure, results.isel(seeds=[0]))
 
 
 @pytest.mark.slow

@@ -193,6 +193,7 @@ def test_linear_maps_reach_a_reference_in_their_span():
         linear_cka_freedom(x, np.ones((50, 2)))
 
 
+@pytest.mark.slow
 def test_gradients_come_to_the_exact_interval(networks):
     """Also with a neuron that is constant, and samples in another unit."""
     *_, x, y = networks
@@ -214,6 +215,7 @@ def test_gradients_come_to_the_exact_interval(networks):
     assert both.high > found.high + 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("measure", "options"), [("linear_cka", {}), ("rsa", {"num_starts": 5, "num_steps": 30})])
 def test_the_networks_have_these_values(measure, options, networks):
     models, groups, inputs, x, y = networks
@@ -238,6 +240,7 @@ def test_known_bounds():
     np.testing.assert_allclose(found.high_factors[0][1] / found.high_factors[0][0], 4 / 3, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_nothing_moves_what_is_invariant_to_the_scale_of_a_neuron(networks):
     *_, x, y = networks
     for measure, free in (("cca", "both"), ("linear_predictivity", "x")):
@@ -247,6 +250,7 @@ def test_nothing_moves_what_is_invariant_to_the_scale_of_a_neuron(networks):
     assert similarity_bounds(x, y, "linear_predictivity", key=KEY, num_steps=0).low < found.measured - 0.1
 
 
+@pytest.mark.slow
 def test_no_worse_than_what_is_there():
     """Ranks have no derivative, and no start of ours need be as close as the networks are to each other."""
     x = np.random.default_rng(0).standard_normal((30, 4)) * np.array([1.0, 3.0, 0.3, 2.0])

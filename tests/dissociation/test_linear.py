@@ -115,7 +115,7 @@ def test_samples_are_members(shape, dtype):
 
         return {name: one(family) for name, family in FAMILIES.items()}
 
-    for hidden in (task.rank, 12):
+    for hidden in (task.rank, 12) if shape == "deficient" else (12,):
         for name, (networks, found) in draw(hidden, jax.random.split(KEY, 10)).items():
             assert networks.weights[0].dtype == dtype
             first, second = (np.asarray(weight, float) for weight in networks.weights)
@@ -162,8 +162,8 @@ def test_no_solution_has_a_smaller_norm(task):
             return norm(first, second) + 1e4 * jnp.sum((second @ first @ x - task.predictions.T) ** 2)
 
         start = np.random.default_rng(0).normal(size=90 + 36)
-        options = {"jac": jax.jit(jax.grad(penalised)), "method": "L-BFGS-B", "options": {"maxiter": 3000}}
-        found = minimize(jax.jit(penalised), start, **options)
+        value_and_slope = jax.jit(jax.value_and_grad(penalised))
+        found = minimize(value_and_slope, start, jac=True, method="L-BFGS-B", options={"maxiter": 3000})
         assert float(least) * (1 - 1e-3) < found.fun < float(least) * 1.1
 
 
@@ -277,12 +277,14 @@ def test_minimisers_under_noise(task, noise):
     assert max(map(abs, GLS.residual(task, network))) < 1e-12
     least = least_loss(task, 7, noise)
     np.testing.assert_allclose(expected_loss(task, network, noise), least, rtol=1e-12)
-    for family in FAMILIES.values():
 
-        def loss(key, family=family):
-            return expected_loss(task, family.sample(task, 7, spread=0.3, key=key), noise)
+    @jax.jit
+    @jax.vmap
+    def losses(key):
+        networks = [family.sample(task, 7, spread=0.3, key=key) for family in FAMILIES.values()]
+        return [expected_loss(task, network, noise) for network in networks]
 
-        assert np.min(jax.jit(jax.vmap(loss))(jax.random.split(KEY, 20))) > least - 1e-12
+    assert np.min(losses(jax.random.split(KEY, 20))) > least - 1e-12
     traced = jax.vmap(lambda size: noise_minimiser(task, 7, Noise(0.0, size, size), key=KEY))(jnp.array([0.0, 0.2]))
     assert jax.vmap(lambda one: GLS.residual(task, one).map)(traced).max() < 1e-12
     # First-order: the gradient along the manifold is zero.
@@ -293,8 +295,9 @@ def test_minimisers_under_noise(task, noise):
         first, second = network.weights
         return expected_loss(task, LinearNetwork((mix @ first, second @ jnp.linalg.inv(mix))), noise)
 
-    assert abs(jax.grad(moved)(0.0)) < 1e-9
-    assert noise is NOISES["inputs"] or jax.grad(jax.grad(moved))(0.0) > 1e-3
+    slope, curvature = jax.jit(lambda size: jax.jvp(jax.grad(moved), (size,), (1.0,)))(0.0)
+    assert abs(slope) < 1e-9
+    assert noise is NOISES["inputs"] or curvature > 1e-3
 
 
 @pytest.mark.usefixtures("x64")
@@ -428,19 +431,22 @@ def test_plurality_by_all_measures(task):
     whole = plurality(task, GLS, 8, num_pairs=5, key=KEY)
     assert set(whole.refused) == {"crossnobis_rsa"}
     assert all(np.isfinite(values).all() and values.shape == (5,) for values in whole.values.values())
+    assert whole.values["debiased_cka"].max() < 0.99
+    few = "linear_cka", "debiased_cka"
+    minimal = plurality(task, MWNS, 8, measures=few, key=KEY)
+    for name in few:
+        np.testing.assert_allclose(minimal.values[name], 1, atol=1e-4)
+    reference = GLS.sample(task, 8, key=KEY).hidden(task.x)
+    free = linear_cka_freedom(np.asarray(task.x), np.asarray(reference))
+    assert free.low < plurality(task, LSS, 8, measures=few[:1], key=KEY).values["linear_cka"].min()
+    assert free.high > 0.99
 
 
 def test_plurality(task):
-    few = "linear_cka", "debiased_cka"
-    same = {name: plurality(task, family, 8, measures=few, key=KEY) for name, family in FAMILIES.items()}
-    for name in few:
-        np.testing.assert_allclose(same["MRNS"].values[name], 1, atol=1e-4)
-        np.testing.assert_allclose(same["MWNS"].values[name], 1, atol=1e-4)
-        assert same["GLS"].values[name].max() < 0.99
-    reference = GLS.sample(task, 8, key=KEY).hidden(task.x)
-    free = linear_cka_freedom(np.asarray(task.x), np.asarray(reference))
-    assert free.low < same["LSS"].values["linear_cka"].min()
-    assert free.high > 0.99
+    few = ("linear_cka",)
+    same = {family: plurality(task, family, 8, measures=few, key=KEY).values["linear_cka"] for family in (MRNS, GLS)}
+    np.testing.assert_allclose(same[MRNS], 1, atol=1e-4)
+    assert same[GLS].max() < 0.99
     other = task_of("deficient", key=jax.random.key(5))
     apart = plurality(task, MRNS, 8, other=other, measures=few, num_pairs=3, key=KEY)
     assert apart.values["linear_cka"].max() < 0.9

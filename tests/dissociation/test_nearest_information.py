@@ -107,7 +107,7 @@ def test_kraskov_against_all_distances(x64):
     """Equation 8 and Ross's variant, term by term, for all samples, halves and parts."""
     x, z = gaussian_pair(0.6, 2, 200)
     x, z = (np.asarray(coordinates.whitened(jnp.asarray(part, float))[0]) for part in (x, z))
-    terms = np.asarray(nearest._kraskov_terms(jnp.asarray(x), jnp.asarray(z), 5, 64))
+    terms = np.asarray(jax.jit(nearest._kraskov_terms, static_argnums=(2, 3))(x, z, 5, 64))
     groups = neighbours.num_parts(200, 5)
     assert groups == 10
     for level, stride in enumerate((1, 2, groups)):
@@ -135,9 +135,9 @@ def test_kraskov_of_labels_against_all_distances(x64):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_classes(estimator):
     rng = np.random.default_rng(0)
-    labels = rng.choice(3, 6000, p=[0.5, 0.3, 0.2])
+    labels = rng.choice(3, 3000, p=[0.5, 0.3, 0.2])
     centres, spread = np.asarray([-2.0, 0.0, 1.5]), 0.7
-    z = (centres[labels] + spread * rng.normal(size=6000)).astype(np.float32)[:, None]
+    z = (centres[labels] + spread * rng.normal(size=3000)).astype(np.float32)[:, None]
     mixture = lambda t: sum(p * norm.pdf(t, c, spread) for p, c in zip([0.5, 0.3, 0.2], centres, strict=True))  # noqa: E731
     whole = quad(lambda t: -mixture(t) * np.log(mixture(t)), -8, 8)[0]
     exact = whole - 0.5 * np.log(2 * np.pi * np.e * spread**2)
@@ -178,6 +178,7 @@ def around_centres(size, *, classes=10, width=4, spread=1.0, seed=2):
     return z.astype(np.float32), labels
 
 
+@pytest.mark.slow
 def test_halves_that_say_something_else_than_all_are_not_believed():
     run = lambda size, **kind: measure_labels(*around_centres(size, **kind), num_classes=10, estimator="kraskov")  # noqa: E731
     # Of six samples a class and five neighbours less is found than of twelve, by more than three errors.
@@ -290,6 +291,7 @@ def test_bad_input_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_the_order_of_rows_does_not_matter():
     """A grid is no sample: in order, its halves are grids as even, and its parts agree far too well."""
     rng, number = np.random.default_rng(0), 1024

@@ -78,6 +78,7 @@ def test_members_of_a_grid_are_its_axes():
         moments.to_xarray(Grid(seed=[7, 9]))
 
 
+@pytest.mark.slow
 def test_a_comparison_knows_its_layers_and_members():
     compared = pairwise({"hidden": FEATURES[:2], "last": FEATURES[2:4]}, "linear_cka", members=True)
     data = compared.to_xarray()

@@ -46,11 +46,12 @@ def test_parameter_noise_against_direct_evaluation(key):
         np.testing.assert_allclose(errors, expected, atol=1 / 200)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drawn_by_numpy")
 def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     """Pairs (model, state), images of their own shape, and labels that are integers, wherever a model is evaluated."""
     (model, state), images = residual_cnn(key, "batch"), jax.random.normal(key, (60, 1, 8, 8))
-    run = jax.vmap(lambda model, x: eqx.nn.inference_mode(model)(x, state)[0], (None, 0))
+    run = eqx.filter_jit(lambda model, x: jax.vmap(lambda row: eqx.nn.inference_mode(model)(row, state)[0])(x))
     common = run(model, images).mean(0)  # without which all images are of one class
     pair = eqx.tree_at(lambda m: m.head.bias, model, model.head.bias - common), state
     function = lambda x: run(pair[0], x[None])[0]  # noqa: E731

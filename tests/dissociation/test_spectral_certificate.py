@@ -148,6 +148,7 @@ def test_no_rival_and_misclassified():
     np.testing.assert_allclose(shares, [0.75, 0.5])
 
 
+@pytest.mark.slow
 def test_a_full_spectrum_has_the_networks_radii_and_a_truncated_one_has_not():
     model = network()
     x, labels = labelled(model)

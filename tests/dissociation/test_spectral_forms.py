@@ -15,7 +15,7 @@ def network(inputs=20, hidden=8, classes=3, seed=0, **options):
     return BilinearNetwork(inputs, hidden, classes, key=jax.random.key(seed), **options)
 
 
-@pytest.mark.parametrize("hidden", [30, 300])
+@pytest.mark.parametrize("hidden", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_decomposition_against_a_dense_reference(hidden):
     """Input-space matrices in float64, straight from the definition."""
     model = network(784, hidden, 10)

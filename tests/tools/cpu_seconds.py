@@ -4,7 +4,9 @@ A test's seconds are those of this process and of children that it waited for, w
 With `TEST_CPU_LIMIT=6`, tests without a mark above 2 seconds are listed at the end, and above 6 the run fails.
 """
 
+import importlib
 import os
+import pkgutil
 import resource
 from collections import defaultdict
 
@@ -31,6 +33,14 @@ class CpuSeconds:
         self.shared = 0.0
         self.seconds = {}
         self.shared_seconds = defaultdict(float)
+
+    def pytest_collection_finish(self):
+        """Import all modules, so that no test pays for it."""
+        for package in ("dissociation", "koopman") if self.limit else ():
+            folder = importlib.import_module(package).__path__
+            for module in pkgutil.walk_packages(folder, f"{package}."):
+                if not module.name.endswith("__main__"):
+                    importlib.import_module(module.name)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef):
