@@ -314,6 +314,7 @@ def gate(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_two_runs_at_once(run, tmp_path, gate, capsys):
     # One stands in its second part while another of the same settings, and one of others, try the same place.
     (gate / "0").touch()

@@ -51,7 +51,7 @@ def test_glyphs_by_name_are_the_glyphs(key, monkeypatch):
     assert np.array_equal(default.train_images, glyph_data(20, 20, key=named_key("glyphs"))[0])
     assert not np.array_equal(default.train_images, data.train_images)
     asked = []
-    arrays = [getattr(data, field) for field in FIELDS]
+    arrays = tuple(getattr(data, field) for field in FIELDS)
     monkeypatch.setattr(datasets, "glyph_data", lambda *sizes, key: asked.append(sizes) or arrays)
     load("glyphs")
     assert asked == [(10_000, 2_000)]

@@ -241,6 +241,18 @@ def test_relations_without_noise_are_not_reliable():
     assert sum(passed) <= 4  # of 12, where 13 % pass: an error from so few samples is itself uncertain
 
 
+@pytest.mark.parametrize(
+    ("estimator", "value", "of_labels"), [("entropies", 0.5216, 0.3871), ("kraskov", 0.5343, 0.3695)]
+)
+def test_each_estimator_has_its_value(estimator, value, of_labels):
+    """The estimators differ by less than their errors: these values tell which one was computed."""
+    x, z = gaussian_pair(0.8, 1, 400)
+    np.testing.assert_allclose(measure(x, z, estimator=estimator).value, value, atol=1e-3)
+    labels = np.digitize(x[:, 0], [0, 1])
+    found = measure_labels(z, labels, num_classes=3, estimator=estimator)
+    np.testing.assert_allclose(found.value, of_labels, atol=1e-3)
+
+
 def test_whitening():
     rng = np.random.default_rng(0)
     points = (rng.normal(size=(400, 6)) * [5, 3, 2, 1, 1e-9, 0] + 7).astype(np.float32)

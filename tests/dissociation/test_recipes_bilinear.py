@@ -18,6 +18,7 @@ def data():
     return load("glyphs", num_train=1100, num_test=300)
 
 
+@pytest.mark.slow
 def test_training_learns_digits(data):
     with pytest.raises(ValueError, match="`noise` must be non-negative"):
         train_bilinear(data, 20, key=jax.random.key(0), noise=-1.0)

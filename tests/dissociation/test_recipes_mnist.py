@@ -11,6 +11,7 @@ def small():
     return load("glyphs", num_train=400, num_test=50, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_training_beats_chance_by_far_and_keeps_history(small):
     result = fit_classifiers(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500), width=128,
                        progress=None)  # fmt: skip
