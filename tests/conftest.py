@@ -42,15 +42,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 OPTIMISED = {"test_learn.py", "test_resuming.py", "test_training.py"}
 """Modules of tests that compare the bits of two programs."""
-LONGEST = (
-    "test_notebooks.py",
-    "test_keys.py",
-    "test_docs.py",
-    "test_collapse_figure.py",
-    "test_protocol.py",
-    "test_docs_recipes.py",
-)
-"""Modules of tests in the order of their measured CPU seconds."""
+LONGEST = """
+    notebooks/test_notebooks dissociation/test_distributed_figures dissociation/test_rewrites dissociation/test_figures
+    dissociation/test_canonical dissociation/test_similarity_pairs tests/test_docs tests/test_keys
+    dissociation/test_similarity koopman/test_operators dissociation/test_nearest_information dissociation/test_linear
+    tests/test_protocol dissociation/test_distributed koopman/test_derivatives koopman/test_learn koopman/test_figures
+    dissociation/test_collapse_figure dissociation/test_matching dissociation/test_growth koopman/test_nystroem
+    koopman/test_losses dissociation/test_planting dissociation/test_training tests/test_docs_recipes
+"""
+"""Modules of tests, with their folder, in the order of their measured CPU seconds with all marks."""
 
 mpl.use("Agg")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -70,8 +70,8 @@ def pytest_sessionfinish(session):
 
 def pytest_collection_modifyitems(items):
     """The longest first: workers take modules in this order, and one alone with a long one leaves the others idle."""
-    rank = {name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+    rank = {name: index for index, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: rank.get(f"{item.path.parent.name}/{item.path.stem}", len(rank)))
     if jax.default_backend() != "cpu":
         for item in items:
             if item.get_closest_marker("cpu"):
