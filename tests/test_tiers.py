@@ -19,6 +19,7 @@ KINDS = {
 FULL = {
     "notebooks/test_notebooks.py": ("whole notebooks",),
     "test_keys.py": ("figures in full",),
+    "dissociation/test_canonical.py": ("counts of 100 and more",),
     "dissociation/test_collapse_figure.py": ("figures in full",),
     "dissociation/test_distributed.py": ("several processes", "kills"),
     "dissociation/test_distributed_figures.py": ("several processes", "kills", "figures in full"),

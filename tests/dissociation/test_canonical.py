@@ -95,7 +95,7 @@ def test_the_canonical_form_computes_the_same(name):
             np.testing.assert_allclose(same, leaves[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", MADE_AND_READ)
 def test_rewrites_of_a_network_have_one_fingerprint(name, count):
     model, inputs, _ = one(name)
@@ -328,7 +328,7 @@ def test_what_has_no_canonical_form_is_refused_by_name():
             canonical(arrays, jnp.ones(5), call=call)
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", MADE_AND_READ)
 def test_other_networks_have_other_fingerprints(name, count):
     kind = ZOO[name]
