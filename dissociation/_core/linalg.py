@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Inexact
 
 from dissociation._core.checks import check_non_negative
+from dissociation._core.conversion import to_device
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 
@@ -102,11 +103,16 @@ def psd_power(
     Source: Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian operators. Higham
     (2008), Functions of matrices, theorem 3.11.
     """
-    matrix = jnp.asarray(matrix)
+    matrix = to_device(matrix)
     if rtol is None:
         rtol = matrix.shape[0] * float(jnp.finfo(matrix.dtype).eps)
     check_non_negative("rtol", rtol)
-    return _psd_power(float(power), 0.5 * (matrix + matrix.T), jnp.asarray(rtol, matrix.dtype))
+    return _symmetric_power(float(power), matrix, to_device(rtol, matrix.dtype))
+
+
+@partial(jax.jit, static_argnums=0)
+def _symmetric_power(power: float, matrix: Array, rtol: Array) -> Array:
+    return _psd_power(power, 0.5 * (matrix + matrix.T), rtol)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -80,11 +80,12 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
         )
 
 
-def warn_constant(x: Array, gram: Array) -> None:
+def warn_constant(x: Array, gram: Array | np.ndarray) -> None:
     """Warn if the kernel matrix `gram` [n, n] of states `x` [n, d] is nearly constant or diagonal."""
     # Nothing can be learned if all states look equal, or none has a neighbour.
-    trace = float(jnp.trace(gram))
-    about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
+    gram = np.asarray(gram)
+    trace = float(np.trace(gram))
+    about_mean = trace - float(np.sum(gram, dtype=np.float64)) / gram.shape[0]
     eps = float(jnp.finfo(gram.dtype).eps)
     if about_mean < 8 * eps * trace and not is_traced(x) and np.ptp(np.asarray(x), 0).any():
         _warn(
@@ -101,7 +102,7 @@ def warn_constant(x: Array, gram: Array) -> None:
         )
 
 
-def warn_large_alpha(alpha: Array, variance: Any, trace: Array, which: str, unit: Array) -> None:
+def warn_large_alpha(alpha: Any, variance: Any, trace: Any, which: str, unit: Any) -> None:
     """Warn if `alpha` exceeds the variance to which it is added, and the rounding of `trace`."""
     given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
     if given > held and given > 1.01e-6 * total:
@@ -228,5 +229,5 @@ def _warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
 def warn_unconverged(residual: Array | None, eps: float) -> None:
     """Warn if the residual of an iterative solver exceeds the fourth root of the rounding unit."""
     # Eigenvalues then have less than half of their digits.
-    if residual is not None and not is_traced(residual) and residual > eps**0.25:
+    if residual is not None and not is_traced(residual) and float(residual) > eps**0.25:
         _warn(f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.")

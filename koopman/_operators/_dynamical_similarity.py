@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Complex, Float, Int
 
 from dissociation._core.checks import check_choice, check_count, is_traced, warn
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import finite_part, product, psd_power, scale_of
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
@@ -81,9 +82,14 @@ def align_dynamics(
     >>> found.distance.round(4), jnp.linalg.det(found.rotation).round(4), bool(found.converged)
     (Array(0.5657, dtype=float32), Array(-1., dtype=float32), True)
     """
-    both = _joined(jnp.asarray(a)[None], jnp.asarray(b)[None])
-    found = _align(both, np.asarray([0]), np.asarray([1]), key, num_starts, num_steps, form)
-    return jax.tree.map(lambda leaf: leaf[0], found)
+    both = _joined(to_device(a)[None], to_device(b)[None])
+    alignments = _align(both, np.asarray([0]), np.asarray([1]), key, num_starts, num_steps, form)
+    return _first(alignments)
+
+
+@jax.jit
+def _first(alignments: DynamicalAlignment) -> DynamicalAlignment:
+    return jax.tree.map(lambda leaf: leaf[0], alignments)
 
 
 @validated(finite=("a", "b"))
@@ -116,9 +122,9 @@ def dynamical_distance(
     >>> dynamical_distance(shear, jnp.eye(2), key=jax.random.key(0)).round(3)
     Array(1., dtype=float32)
     """
-    stacks = jnp.asarray(a)[None], jnp.asarray(b)[None]
-    options = {"num_starts": num_starts, "num_steps": num_steps, "form": form}
-    return pairwise_dynamical_distance(*stacks, key=key, **options)[0, 0]
+    alignment = align_dynamics(a, b, key=key, num_starts=num_starts, num_steps=num_steps, form=form)
+    _warn_unsure(alignment.converged)
+    return alignment.distance
 
 
 @validated(finite=("operators", "others"))
@@ -151,24 +157,31 @@ def pairwise_dynamical_distance(
     Array([[0.  , 0.25],
            [0.25, 0.  ]], dtype=float32)
     """
-    first = jnp.asarray(operators)
-    if others is None:
-        rows, columns = np.triu_indices(first.shape[0], 1)
-        own = jnp.diag(finite_part(first)[1])
-        if not rows.size:
-            return own
-        found = _align(first, rows, columns, key, num_starts, num_steps, form)
-        upper = jnp.zeros_like(own).at[rows, columns].set(found.distance)
-        distances = upper + upper.T + own
-    else:
+    first = to_device(operators)
+    if others is not None:
         size = first.shape[0], others.shape[0]
         rows, columns = np.indices(size).reshape(2, -1)
-        found = _align(_joined(first, jnp.asarray(others)), rows, size[0] + columns, key, num_starts, num_steps, form)
-        distances = found.distance.reshape(size)
-    _warn_unsure(found.converged)
-    return distances
+        both = _joined(first, to_device(others))
+        alignments = _align(both, rows, size[0] + columns, key, num_starts, num_steps, form)
+        _warn_unsure(alignments.converged)
+        return alignments.distance.reshape(size)
+    rows, columns = np.triu_indices(first.shape[0], 1)
+    if not rows.size:
+        return _table(first, jnp.zeros(0, first.dtype))
+    alignments = _align(first, rows, columns, key, num_starts, num_steps, form)
+    _warn_unsure(alignments.converged)
+    return _table(first, alignments.distance)
 
 
+@jax.jit
+def _table(matrices: Array, distances: Array) -> Array:
+    """Return all distances [m, m] from those above the diagonal, which is zero, or NaN for a matrix with NaN."""
+    diagonal = jnp.diag(finite_part(matrices)[1])
+    upper = jnp.zeros_like(diagonal).at[np.triu_indices(len(diagonal), 1)].set(distances)
+    return upper + upper.T + diagonal
+
+
+@jax.jit
 def _joined(first: Array, second: Array) -> Array:
     dtype = jnp.result_type(first, second)
     return jnp.concatenate([first.astype(dtype), second.astype(dtype)])

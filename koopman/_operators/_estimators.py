@@ -20,7 +20,6 @@ from dissociation._core.checks import check_count, check_non_negative, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_unconverged
 from koopman._operators._kernels import plain_number
 from koopman._operators._subspaces import (
     Basis,
@@ -87,19 +86,15 @@ class Estimator(eqx.Module):
 
     def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
         """Return the solver for "auto": an iterative one for a few directions of many samples."""
-        return "dense" if gram.shape[0] <= 1000 or size > gram.shape[0] // 16 else "krylov"
-
-
-def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
-    """Return the basis of the latent functions. Functions of U U^T are differentiable in the data and in alpha."""
-    basis = _compiled_span(eqx.filter(estimator, False), problem)
-    warn_unconverged(basis.residual, float(jnp.finfo(problem.x.dtype).eps))
-    return basis
+        if gram.shape[0] <= 1000 or size > gram.shape[0] // 16:
+            return "dense"
+        return "krylov"
 
 
 # Derivatives leave out rotations among the columns of U, so that they exist if singular values coincide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
+def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
+    """Return the basis of the latent functions. Functions of U U^T are differentiable in the data and in alpha."""
     basis = estimator.features(problem) if isinstance(problem, FeatureRegression) else estimator.kernel(problem)
     missing = problem.size - basis.values.shape[0]  # fewer samples than the rank asked for
     used = jnp.arange(problem.size) < problem.active
@@ -107,16 +102,13 @@ def _span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -
     return basis._replace(vectors=vectors, values=jnp.pad(basis.values, (0, missing)) * used)
 
 
-@_span.defjvp
+@span.defjvp
 def _span_jvp(estimator, primals, tangents):
     (problem,), (tangent,) = primals, tangents
-    basis = _span(estimator, problem)
+    basis = span(estimator, problem)
     rule = estimator.features_jvp if isinstance(problem, FeatureRegression) else estimator.kernel_jvp
     d_vectors, d_values = rule(problem, tangent, basis)
     return basis, jax.tree.map(jnp.zeros_like, basis)._replace(vectors=d_vectors, values=d_values)
-
-
-_compiled_span = jax.jit(_span, static_argnums=0)
 
 
 class _Principal:
@@ -218,7 +210,8 @@ class PrincipalComponents(_Principal, Estimator):
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """Differentiate U = V G^(-1/2) with the leading directions V, G = V^T (C_x + alpha I) V."""
-        size, basis = problem.size, solution.vectors
+        size = problem.size
+        basis = solution.vectors
         slope, squares, right, whiten, scale = problem.perturbed(tangent)
         mixed = product(product(right, slope), right.T)
         used = (jnp.arange(size) < problem.active) & jnp.any(basis != 0, 0)  # and none that is cut off
@@ -270,9 +263,9 @@ class ReducedRank(Estimator):
         whiten, deviations, gain, turned = problem.whitening(crossed=True)
         rows = turned(problem.y)
         number = min(problem.size, *rows.shape)
-        found = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
+        basis = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
         variance = deviations[min(problem.size, deviations.shape[0]) - 1] ** 2
-        return found._replace(vectors=product(whiten, found.vectors), variance=variance)
+        return basis._replace(vectors=product(whiten, basis.vectors), variance=variance)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """Differentiate the eigenvectors of W^T C_xy C_yx W."""
@@ -332,7 +325,7 @@ class ReducedRank(Estimator):
             return "dense"
         if is_traced(alpha) or is_traced(gram):  # in float64 usual values of `alpha` exceed the rounding
             return "krylov" if jnp.finfo(gram.dtype).eps < 1e-12 else "spectral"
-        return "krylov" if float(alpha) > float(_cholesky_floor(gram)) else "spectral"
+        return "krylov" if float(alpha) > _cholesky_floor(gram) else "spectral"
 
 
 def _from_moments(problem: FeatureRegression) -> Basis:
@@ -371,9 +364,9 @@ def _rooted(leading: Basis, vectors: Array, variance: Array) -> Basis:
     return Basis(vectors, values, rest, variance, leading.residual)
 
 
-def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
+def _cholesky_floor(gram: Float[Array, "n n"]) -> float:
     """Return the least `alpha` at which the factor of K + alpha I has a rounding eps tr(K) / alpha below 1 %."""
-    return 100 * float(jnp.finfo(gram.dtype).eps) * jnp.trace(gram)
+    return 100 * float(jnp.finfo(gram.dtype).eps) * float(jnp.trace(gram))
 
 
 def refuse_singular(
@@ -395,10 +388,10 @@ def refuse_singular(
 
 def check_factor(problem: KernelRegression, basis: Basis) -> None:
     """Raise if the Cholesky factor of K + alpha I is not finite."""
-    if not bool(jnp.isfinite(basis.values[0])):
+    if not np.isfinite(np.asarray(basis.values)[0]):
         raise ValueError(
             f"`alpha` must make K + alpha I positive definite in {problem.x.dtype}, got {float(problem.alpha):.3g}. "
-            f"Raise it above {float(_cholesky_floor(problem.x)):.1g}, use solver='dense', or enable x64."
+            f"Raise it above {_cholesky_floor(problem.x):.1g}, use solver='dense', or enable x64."
         )
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_single, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product, scale_of
 from dissociation._core.splits import permutation
 from dissociation._core.validation import validated
@@ -23,10 +24,13 @@ from koopman._operators._kernels import (
     LinearMap,
     Operator,
     as_module,
+    check_kernel,
+    compiled_by_kernel,
+    extremes,
     gram,
     kernel_alpha,
+    kernel_features,
     nystroem_map,
-    own_gram,
     unshrinking,
 )
 from koopman._operators._pairs import (
@@ -123,7 +127,7 @@ def fit(
             fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
         else:
             problem, shape = _from_pairs(x, y, observable, center)
-        operator = _fit(estimator, problem, shape, None, estimator.solver or estimator.feature_solver, route)
+        operator = _fit(estimator, problem, shape, estimator.solver or estimator.feature_solver, route)
         _warn_regression(estimator, operator, x, y, center)
         return operator
     if isinstance(x, Moments) or y is None:
@@ -156,14 +160,21 @@ class _Problem(NamedTuple):
 
 
 def _fit(
-    estimator: Estimator, problem: _Problem, shape: tuple[int, ...], fallback: Array | None, solver: str, route: str
+    estimator: Estimator,
+    problem: _Problem,
+    shape: tuple[int, ...],
+    solver: str,
+    route: str,
+    fallback: Array | None = None,
+    lift: Array | None = None,
 ) -> Operator:
+    """Fit features; `lift` [m, d] maps their coefficients to those of k(x, centres)."""
     (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
-    asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
+    asked = to_device(estimator.alpha, dtype) if given else fallback
     # Without regularisation the span does not depend on the units of columns, and rank cuts must not either.
     free = estimator.rank is None or estimator.inverts_all or estimator.size == width
     level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
-    problem, alpha, largest, trace, units = _in_units(problem, asked, level)
+    problem, alpha, largest, trace, squares, units = _in_units(problem, asked, level)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
     # The QR factor of the data does not square the condition number, which float32 needs.
@@ -178,17 +189,18 @@ def _fit(
         if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
             got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
             fail("x", "hold features that vary", got)
-        values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
+        values = np.linalg.svd(np.asarray(_root(problem.x)), compute_uv=False)
         cutoff = (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
         refuse_singular(estimator, regression, values, cutoff, "the covariance of `x`", "C_x")
-    basis = span(estimator, regression)
-    operator, cutoff = _assemble(problem, regression, basis, units, shape, given)
+    static = eqx.filter(estimator, False)
+    operator, basis, cutoff = _solve(static, problem, regression, units, lift, shape, given)
+    diagnostics.warn_unconverged(basis.residual, rounding)
     if known and not is_traced(estimator.rank):
         if fallback is not None:
             which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
             diagnostics.warn_large_alpha(alpha, basis.variance, trace, which, units[0])
         if asked is None and not level:
-            diagnostics.warn_small_columns(jnp.sum(problem.x**2, 0), alpha)
+            diagnostics.warn_small_columns(squares, alpha)
         diagnostics.warn_directions(operator, basis, float(cutoff), estimator.rank)
     return operator
 
@@ -196,10 +208,11 @@ def _fit(
 @partial(jax.jit, static_argnames="level")
 def _in_units(
     problem: _Problem, alpha: Array | None, level: bool
-) -> tuple[_Problem, Array, Array, Array, tuple[Array, Array, Array]]:
-    """Return the problem, alpha, the largest entry of x, tr(C_x), and (unit, column divisors, ratio of the traces).
+) -> tuple[_Problem, Array, Array, Array, Array, tuple[Array, Array, Array]]:
+    """Return the problem, alpha, the largest entry of x, tr(C_x), squares of columns, and units.
 
-    With `level`, column divisors are powers of two near the columns' sizes.
+    Units are (unit, column divisors, ratio of the traces). With `level`, column divisors are powers of two near the
+    columns' sizes.
     """
     scale = problem.scale
     # In this unit squares neither overflow nor vanish.
@@ -217,46 +230,77 @@ def _in_units(
     within = jnp.sum(x**2)
     alpha = default_alpha(within, jnp.minimum(problem.pairs, x.shape[1])) if alpha is None else alpha / unit / unit
     share = jnp.where(within > 0, trace, 1.0) / jnp.where(within > 0, within, 1.0)
-    return problem._replace(x=x, y=y, observable=observable), alpha, largest, trace, (unit, sizes, share)
+    squares = jnp.sum(x**2, 0)
+    return problem._replace(x=x, y=y, observable=observable), alpha, largest, trace, squares, (unit, sizes, share)
+
+
+_root = jax.jit(gram_root)
 
 
 def _fit_on_centres(
     estimator: Estimator, x: Given, y: Given, kernel: Kernel, centres: Given, observable: Given | None, route: str
 ) -> Operator:
-    x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
+    x, y, flat, shape = checked_pairs(x, y, observable, to_device)
     features = nystroem_map(kernel, centres)
-    features_x, features_y = features(x), features(y)
-    fallback = kernel_alpha(kernel, jnp.sum(features_x**2) / x.shape[0])
+    arrays = features.centres, features.coefficients, x, y
+    features_x, features_y, fallback = _centre_features(features.kernel, *arrays)
     with warnings.catch_warnings():  # the caller has no such columns; `nystroem_map` has warned
         warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
         problem, _ = _from_pairs(features_x, features_y, flat, center=False)
-    fitted = _fit(estimator, problem, shape, fallback, estimator.solver or "auto", route)
+    solver = estimator.solver or "auto"
+    fitted = _fit(estimator, problem, shape, solver, route, fallback, features.coefficients)
     rows = (x, y) if len(centres) >= x.shape[1] else (features_x, features_y)
     _warn_regression(estimator, fitted, *rows, False, kernel)
 
-    lifted = [
-        KernelMap(features.kernel, features.centres, product(features.coefficients, part.matrix))
-        for part in (fitted.encode, fitted.dual)
-        if isinstance(part, LinearMap)
+    maps = [
+        KernelMap(features.kernel, features.centres, linear.matrix)
+        for linear in (fitted.encode, fitted.dual)
+        if isinstance(linear, LinearMap)
     ]
-    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, lifted)
+    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, maps)
+
+
+@compiled_by_kernel
+def _centre_features(
+    kernel: Kernel, centres: Array, coefficients: Array, x: Array, y: Array
+) -> tuple[Array, Array, Array]:
+    """Return Nystroem features of x and y, and the default `alpha`."""
+    features_x = kernel_features(kernel, centres, coefficients, x)
+    features_y = kernel_features(kernel, centres, coefficients, y)
+    return features_x, features_y, kernel_alpha(isinstance(kernel, Linear), jnp.sum(features_x**2) / x.shape[0])
 
 
 def _from_pairs(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[_Problem, tuple[int, ...]]:
-    given, (x, y, flat, shape) = x, checked_pairs(x, y, observable, as_known)
-    number, scale = x.shape[0], np.asarray(x.shape[0] ** -0.5, x.dtype)
-    means, zeros = zip(*((mean_of(part)[0], np.zeros(part.shape[1], x.dtype)) for part in (x, y, flat)), strict=True)
-    offsets, mean = (means, zeros[0]) if center else (zeros, means[0])
-    parts = [x, y, flat] if observable is not None else [x, y]
-    if center:
-        # By the rounded mean, which the operator subtracts too.
-        parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
-    else:
-        diagnostics.warn_offset(given)
-    x, y, *shown = few_rows(*parts)
-    offset, offset_y, offset_o = offsets
-    drift = offset_y - offset
-    return _Problem(x, y, shown[0] if shown else None, offset, offset_y, offset_o, drift, mean, scale, number), shape
+    states = x
+    x, y, flat, shape = checked_pairs(x, y, observable, as_known)
+    if not center:
+        diagnostics.warn_offset(states)
+    arrays = [x, y]
+    if observable is not None:
+        arrays.append(flat)
+    is_known = all(isinstance(array, np.ndarray) for array in arrays)
+    about_means = _about_means if is_known else _compiled_about_means
+    means, drift, centred = about_means(arrays, center)
+    rows: Any = few_rows(*(centred or arrays))
+    if observable is None:
+        rows = (*rows, None)
+    number, dtype = x.shape[0], x.dtype
+    zero, zero_y, zero_o = (np.zeros(part.shape[1], dtype) for part in (x, y, flat))
+    offsets = [zero, zero_y, zero_o, zero, means[0]]
+    if center:  # without an observable the last mean is that of y
+        offsets = [*means[:2], means[-1], drift, zero]
+    return _Problem._make([*rows, *offsets, np.asarray(number**-0.5, dtype), number]), shape
+
+
+def _about_means(arrays: list[Any], center: bool) -> tuple[list[Any], Any, list[Any]]:
+    """Return the means of x, y and perhaps an observable, that of y less that of x, and, if `center`, the arrays."""
+    means = [mean_of(array)[0] for array in arrays]
+    # By the rounded mean, which the operator subtracts too.
+    centred = [array - mean[None] for array, mean in zip(arrays, means, strict=True) if center]
+    return means, means[1] - means[0], centred
+
+
+_compiled_about_means = jax.jit(_about_means, static_argnames="center")
 
 
 def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
@@ -265,38 +309,47 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
         fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
     if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
         fail("x", "be moments of finite data", "others", "Outside jit `moments` names the row that is not finite")
-    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
+    return _of_moments(seen), seen.mean_observable.shape
+
+
+@jax.jit
+def _of_moments(seen: Moments) -> _Problem:
+    width = seen.widths[0]
+    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, 2 * width], 1)
     offset, offset_y, mean = seen.mean_x, seen.mean_y, seen.mean_observable
     drift = (offset_y - offset) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
     about = jnp.zeros_like(offset)
     if not seen.center:
         about, offset, offset_y, drift, mean = offset, about, about, about, jnp.zeros_like(mean)
     one = jnp.ones_like(seen.count)
-    return _Problem(x, y, observable, offset, offset_y, mean, drift, about, one, seen.count), mean.shape
+    return _Problem(x, y, observable, offset, offset_y, mean, drift, about, one, seen.count)
 
 
 def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, observable: Given | None) -> Operator:
     """Fit by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n."""
-    x, y, flat, shape = checked_pairs(x, y, observable, jnp.asarray)
+    x, y, flat, shape = checked_pairs(x, y, observable, to_device)
     # Measured numbers of matrices: a full eigendecomposition takes more.
     diagnostics.refuse_large_gram(x, 7 if estimator.rank is None else 3)
     kernel, number = as_module(kernel), x.shape[0]
     solver, solvers = estimator.solver or "auto", estimator.kernel_solvers
     size, active, solver = latent(estimator.rank, number, "samples", solver, solvers)
-    gram_x, gram_y = own_gram(kernel, x) / number, own_gram(kernel, y) / number
+    given, is_linear = estimator.alpha is not None, isinstance(kernel, Linear)
+    asked = to_device(estimator.alpha, x.dtype) if given else None
+    grams = gram(kernel, x, x), gram(kernel, y, y)
+    gram_x, gram_y, alpha, unit, trace, extreme = _kernel_in_units(*grams, asked, is_linear)
+    for extreme_of_states in extreme:
+        check_kernel(extreme_of_states)
     if not is_traced(gram_x):
-        check_square("kernel", float(jnp.trace(gram_x)), "a mean of k(x, x)", gram_x.dtype)
+        check_square("kernel", float(trace) * float(unit) ** 2, "a mean of k(x, x)", gram_x.dtype)
         diagnostics.warn_constant(x, gram_x)
-    gram_x, gram_y, unit, trace = _kernel_in_units(gram_x, gram_y)
-    given = estimator.alpha is not None
-    alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit if given else kernel_alpha(kernel, trace)
     known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
     if solver == "auto":
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
-        if solver == "krylov" and estimator.inverts_all and isinstance(kernel, Linear) and not given:
+        if solver == "krylov" and estimator.inverts_all and is_linear and not given:
             solver = "spectral"  # the default `alpha` of rounding is too small for a factor
     problem = KernelRegression(gram_x, gram_y, alpha, active, size, solver)
-    basis = span(estimator, problem)
+    fields, basis = _solve_kernel(eqx.filter(estimator, False), problem, gram(kernel, y, x), flat, unit)
+    diagnostics.warn_unconverged(basis.residual, float(jnp.finfo(x.dtype).eps))
     if known and estimator.inverts_all and solver == "krylov":
         check_factor(problem, basis)
     elif known and given and float(alpha) == 0.0:
@@ -304,7 +357,6 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
         whole = estimator.inverts_all
         squares = np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
         refuse_singular(estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K")
-    fields = _kernel_fields(problem, basis, gram(kernel, y, x), flat, unit)
     maps = {name: KernelMap(kernel, states, fields.pop(name)) for name, states in (("encode", x), ("dual", y))}
     operator = Operator(**maps, **fields, observable_shape=shape, given=given)
     if known and not is_traced(estimator.rank):
@@ -314,12 +366,18 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
     return operator
 
 
-@jax.jit
-def _kernel_in_units(gram_x: Array, gram_y: Array) -> tuple[Array, Array, Array, Array]:
-    """Return both matrices in a unit of features, the unit, and the trace of K; squares are then in range."""
+@partial(jax.jit, static_argnames="is_linear")
+def _kernel_in_units(
+    gram_x: Array, gram_y: Array, alpha: Array | None, is_linear: bool
+) -> tuple[Array, Array, Array, Array, Array, tuple[Array, Array]]:
+    """Return K and L in a unit of features, alpha, the unit, the trace of K, and `extremes`; squares are in range."""
+    number, extreme = len(gram_x), (extremes(gram_x), extremes(gram_y))
+    gram_x, gram_y = gram_x / number, gram_y / number
     unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
     gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
-    return gram_x, gram_y, unit, jnp.trace(gram_x)
+    trace = jnp.trace(gram_x)
+    alpha = kernel_alpha(is_linear, trace) if alpha is None else alpha / unit / unit
+    return gram_x, gram_y, alpha, unit, trace, extreme
 
 
 def _warn_regression(
@@ -334,7 +392,8 @@ def _warn_regression(
     if isinstance(x, Moments):
         count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
         root = np.asarray(x.root, float)[: 2 * width, : 2 * width]
-        mean, rest = (np.asarray(part, float)[1 : 1 + 2 * width] for part in x.total)
+        mean = np.concatenate([np.asarray(x.mean_x, float), np.asarray(x.mean_y, float)])
+        rest = np.asarray(x.rest, float)[1 : 1 + 2 * width]
         # Moments hold only the products of a column of ones with the data. What lies beyond their span gets a row.
         ones = np.linalg.lstsq(root.T, count * (mean + rest), rcond=8 * width * eps)[0]
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
@@ -353,16 +412,18 @@ def _warn_regression(
     )
 
 
-@partial(jax.jit, static_argnames=("shape", "given"))
-def _assemble(
+@partial(jax.jit, static_argnames=("estimator", "shape", "given"))
+def _solve(
+    estimator: Estimator,
     problem: _Problem,
     regression: FeatureRegression,
-    solution: Basis,
     units: tuple[Array, Array, Array],
+    lift: Array | None,
     shape: tuple[int, ...],
     given: bool,
-) -> tuple[Operator, Array]:
-    """Return the operator, and the relative size below which singular values count as zero."""
+) -> tuple[Operator, Basis, Array]:
+    """Return the operator, its basis, and the relative size below which singular values count as zero."""
+    solution = span(estimator, regression)
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
     unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
@@ -373,10 +434,14 @@ def _assemble(
     heights = jnp.max(jnp.abs(problem.y), 0)
     uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
     regular = jnp.diagonal(moments["gram_x"] + penalty)
+
+    def lifted(coefficients: Array) -> Array:
+        return coefficients if lift is None else product(lift, coefficients)
+
     operator = Operator(
         **moments,
-        encode=LinearMap(problem.offset, basis / unit),
-        dual=LinearMap(problem.offset_y, dual * unit),
+        encode=LinearMap(problem.offset, lifted(basis / unit)),
+        dual=LinearMap(problem.offset_y, lifted(dual * unit)),
         drift=product(problem.drift[None], basis / unit)[0],
         readout=dual.T * unit if problem.observable is None else product(weights.T, problem.observable),
         mean_observable=problem.mean_observable,
@@ -389,22 +454,22 @@ def _assemble(
         observable_shape=shape,
         given=given,
     )
-    return operator, cutoff
+    return operator, solution, cutoff
 
 
-@jax.jit
-def _kernel_fields(
-    problem: KernelRegression, basis: Basis, across: Array, flat: Array, unit: Array
-) -> dict[str, Array]:
-    """Return the fields of an operator, with coefficients of the latent functions and of their duals for its maps."""
-    number = problem.x.shape[0]
+@partial(jax.jit, static_argnames="estimator")
+def _solve_kernel(
+    estimator: Estimator, problem: KernelRegression, across: Array, flat: Array, unit: Array
+) -> tuple[dict[str, Array], Basis]:
+    """Return the fields of an operator, with coefficients of its maps, and its basis."""
+    number, basis = problem.x.shape[0], span(estimator, problem)
     # U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
     latent_x = product(problem.x, basis.vectors) * number**0.5
     coefficients = basis.vectors / unit / unit * number**-0.5
     basis_gram = product(basis.vectors.T, latent_x) * number**-0.5
     latent_y = product(across, coefficients)
     weights, moments = _latent_moments(latent_x, latent_y, problem.alpha * basis_gram, number)
-    return moments | {
+    fields = moments | {
         "encode": coefficients,
         "dual": weights,
         "drift": jnp.zeros(latent_x.shape[1], latent_x.dtype),
@@ -417,6 +482,7 @@ def _kernel_fields(
         "alpha": problem.alpha * unit * unit,
         "effective_rank": jnp.sum(basis.values > problem.cutoff**0.5 * jnp.max(basis.values)),
     }
+    return fields, basis
 
 
 def _latent_moments(latent_x: Array, latent_y: Array, penalty: Array, number: int) -> tuple[Array, dict[str, Array]]:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -13,12 +13,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dissociation._core.checks import check_count, check_finite, check_non_negative, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_narrowed
-from koopman._operators._kernels import LinearMap, Operator
-from koopman._operators._pairs import Rows
+from koopman._operators._kernels import Kernel, LinearMap, Operator, compiled_by_kernel
+from koopman._operators._pairs import Rows, as_known, cut
 from koopman._operators._spectrum import decompose, modes
 
 Path = Annotated[Float[Array | np.ndarray, "time *o"] | Sequence[Float[Array | np.ndarray, "_ *o"]], InTime()]
@@ -50,10 +51,15 @@ def predict(operator: Operator, x: Rows, steps: Steps = 1) -> Float[Array, "..."
     ahead = _checked(steps)
     warn_narrowed(x)
     _warn_lost(operator, ahead)
-    latent = jnp.pad(operator.encode(x), ((0, 0), (1, 0)), constant_values=1.0)
+    return _forecast(operator, operator.encode(x), to_device(ahead), _num_digits(ahead - 1))
+
+
+@eqx.filter_jit
+def _forecast(operator: Operator, latent: Array, ahead: Array, digits: int) -> Array:
+    """Return [1, u(x)] T^(s-1) [mean; D], see `Operator`, for lags s whose predecessors have `digits` binary digits."""
+    latent = jnp.pad(latent, ((0, 0), (1, 0)), constant_values=1.0)
     step = jnp.pad(jnp.concatenate([operator.drift[None], operator.core]), ((0, 0), (1, 0))).at[0, 0].set(1.0)
-    # The forecast is [1, u(x)] T^(s-1) [mean; D], see `Operator`.
-    powers = matrix_powers(step, (ahead - 1).reshape(-1))
+    powers = _matrix_powers(step, (ahead - 1).reshape(-1), digits)
     latent = product(latent[None], powers) if ahead.ndim else product(latent, powers[0])
     flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))
     return flat.reshape(*flat.shape[:-1], *operator.observable_shape)
@@ -120,8 +126,12 @@ def matrix_powers(
     check_non_negative("exponents", exponents)
     if not is_traced(exponents):
         _check_integers("exponents", np.asarray(exponents))
-    digits = 31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
-    return _matrix_powers(jnp.asarray(matrix), jnp.asarray(exponents), digits)
+    return _matrix_powers(to_device(matrix), to_device(exponents), _num_digits(exponents))
+
+
+def _num_digits(exponents: Any) -> int:
+    """Return the number of binary digits of the largest exponent."""
+    return 31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
 
 
 @partial(jax.jit, static_argnames="digits")
@@ -156,12 +166,27 @@ def risk(operator: Operator, x: Rows, y: Rows) -> Float[Array, ""]:
     warn_narrowed(x, y)
     latent = operator.encode(x)
     if isinstance(operator.dual, LinearMap):
-        error = jnp.asarray(y) - operator.dual.offset[None] - product(latent, operator.dual.matrix.T)
-        return jnp.mean(jnp.sum(error**2, 1))
-    kernel = operator.dual.kernel
-    within = jnp.mean(lax.map(lambda row: kernel(row[None], row[None])[0, 0], jnp.asarray(y)))
-    across = jnp.mean(jnp.sum(latent * operator.dual(y), 1))
-    return within - 2 * across + jnp.mean(jnp.sum(product(latent, operator.dual_gram) * latent, 1))
+        return _feature_risk(operator.dual, latent, to_device(y))
+    diagonal = _diagonal(operator.dual.kernel, to_device(y))
+    return _kernel_risk(diagonal, latent, operator.dual(y), operator.dual_gram)
+
+
+@jax.jit
+def _feature_risk(dual: LinearMap, latent: Array, y: Array) -> Array:
+    error = y - dual.offset[None] - product(latent, dual.matrix.T)
+    return jnp.mean(jnp.sum(error**2, 1))
+
+
+@compiled_by_kernel
+def _diagonal(kernel: Kernel, y: Array) -> Array:
+    """Return k(y, y) of each state, [n]."""
+    return lax.map(lambda row: kernel(row[None], row[None])[0, 0], y)
+
+
+@jax.jit
+def _kernel_risk(diagonal: Array, latent: Array, dual: Array, dual_gram: Array) -> Array:
+    across = jnp.mean(jnp.sum(latent * dual, 1))
+    return jnp.mean(diagonal) - 2 * across + jnp.mean(jnp.sum(product(latent, dual_gram) * latent, 1))
 
 
 @validated
@@ -173,11 +198,12 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
     if target.shape[0] < 2:
         fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
     warn_narrowed(target, forecast)
-    return _r2_score(*(jnp.asarray(array).reshape(np.shape(target)[0], -1) for array in (target, forecast)))
+    return _r2_score(to_device(target), to_device(forecast))
 
 
 @jax.jit
 def _r2_score(target: Array, forecast: Array) -> Array:
+    target, forecast = (array.reshape(array.shape[0], -1) for array in (target, forecast))
     away, off = target - jnp.mean(target, 0)[None], target - forecast
     unit = lax.stop_gradient(jnp.max(jnp.abs(away), 0))  # otherwise squares may overflow or vanish
     constant = jnp.all(target == target[:1], 0)  # the mean may be rounded
@@ -212,14 +238,19 @@ def score(
         ValueError: If a trajectory is not longer than lag * steps, or is not finite.
     """
     ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
-    observable = trajectory if observable is None else observable
-    states, targets = (list(one) if isinstance(one, list | tuple) else [one] for one in (trajectory, observable))
+    states = _as_list(trajectory)
+    targets = states if observable is None else _as_list(observable)
     lengths, others = [len(one) for one in states], [len(one) for one in targets]
     if min(lengths) <= ahead:
         fail("trajectory", f"be longer than lag * steps ({ahead})", f"{min(lengths)} samples")
     if lengths != others:
         fail("observable", f"be of the lengths of the trajectories, {lengths}", others)
-    for one in states:
-        check_finite("trajectory", jnp.asarray(one))
-    x = jnp.concatenate([jnp.asarray(one)[:-ahead] for one in states])
-    return metric(jnp.concatenate([jnp.asarray(one)[ahead:] for one in targets]), predict(operator, x, steps))
+    for array in states:
+        check_finite("trajectory", array)
+    x = cut([array[None] for array in states], ahead, ahead).x
+    future = cut([array[None] for array in targets], ahead, ahead).y
+    return metric(future, predict(operator, x, steps))
+
+
+def _as_list(arrays: Any) -> list[Any]:
+    return list(map(as_known, arrays if isinstance(arrays, list | tuple) else [arrays]))

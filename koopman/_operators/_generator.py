@@ -1,7 +1,7 @@
 """Generator of reversible overdamped Langevin dynamics, from samples of its equilibrium in any order."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_non_negative, check_positive, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product, scale_of
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
@@ -91,48 +92,59 @@ def fit_generator(
     warn_narrowed(x, jac)
     warn_offset(x, advice="take them about their mean")
     width = x.shape[1]
-    diffusion = jnp.asarray(diffusion, jnp.asarray(x).dtype)
-    x, root, slope, units, pace, held, energy = _forms(jnp.asarray(x), jnp.asarray(jac), diffusion, alpha is None)
-    if shift is None:  # the mean rate, or 1 if a trace is zero, because the rates then have no scale
-        known = (held > 0) & (energy > 0)
-        shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
-    else:
-        shift = jnp.asarray(shift, x.dtype) / pace / pace
-    unit = units[0]
-    penalty = default_alpha(held, min(x.shape)) if alpha is None else jnp.asarray(alpha, x.dtype) / unit / unit
-    if not (is_traced(held) or is_traced(energy) or is_traced(penalty)):
-        if energy > 0 and held > 0:
-            check_square("jac", float(energy / held) * float(pace) ** 2, "squares, over those of `x`,", x.dtype)
-        warn_large_alpha(penalty, held / width, held, "the mean eigenvalue of E[phi phi^T]", unit)
-    return _generator(x, root, slope, units, pace, shift, penalty, size)
+    x = to_device(x)
+    numbers = jax.tree.map(lambda number: to_device(number, x.dtype), (diffusion, alpha, shift))
+    forms = _forms(x, to_device(jac), *numbers)
+    if not any(map(is_traced, forms)):
+        trace = float(forms.trace)
+        energy = float(forms.energy)
+        if energy > 0 and trace > 0:
+            check_square("jac", energy / trace * float(forms.pace) ** 2, "squares, over those of `x`,", x.dtype)
+        which = "the mean eigenvalue of E[phi phi^T]"
+        warn_large_alpha(forms.penalty, trace / width, trace, which, forms.unit)
+    return _generator(forms, size)
 
 
-@partial(jax.jit, static_argnames="level")
-def _forms(x: Array, jac: Array, diffusion: Array, level: bool) -> tuple[Any, ...]:
-    """Return features, roots of both forms, (unit, column sizes, if `level`), pace, and traces."""
+class _Forms(NamedTuple):
+    """Features and both quadratic forms in units in which squares neither overflow nor vanish."""
+
+    x: Array  # features over `unit` and `sizes`: [n, d]
+    root: Array  # R with R^T R = C: [d, d]
+    slope: Array  # R with R^T R = E / pace^2: [d, d]
+    unit: Array
+    sizes: Array  # divisors of the columns: [d]
+    pace: Array
+    shift: Array
+    penalty: Array  # alpha
+    trace: Array  # of C
+    energy: Array  # trace of E / pace^2
+
+
+@jax.jit
+def _forms(x: Array, jac: Array, diffusion: Array, alpha: Array | None, shift: Array | None) -> _Forms:
     number, width = x.shape
     # In these units squares neither overflow nor vanish. Column sizes are powers of two.
     flat = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
     unit = scale_of(jnp.max(jnp.abs(x)))
     x, flat = x / unit, flat / unit * jnp.sqrt(diffusion)
-    sizes = scale_of(jnp.max(jnp.abs(x), 0)) if level else jnp.ones(width, x.dtype)
+    sizes = scale_of(jnp.max(jnp.abs(x), 0)) if alpha is None else jnp.ones(width, x.dtype)
     x, flat = x / sizes[None], flat / sizes[None]
     pace = scale_of(jnp.max(jnp.abs(flat)))
     root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
-    return x, root, slope, (unit, sizes), pace, jnp.sum(root**2), jnp.sum(slope**2)
+    trace = jnp.sum(root**2)
+    energy = jnp.sum(slope**2)
+    if shift is None:  # the mean rate, or 1 if a trace is zero, because the rates then have no scale
+        varying = (trace > 0) & (energy > 0)
+        shift = jnp.where(varying, energy, 1.0) / jnp.where(varying, trace, 1.0)
+    else:
+        shift = shift / pace / pace
+    penalty = default_alpha(trace, min(x.shape)) if alpha is None else alpha / unit / unit
+    return _Forms(x, root, slope, unit, sizes, pace, shift, penalty, trace, energy)
 
 
 @partial(jax.jit, static_argnames="size")
-def _generator(
-    x: Array,
-    root: Array,
-    slope: Array,
-    units: tuple[Array, Array],
-    pace: Array,
-    shift: Array,
-    penalty: Array,
-    size: int,
-) -> Generator:
+def _generator(forms: _Forms, size: int) -> Generator:
+    x, root, slope, unit, sizes, pace, shift, penalty, *_ = forms
     number, width = x.shape
     # In the energy space <f, g> = shift E[f g] - E[f L g] the resolvent has the quadratic form E[f^2]. The regularised
     # form has shift alpha I: alpha I added to C alone would make directions with few samples slow.
@@ -145,7 +157,7 @@ def _generator(
     coefficients = vectors * jax.lax.rsqrt(square)[None]
     rates = jnp.where(held_up, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf)
     moment = jnp.mean(product(x, coefficients) ** 4, 0)
-    coefficients = coefficients / units[1][:, None] / units[0]
+    coefficients = coefficients / sizes[:, None] / unit
     largest = jnp.take_along_axis(coefficients, jnp.argmax(jnp.abs(coefficients), 0)[None], 0)
     coefficients = coefficients * jnp.where(largest < 0, -1.0, 1.0)
     return Generator(rates, coefficients, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0))

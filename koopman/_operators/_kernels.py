@@ -6,7 +6,8 @@ as a kernel. Parameters may be traced.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -25,7 +26,7 @@ from dissociation._core.checks import (
     fail_kind,
     is_traced,
 )
-from dissociation._core.conversion import describe
+from dissociation._core.conversion import describe, to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import product, psd_power, scale_of
 from dissociation._core.splits import permutation
@@ -34,6 +35,7 @@ from dissociation._core.validation import validated
 from koopman._operators._diagnostics import warn_constant, warn_narrowed
 
 Kernel = Callable[[Array, Array], Array]
+Result = TypeVar("Result")
 States = Float[Array | np.ndarray, "n d"]
 
 
@@ -47,6 +49,7 @@ class Linear(eqx.Module):
     """Linear kernel, k(x, y) = x . y."""
 
     @validated
+    @jax.jit
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         return _products(x, y)
 
@@ -61,6 +64,7 @@ class _Stationary(eqx.Module):
         check_positive("length_scale", self.length_scale)
 
     @validated
+    @jax.jit
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         x, y = jnp.asarray(x), jnp.asarray(y)
         length = jnp.asarray(self.length_scale, x.dtype)
@@ -138,8 +142,23 @@ class Polynomial(eqx.Module):
         check_non_negative("offset", self.offset)
 
     @validated
+    @jax.jit
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         return jnp.asarray(self.gamma * _products(x, y) + self.offset) ** self.degree
+
+
+def compiled_by_kernel(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Compile a function of a kernel and arrays for the kernels of this module, and run it as it is for others."""
+    program = jax.jit(function)
+
+    @wraps(function)
+    def run(kernel: Kernel, *arrays: Any) -> Result:
+        # What a user's function closes over may change, and its values may be NumPy's.
+        if type(kernel) in (Linear, RBF, Laplacian, Matern, Polynomial):
+            return program(kernel, *arrays)
+        return function(kernel, *arrays)
+
+    return run
 
 
 class Function(eqx.Module):
@@ -174,27 +193,32 @@ def gram(kernel: Kernel, x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Arra
     return values
 
 
-def own_gram(kernel: Kernel, x: Float[Array, "n d"]) -> Array:
-    """Return `gram` of states with themselves; raise if known values are not those of a positive kernel."""
-    values = gram(kernel, x, x)
-    if is_traced(values):
-        return values
-    size = float(jnp.max(jnp.abs(values)))
+@jax.jit
+def extremes(values: Float[Array, "n n"]) -> Float[Array, "3"]:
+    """Return the largest entry, the smallest diagonal entry, and the largest difference of two entries k(x, y)."""
+    skew = jnp.max(jnp.abs(values - values.T))
+    return jnp.stack([jnp.max(jnp.abs(values)), jnp.min(jnp.diagonal(values)), skew])
+
+
+def check_kernel(extreme: Array) -> None:
+    """Raise if known `extremes` of a kernel matrix are not those of a positive kernel."""
+    if is_traced(extreme):
+        return
+    dtype = extreme.dtype
+    size, smallest, skew = np.asarray(extreme).tolist()
     if not np.isfinite(size):
-        fail("kernel", "give finite values", size, f"What {values.dtype} cannot hold overflows: scale the states")
-    rounding = float(jnp.finfo(values.dtype).eps) ** 0.5
-    least, skew = float(jnp.min(jnp.diagonal(values))), float(jnp.max(jnp.abs(values - values.T)))
-    if least < -rounding * size:
-        fail("kernel", "be positive semidefinite: k(x, x) at least 0", f"{least:.3g}")
+        fail("kernel", "give finite values", size, f"What {dtype} cannot hold overflows: scale the states")
+    rounding = float(jnp.finfo(dtype).eps) ** 0.5
+    if smallest < -rounding * size:
+        fail("kernel", "be positive semidefinite: k(x, x) at least 0", f"{smallest:.3g}")
     if skew > rounding * size:
         fail("kernel", "be symmetric, k(x, y) = k(y, x)", f"two values that differ by {skew:.3g}")
-    return values
 
 
-def kernel_alpha(kernel: Kernel, trace: Float[Array, ""]) -> Float[Array, ""]:
+def kernel_alpha(is_linear: bool, trace: Float[Array, ""]) -> Float[Array, ""]:
     """Return the default regularisation, 1e-6 times the mean of k(x, x), or rounding for a linear kernel."""
     # A linear kernel is equivalent to explicit features.
-    return 8 * float(jnp.finfo(trace.dtype).eps) * trace if isinstance(kernel, Linear) else 1e-6 * trace
+    return 8 * float(jnp.finfo(trace.dtype).eps) * trace if is_linear else 1e-6 * trace
 
 
 @validated(finite=("x",))
@@ -212,10 +236,17 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     if x.shape[0] < 2:
         fail("x", "hold at least two states", f"shape {x.shape}")
     warn_narrowed(x)
-    some = jnp.asarray(x) if x.shape[0] <= max_samples else jnp.asarray(x)[permutation(x.shape[0])[:max_samples]]
-    rows, columns = np.triu_indices(some.shape[0], 1)
-    unit = scale_of(jnp.max(jnp.abs(some)))
-    return jnp.median(jnp.sqrt(squared_distances(some / unit, some / unit)[rows, columns])) * unit
+    if x.shape[0] > max_samples:
+        chosen = permutation(x.shape[0])[:max_samples]
+        x = x[chosen] if isinstance(x, np.ndarray) else jnp.take(x, chosen, axis=0)
+    return _median_distance(to_device(x))
+
+
+@jax.jit
+def _median_distance(x: Array) -> Array:
+    rows, columns = np.triu_indices(x.shape[0], 1)
+    unit = scale_of(jnp.max(jnp.abs(x)))
+    return jnp.median(jnp.sqrt(squared_distances(x / unit, x / unit)[rows, columns])) * unit
 
 
 def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
@@ -226,7 +257,6 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
     return jnp.maximum(jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y), 0.0)
 
 
-@jax.jit  # otherwise the branches are compiled at every call
 def _gaussian(x: Array, y: Array, length: Array) -> Array:
     # If states are many lengths from their mean, products leave rounding in the exponent.
     largest = jnp.max(jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1))
@@ -260,7 +290,12 @@ class LinearMap(eqx.Module):
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
         if x.shape[1] != self.matrix.shape[0]:
             fail("x", f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted", np.shape(x))
-        return product(jnp.asarray(x) - self.offset[None], self.matrix)
+        return _linear_features(to_device(x), self.offset, self.matrix)
+
+
+@jax.jit
+def _linear_features(x: Array, offset: Array, matrix: Array) -> Array:
+    return product(x - offset[None], matrix)
 
 
 class KernelMap(eqx.Module):
@@ -274,7 +309,13 @@ class KernelMap(eqx.Module):
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
         if x.shape[1] != self.centres.shape[1]:
             fail("x", f"have shape [n, {self.centres.shape[1]}], as the operator was fitted", np.shape(x))
-        return product(gram(self.kernel, jnp.asarray(x), self.centres), self.coefficients)
+        return kernel_features(self.kernel, self.centres, self.coefficients, to_device(x))
+
+
+@compiled_by_kernel
+def kernel_features(kernel: Kernel, centres: Array, coefficients: Array, x: Array) -> Array:
+    """Return k(x, centres) coefficients, [n, r]."""
+    return product(gram(kernel, x, centres), coefficients)
 
 
 @validated(finite=("centres",))
@@ -296,12 +337,20 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> K
         Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
     """
     warn_narrowed(centres)
-    centres = jnp.asarray(centres)
+    centres = to_device(centres)
     kernel = as_module(kernel)
-    values = own_gram(kernel, centres)
+    values, extreme, coefficients = _nystroem(kernel, centres)
+    check_kernel(extreme)
     if not is_traced(values):
         warn_constant(centres, values)
-    return KernelMap(kernel, centres, psd_power(values, -0.5))
+    return KernelMap(kernel, centres, coefficients)
+
+
+@compiled_by_kernel
+def _nystroem(kernel: Kernel, centres: Array) -> tuple[Array, Array, Array]:
+    """Return k(Z, Z), its `extremes`, and k(Z, Z)^(-1/2)."""
+    values = gram(kernel, centres, centres)
+    return values, extremes(values), psd_power(values, -0.5)
 
 
 @validated(finite=("x",))
@@ -335,27 +384,40 @@ def choose_centres(
     count, number = check_count("num_centres", num_centres, minimum=1), x.shape[0]
     if count > number:
         fail("num_centres", f"be at most the number of samples ({number})", num_centres)
-    first, second = jax.random.split(key)
-    uniform = jax.random.permutation(first, number)[:count]
     if method == "uniform":
-        return uniform
+        return _drawn(key, number, count)[0]
     if kernel is None:
         fail("kernel", "be given for leverage scores", "None")
+    if alpha is not None:
+        check_non_negative("alpha", alpha)
     warn_narrowed(x)
-    features = nystroem_map(kernel, jnp.asarray(x)[uniform])(x) * number**-0.5
-    alpha = 1e-6 * jnp.sum(features**2) if alpha is None else alpha
+    x = to_device(x)
+    _, centres, second = _drawn(key, number, count, x)
+    indices, alpha = _by_leverage(nystroem_map(kernel, centres)(x), alpha, second)
     check_non_negative("alpha", alpha)
-    return _by_leverage(features, alpha, second)
+    return indices
+
+
+@partial(jax.jit, static_argnames=("number", "count"))
+def _drawn(key: PRNGKey, number: int, count: int, x: Array | None = None) -> tuple[Array, Any, Array]:
+    """Return indices of `count` samples of `number`, these samples of `x`, and a key for another draw."""
+    first, second = jax.random.split(key)
+    indices = jax.random.permutation(first, number)[:count]
+    return indices, jax.tree.map(lambda array: array[indices], x), second
 
 
 @jax.jit
-def _by_leverage(features: Array, alpha: Scalar, key: PRNGKey) -> Array:
+def _by_leverage(features: Array, alpha: Scalar | None, key: PRNGKey) -> tuple[Array, Scalar]:
+    """Return indices of as many samples as centres, and the regularisation."""
     number, count = features.shape
+    features = features * number**-0.5
+    alpha = 1e-6 * jnp.sum(features**2) if alpha is None else alpha
     gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
     scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
     # The m largest sums of log score and Gumbel noise are a draw without repetition, by scores.
     noise = jax.random.gumbel(key, (number,), features.dtype)
-    return jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]
+    indices = jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]
+    return indices, alpha
 
 
 # M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c. Four steps of

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Real
 
 from dissociation._core.checks import check_count, check_finite, fail, fail_kind, is_traced, warn
-from dissociation._core.conversion import common_dtype
+from dissociation._core.conversion import common_dtype, to_device
 from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
@@ -87,15 +87,20 @@ def lagged_pairs(
         if not is_traced(lag) and steps > longest:
             fail("lag", f"be at most `max_lag` ({longest})", lag)
     stacks = _stacked("trajectories", trajectories, trajectory_axis, longest, f"the lag ({longest})", "Shorten the lag")
-    if not is_traced(steps) and all(isinstance(stack, np.ndarray) for stack in stacks):
-        parts = ([_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps)))
-        return Pairs(*(_placed(np.concatenate(part)) for part in parts))
-    x, y = _cut_all(stacks, steps, longest)
+    x, y = cut(stacks, steps, longest)
     if is_traced(steps):
         if not jnp.issubdtype(y.dtype, jnp.floating):
             fail_kind("trajectories", "be floating point where `lag` is traced", y.dtype)
         y = jnp.where((steps >= 1) & (steps <= longest), y, jnp.nan)
     return Pairs(x, y)
+
+
+def cut(stacks: list[Any], steps: Any, longest: int) -> Pairs:
+    """Return pairs at a lag `steps` of at most `longest` of stacked trajectories [trajectories, time, ...]."""
+    if is_traced(steps) or not all(isinstance(stack, np.ndarray) for stack in stacks):
+        return Pairs(*_cut_all(stacks, steps, longest))
+    parts = ([_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps)))
+    return Pairs(*(_placed(np.concatenate(part)) for part in parts))
 
 
 @partial(jax.jit, static_argnames="longest")
@@ -219,7 +224,7 @@ def checked_pairs(
 
 def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
     """Return an array on the host as NumPy's, in JAX's dtype, to avoid compilation."""
-    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else jnp.asarray(array)
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else to_device(array)
 
 
 def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
@@ -227,7 +232,7 @@ def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
     # Every number of rows then runs the same compiled programs. The QR of large arrays takes longer than compiling.
     number, width = len(parts[0]), sum(part.shape[1] for part in parts)
     if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
-        return tuple(map(jnp.asarray, parts))
+        return tuple(map(to_device, parts))
     rows = np.zeros((max(number, width), width))
     np.concatenate(parts, 1, out=rows[:number])
     rows = np.linalg.qr(rows, mode="r") if number > width else rows
@@ -302,7 +307,7 @@ def moments(
     Raises:
         ValueError: If known data are not finite (the error names the row).
     """
-    return _moments(*_parts(x, y, observable, center), center)
+    return _compiled_moments(*_parts(x, y, observable, center), center)
 
 
 def _parts(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[Array, Array, Array]:
@@ -311,7 +316,7 @@ def _parts(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[
     warn_narrowed(x, y, observable)
     if not center:
         warn_offset(x)
-    return jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
+    return to_device(x), to_device(y), to_device(observable)
 
 
 def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
@@ -322,6 +327,9 @@ def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
     total = jnp.concatenate([jnp.asarray([x.shape[0]], x.dtype), mean])
     rest = jnp.concatenate([jnp.zeros(1, x.dtype), rest])
     return _of_total(total, rest, gram_root(joint), (x.shape[1], y.shape[1]), center)
+
+
+_compiled_moments = jax.jit(_moments, static_argnames="center")
 
 
 def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], center: bool) -> Moments:
@@ -365,6 +373,11 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
         fail("second", f"be {'' if first.center else 'un'}centred as `first` is", "the other kind")
     if first.widths != second.widths:
         fail("second", f"have the widths of `first`, {first.widths}", second.widths)
+    return _merged(first, second)
+
+
+@jax.jit
+def _merged(first: Moments, second: Moments) -> Moments:
     (total, rest), (other, other_rest) = first.total, second.total
     step = (other - total) + (other_rest - rest)
     share = second.count / (first.count + second.count)
@@ -405,7 +418,7 @@ def _scan_moments(data: tuple[Array, Array, Array], center: bool) -> Moments:
     others = jax.tree.map(lambda leaf: leaf[1:], data)
 
     def add(so_far: Moments, batch: tuple[Array, Array, Array]) -> tuple[Moments, None]:
-        return merge_moments(so_far, _moments(*batch, center)), None
+        return _merged(so_far, _moments(*batch, center)), None
 
     return lax.scan(add, first, others)[0]
 

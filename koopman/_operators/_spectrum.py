@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Complex, Float, Inexact
 
 from dissociation._core.checks import check_positive
+from dissociation._core.conversion import to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import product, psd_power, scale_of
 from dissociation._core.ties import snapped
@@ -126,8 +127,12 @@ def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None 
         Values [n, r] with mean square 1 on the training states, or variance 1 if the operator is centred.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
-    latent = operator.encode(x).astype(spectrum.right.dtype)
-    return product(latent, spectrum.right) + _constants(operator, spectrum)[None]
+    return _right_values(operator, spectrum, operator.encode(x))
+
+
+@eqx.filter_jit
+def _right_values(operator: Operator, spectrum: Spectrum, latent: Array) -> Array:
+    return product(latent.astype(spectrum.right.dtype), spectrum.right) + _constants(operator, spectrum)[None]
 
 
 @validated
@@ -143,9 +148,14 @@ def left_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None =
         Values [n, r], bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in feature space.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
-    known = spectrum.eigenvalues != 0
-    inverse = jnp.where(known, 1.0 / jnp.where(known, spectrum.eigenvalues, 1.0), 0.0)
-    return product(operator.dual(x).astype(spectrum.left.dtype), spectrum.left) * inverse[None]
+    return _left_values(spectrum, operator.dual(x))
+
+
+@jax.jit
+def _left_values(spectrum: Spectrum, latent: Array) -> Array:
+    nonzero = spectrum.eigenvalues != 0
+    inverse = jnp.where(nonzero, 1.0 / jnp.where(nonzero, spectrum.eigenvalues, 1.0), 0.0)
+    return product(latent.astype(spectrum.left.dtype), spectrum.left) * inverse[None]
 
 
 class Modes(NamedTuple):
@@ -188,6 +198,11 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
     """
     check_positive("time_step", time_step)
     spectrum = decompose(operator) if spectrum is None else spectrum
+    return _modes(operator, spectrum, to_device(time_step, operator.core.dtype))
+
+
+@eqx.filter_jit
+def _modes(operator: Operator, spectrum: Spectrum, time_step: Array) -> Modes:
     amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
     about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
     held = product(spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right))

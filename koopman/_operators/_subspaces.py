@@ -13,6 +13,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from dissociation._core.checks import check_choice, check_count, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.keys import named_key
 from dissociation._core.linalg import finite_part, product, scale_of
 from koopman._operators._pairs import gram_root
@@ -36,7 +37,7 @@ def latent(
     """Return the static number of latent functions, the number of those in use, and the solver."""
     check_choice("solver", solver, solvers)
     if rank is None:
-        return width, jnp.asarray(width), solver
+        return width, to_device(width, int), solver
     if is_traced(rank):
         if solver not in ("auto", "dense"):
             fail("solver", "be 'dense' for a traced `rank`", repr(solver))
@@ -44,7 +45,7 @@ def latent(
     size = check_count("rank", rank.item() if isinstance(rank, jax.Array) else rank, minimum=1)
     if size > width:
         fail("rank", f"be at most the number of {columns} ({width})", rank)
-    return size, jnp.asarray(size), solver
+    return size, to_device(size, int), solver
 
 
 class Basis(NamedTuple):

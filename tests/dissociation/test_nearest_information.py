@@ -50,6 +50,13 @@ def test_entropies_of_known_densities(width):
     assert normal.error < 0.05 * width
 
 
+def test_the_estimators_differ():
+    """Stored values; the information is 0.511."""
+    pair = gaussian_pair(0.8, 1, 300)
+    np.testing.assert_allclose(measure(*pair).value, 0.503088, rtol=1e-3)
+    np.testing.assert_allclose(measure(*pair, estimator="kraskov").value, 0.546096, rtol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4])
 def test_information_of_gaussians(width):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from koopman import RBF, PrincipalComponents, ReducedRank, Ridge, fit, risk
-from koopman._operators import _estimators as estimators
+from koopman._operators import _diagnostics as diagnostics
 from koopman._operators._diagnostics import warn_unconverged
 from koopman._operators._estimators import Estimator
 from koopman._operators._subspaces import Basis, find_eigenpairs, find_left_vectors
@@ -70,7 +70,7 @@ def test_a_new_estimator_is_one_class():
 def test_an_iterative_solver_is_heard_where_numbers_are_known(kernel, rank, monkeypatch):
     """What it warns of is its residual, which a compiled program hands out."""
     residuals = []
-    monkeypatch.setattr(estimators, "warn_unconverged", lambda residual, eps: residuals.append(residual))
+    monkeypatch.setattr(diagnostics, "warn_unconverged", lambda residual, eps: residuals.append(residual))
     x = np.random.default_rng(0).normal(size=(120, 60)).astype(np.float32)
     spectral = kernel is not None and rank is ReducedRank
     fit(rank(2, 1e-3, solver="spectral" if spectral else "krylov"), x[:-1], x[1:], kernel=kernel)

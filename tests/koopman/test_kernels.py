@@ -77,3 +77,17 @@ def test_numbers_of_numpy_are_static_too(make):
     assert type(koopman.Polynomial(make(2)).degree) is int
     assert type(koopman.Matern(1.0, make(np.float32(1.5)) if make is not np.int64 else np.float32(1.5)).nu) is float
     assert koopman.Polynomial(make(2)) == koopman.Polynomial(2)
+
+
+def test_a_kernel_may_be_symmetric_up_to_rounding():
+    """By expanded squares, whose sum rounds in another order for (y, x) than for (x, y)."""
+    x = (X + 3).astype(np.float32)
+
+    def expanded(x, y):
+        return jnp.exp(-0.5 * ((jnp.sum(x**2, 1)[:, None] - 2 * x @ y.T) + jnp.sum(y**2, 1)[None]))
+
+    values = expanded(x, x)
+    assert np.abs(values - values.T).max() > 2 * np.finfo(np.float32).eps
+    operator = koopman.fit(koopman.ReducedRank(2, 1e-3), x[:-1], x[1:], kernel=expanded)
+    exact = koopman.fit(koopman.ReducedRank(2, 1e-3), x[:-1], x[1:], kernel=koopman.RBF(1.0))
+    np.testing.assert_allclose(koopman.predict(operator, x), koopman.predict(exact, x), atol=1e-3)
