@@ -36,8 +36,18 @@ PROGRAMS = {
         "Matching.apply": 2,
         "match_activations": 4,  # activities and a permutation for each of two groups
     },
-    "similarities": {},
-    "sweep": {},
+    "similarities": {
+        "linear_cka": 1,
+        "linear_cka, another shape": 1,
+        "compare": 4,
+        "compare, another shape": 4,
+        "pairwise": 1,
+        "pairwise, another shape": 1,
+    },
+    "sweep": {
+        "fit_grid": 16,  # for two shapes of model; with one device 12
+        "GridResult.models_of": 0,
+    },
 }
 """Most programs of each call, by job. A number rises only with a reason beside it."""
 
