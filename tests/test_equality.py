@@ -32,7 +32,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "
-        "koopman/_operators/_pairs.py:merge_moments _core/frames.py:_runs linear/_families.py:_walk",
+        "koopman/_operators/_pairs.py:_merged _core/frames.py:_runs linear/_families.py:_walk",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
     "an order for show":
