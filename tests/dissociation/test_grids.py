@@ -52,13 +52,22 @@ def halved(planned):
     return cut
 
 
+SMALL = Grid(width=[4], rate=[0.1, 0.01], seed=[3, 1])
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Return the sweep of two widths, which tests only read."""
+    return swept()
+
+
 @pytest.fixture
 def few(monkeypatch):
     monkeypatch.setattr(module, "planned", halved(module.planned))
 
 
-def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_the_grid():
-    result = swept()
+def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_the_grid(whole):
+    result = whole
     assert [len(group) for group in result.plan.groups] == [6, 6]
     assert result.history.observed["norm"].shape == (12, 4)
     assert result.to_xarray()["diverged_at"].dims == ("width", "rate", "seed")
@@ -69,7 +78,7 @@ def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_th
         root, order = jax.random.split(jax.random.key(7))
         first, second = jax.random.split(jax.random.fold_in(root, int(values["seed"])))
         alone = fit(
-            eqx.filter_vmap(lambda key, width=int(values["width"]): init(key, width))(first[None]),
+            eqx.filter_jit(eqx.filter_vmap(lambda key, width=int(values["width"]): init(key, width)))(first[None]),
             STEP,
             Epochs((X, Y), 10),
             num_epochs=3,
@@ -81,39 +90,42 @@ def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_th
         assert eqx.tree_equal(trained, eqx.filter(alone.models, eqx.is_array), rtol=1e-5, atol=1e-6)
 
 
-def test_groups_change_no_bit(few, tmp_path):
-    whole = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), member_map="scan")
-    parts = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), folder=tmp_path, member_map="scan")
-    assert len(parts.plan.groups) == 3
+def test_groups_change_no_bit(few, tmp_path, monkeypatch):
+    given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "member_map": "scan"}
+    parts = swept(**given, folder=tmp_path)
+    assert len(parts.plan.groups) == 2
+    monkeypatch.undo()
+    whole = swept(**given)
+    assert len(whole.plan.groups) == 1
     np.testing.assert_array_equal(parts.history.loss, whole.history.loss)
     np.testing.assert_array_equal(parts.history.observed["norm"], whole.history.observed["norm"])
-    first, second = (eqx.filter(result.models_of([4, 0, 3]), eqx.is_array) for result in (whole, parts))
+    first, second = (eqx.filter(result.models_of([2, 0, 3]), eqx.is_array) for result in (whole, parts))
     assert eqx.tree_equal(jax.tree.map(jnp.asarray, first), jax.tree.map(jnp.asarray, second))
 
 
 def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path):
-    first = swept(folder=tmp_path)
+    first = swept(SMALL, folder=tmp_path)
     monkeypatch.setattr(Run, "advance", None)  # nothing is trained
-    again = swept(folder=tmp_path)
-    monkeypatch.undo()
+    again = swept(SMALL, folder=tmp_path)
     np.testing.assert_array_equal(again.history.loss, first.history.loss)
     assert json.loads((tmp_path / module.MANIFEST).read_text())["identity"]["grid"]["axes"] == ["width", "rate", "seed"]
     with pytest.raises(RefusedFile, match="must hold the same sweep"):
-        swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]))
+        swept(folder=tmp_path, grid=GRID)
     with pytest.raises(ValueError, match="`checkpoint` must be .* same run, .* whose observe differs.* fresh=True"):
-        swept(folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
+        swept(SMALL, folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
+    monkeypatch.undo()
     for path in tmp_path.glob("group-*.ckpt"):
         path.unlink()
-    runs = [swept(sampler=Epochs((X, -Y), 10), folder=folder) for folder in (tmp_path, None)]
+    runs = [swept(SMALL, Epochs((X, -Y), 10), folder=folder) for folder in (tmp_path, None)]
     kept, alone = (jax.tree.map(jnp.asarray, eqx.filter(run.models_of([0]), eqx.is_array)) for run in runs)
     assert eqx.tree_equal(kept, alone)
-    fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
-    assert fresh.history.loss.shape == (1, 12)
+    fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0, 1]), fresh=True)
+    assert fresh.history.loss.shape == (2, 12)
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
     earlier = json.loads((tmp_path / module.MANIFEST).read_text()) | {"format": 1}
     (tmp_path / module.MANIFEST).write_text(json.dumps(earlier))
     with pytest.raises(RefusedFile, match="is broken, or of another version"):
-        swept(folder=tmp_path)
+        swept(SMALL, folder=tmp_path)
 
 
 def network(key):
@@ -125,13 +137,14 @@ def test_batch_normalisation_is_swept(few, made, tmp_path):
     rates, seeds, keys = [0.1, 0.05, 0.01], range(4), jax.random.split(jax.random.key(7))
     grid, data = Grid(rate=rates, seed=seeds), regression(jax.random.key(0), samples=12)
     step = make_step(normalised_error, lambda values: optax.sgd(values["rate"]))
-    arrays = eqx.filter_vmap(lambda _: network(jax.random.key(0))[1])(jnp.arange(12))
+    arrays = eqx.filter_jit(eqx.filter_vmap(lambda _: network(jax.random.key(0))[1]))(jnp.arange(12))
     given = {"key": jax.random.key(7), "num_epochs": 2, "progress": None, "folder": tmp_path / "kept"}
     given["aux"] = arrays if made == "beforehand" else lambda key: network(key)[1]
     result = fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given)
-    own = [jax.random.split(jax.random.fold_in(keys[0], seed)) for _ in rates for seed in seeds]
-    models, states = eqx.filter_vmap(network)(jnp.stack([first for first, _ in own]))
-    options = {"num_epochs": 2, "key": (keys[1], jnp.stack([second for _, second in own])), "aux": states}
+    seed_of_member = jnp.asarray(grid.values["seed"])
+    own = jax.vmap(lambda seed: jax.random.split(jax.random.fold_in(keys[0], seed)))(seed_of_member)
+    models, states = eqx.filter_jit(eqx.filter_vmap(network))(own[:, 0])
+    options = {"num_epochs": 2, "key": (keys[1], own[:, 1]), "aux": states}
     hyperparams = {"rate": jnp.asarray(grid.values["rate"], float)}
     whole = fit(models, step, Epochs(data, 4), hyperparams=hyperparams, **options)
     np.testing.assert_array_equal(result.history.loss, whole.history.loss)
@@ -144,13 +157,12 @@ def test_batch_normalisation_is_swept(few, made, tmp_path):
         fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": jnp.ones(2)})
 
 
-def test_wrong_calls():
-    result = swept(grid=Grid(width=[4, 5], rate=[0.1]))
+def test_wrong_calls(whole):
     for call, words in (
         (lambda: swept(memory_budget=1000), "`memory_budget` must be at least"),
         (lambda: swept(grid=Grid(width=[4], rule=["a", "b"], seed=[0])), "`names` must name .* that are numbers"),
-        (lambda: result.models_of([2]), "`members` must be places"),
-        (lambda: result.models_of([0, 1]), "`members` must have one shape"),
+        (lambda: whole.models_of([12]), "`members` must be places"),
+        (lambda: whole.models_of([0, 6]), "`members` must have one shape"),
         (lambda: swept(grid=Grid(width=[4], rate=[0.1], other=[1, 2])), "`grid` must hold nothing but seeds"),
         (lambda: swept(grid=Grid(width=[4], decay=[0.1])), "`grid` must hold what the optimiser reads, .* 'rate'"),
         (lambda: swept(grid=Grid(width=[4], rate=[0.1], observed_norm=[1])), "`grid` must have other names"),

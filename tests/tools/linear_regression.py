@@ -30,10 +30,12 @@ class Normalised(eqx.Module):
         return self.head(x), state
 
 
+@eqx.filter_jit
 def linear_members(key, members=3, out=2, inputs=4):
     return eqx.filter_vmap(lambda k: Linear(jax.random.normal(k, (out, inputs))))(jax.random.split(key, members))
 
 
+@eqx.filter_jit
 def regression(key, samples=10, inputs=4, out=2):
     x_key, y_key = jax.random.split(key)
     return jax.random.normal(x_key, (samples, inputs)), jax.random.normal(y_key, (samples, out))
