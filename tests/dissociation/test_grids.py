@@ -16,6 +16,7 @@ from dissociation._core.files import RefusedFile
 from dissociation.training import Epochs, Grid, Save, fit, fit_grid, make_step
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _grids as module
+from dissociation.training._grids import GridResult
 from dissociation.training._run import Run
 
 X = jax.random.normal(jax.random.key(0), (40, 5))
@@ -229,9 +230,12 @@ def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called_and_keeps_its_
     assert checkpoints.read_header(tmp_path / "group-0002.ckpt")["layout"]["threads"] == 2
 
 
-def test_the_budget_sets_the_groups(tmp_path):
+def test_the_budget_sets_the_groups(tmp_path, monkeypatch):
+    untrained = lambda sweep, plan, *_: GridResult(sweep.grid, None, None, plan, (), None)  # noqa: E731
+    monkeypatch.setattr(module, "_run", untrained)
+
     def plan(members, **options):
-        grid = Grid(width=[8], rate=[0.1], seed=range(members))
+        grid = Grid(width=[4], rate=[0.1], seed=range(members))
         return swept(grid=grid, num_epochs=1, folder=tmp_path / f"{members}-{len(options)}", **options).plan
 
     one, nine = plan(1), plan(9)
@@ -242,7 +246,7 @@ def test_the_budget_sets_the_groups(tmp_path):
     assert [len(group) for group in halves.groups] == [5, 4]
     assert halves.peak_bytes <= halves.budget
     with pytest.raises(ValueError, match=f"`memory_budget` must be at least {one.peak_bytes} bytes"):
-        swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=1, folder=tmp_path / "no")
+        plan(9, memory_budget=1, save=SAVE)
 
 
 def test_arrays_of_the_observation_are_counted():
