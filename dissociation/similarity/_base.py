@@ -185,11 +185,6 @@ def in_common_dtype(*arrays: Any) -> list[Array]:
     return [to_device(array, kind) for array in arrays]
 
 
-def option(value: Any) -> Array:
-    """Return a traced option as a floating-point array."""
-    return to_device(value if isinstance(value, jax.Array) else np.asarray(value), float)
-
-
 def check_size(form: Form, name: str, number: int, width: int, left: str = "") -> None:
     """Raise unless there are enough samples, and not too many features for a form that needs more samples."""
     if number < form.minimum:

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_positive, check_single
+from dissociation._core.conversion import to_device
 from dissociation._core.distances import root, squared_distances, typical
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
@@ -166,7 +167,7 @@ DISTANCE_CORRELATION = Form(
 def rbf_form(centring: Callable[[Array], Array], minimum: int, *, scale: Scalar = 1.0) -> Form:
     check_single("scale", scale)
     check_positive("scale", scale)
-    gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=base.option(scale)), centring)
+    gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=to_device(scale, float)), centring)
     return Form(gram, base.inner, base.inner_mean, gram, minimum=minimum)
 
 

@@ -68,7 +68,7 @@ def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: 
     check_non_negative("alpha", alpha)
     check_choice("folds", folds, FOLDS)
     count = None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
-    prepare = eqx.Partial(_maps, alpha=base.option(alpha), num_folds=count, folds=folds)
+    prepare = eqx.Partial(_maps, alpha=to_device(alpha, float), num_folds=count, folds=folds)
     score = eqx.Partial(_score, num_folds=count, folds=folds)
     cut = "scaled" if not is_traced(alpha) and float(alpha) == 0 else ""
     return Form(prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x")

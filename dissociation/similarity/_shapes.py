@@ -6,12 +6,13 @@ from jax import lax
 from jaxtyping import Array
 
 from dissociation._core.checks import check_non_negative, check_single, fail, is_traced
+from dissociation._core.conversion import to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import finite_part, nuclear_norm, product, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity import _base as base
-from dissociation.similarity._base import Features, Form, OtherFeatures, Score, option
+from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 
 
 def residual(a: Array, b: Array) -> Array:
@@ -68,7 +69,7 @@ def partial_whitening_form(*, a: Scalar = 0.5) -> Form:
         fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
     white = not is_traced(a) and float(a) == 0
     cut = "scaled" if white else "" if is_traced(a) or float(a) == 1 else "plain"
-    return Form(eqx.Partial(_whitened, a=option(a)), _angle, narrow=white, cut=cut)
+    return Form(eqx.Partial(_whitened, a=to_device(a, float)), _angle, narrow=white, cut=cut)
 
 
 @validated(finite=("x", "y"))
@@ -222,14 +223,14 @@ def svcca_form(*, variance: Scalar = 0.99) -> Form:
     if not is_traced(variance) and not 0 < float(variance) <= 1:
         fail("variance", "be above 0 and at most 1", variance)
     cut = "plain" if not is_traced(variance) and float(variance) == 1 else ""
-    return Form(eqx.Partial(_leading_basis, variance=option(variance)), _mean_correlation, cut=cut)
+    return Form(eqx.Partial(_leading_basis, variance=to_device(variance, float)), _mean_correlation, cut=cut)
 
 
 def gulp_form(*, lam: Scalar = 1e-2) -> Form:
     check_single("lam", lam)
     check_non_negative("lam", lam)
     plain = not is_traced(lam) and float(lam) == 0
-    prepare = eqx.Partial(_regularised, lam=option(lam))
+    prepare = eqx.Partial(_regularised, lam=to_device(lam, float))
     return Form(prepare, _gulp_distance, narrow=plain, cut="scaled" if plain else "")
 
 

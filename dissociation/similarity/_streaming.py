@@ -324,7 +324,7 @@ def predictivity_from_moments(
             fail(name, f"be one of the {len(folds[0].widths)} representations, counted from 0", place)
     if len({fold.widths for fold in folds}) > 1:
         fail("folds", "be of the same widths", [fold.widths for fold in folds])
-    penalty = to_device(alpha if isinstance(alpha, jax.Array) else np.asarray(alpha), folds[0].mean.dtype)
+    penalty = to_device(alpha, folds[0].mean.dtype)
     return _predicted(folds, penalty, source, target)
 
 
