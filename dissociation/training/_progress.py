@@ -103,8 +103,8 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
     """Open a meter.
 
     Args:
-        progress: None for silence, "terminal", "auto" (a terminal or a notebook), "late" ("auto", if the work takes
-            still runs after 4 seconds), or a factory `(total, description) -> Meter`.
+        progress: None for silence, "terminal", "auto" (a terminal or a notebook), "late" ("auto", if the work still
+            runs after 4 seconds), or a factory `(total, description) -> Meter`.
         total: Total number of steps.
         description: Short text in front of the bar.
 
