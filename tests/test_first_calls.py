@@ -17,15 +17,15 @@ PROGRAMS = {
     },
     "transformer": {
         "neuron_groups": 0,
-        "permute": 1,
+        "permute": 2,  # the random order, and the arrays; the second is shared by all groups of one shape
         "duplicate": 1,
         "add_nuisance": 3,  # keys of the slots, the weights, and a run, as the model takes reciprocal roots
-        "scale": 1,
-        "rotate": 1,
+        "scale": 2,  # the arrays, and what vanishes or overflows
+        "rotate": 2,  # the random rotation, and the arrays
         "layer_inputs": 1,
         "null_perturb": 1,
         "certify": 1,
-        "compose": 2,
+        "compose": 3,
     },
     "layers": {"representations": 1},
     "checks": {"check_groups": 2},

@@ -6,7 +6,7 @@ A model that is not the same program with more neurons is rejected; see `rewrite
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,8 +19,8 @@ from dissociation._core.conversion import as_examples, to_device
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.rewrites._comparison import check_defined, check_resized
-from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of, resized
-from dissociation.rewrites._rewrites import Rewrite, current, replaced
+from dissociation.rewrites._groups import NeuronGroup, Slot, resized
+from dissociation.rewrites._rewrites import Change, Rewrite, changed, current
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
@@ -39,19 +39,17 @@ def _duplicated(model: Any, group: NeuronGroup, multiplier: float) -> Any:
     _check_grows(group, new=False)
     original = copies_of(group.size, multiplier)
     copies = np.bincount(original, minlength=group.size)[original]
-    leaves = parameters_of(model)[0]
     exponents: Any = group.sharing
 
-    def factors(index: int, slot: Slot, _: int) -> np.ndarray:
-        dtype = jax.dtypes.canonicalize_dtype(leaves[slot.leaf].dtype)
-        return (copies ** float(exponents[index])).astype(dtype)
+    def divide(index: int, *_: Any) -> Change:
+        return eqx.Partial(_multiply, copies ** float(exponents[index]))
 
-    return _resized(model, group, original, _divided, factors)
+    return _resized(model, group, original, divide)
 
 
-def _divided(array: Array, slot: Slot, factors: Array) -> Array:
-    """Return an array whose weights at each neuron are multiplied by factors [neurons]."""
-    return slot.with_blocks(array, slot.blocks(array) * factors.reshape(-1, *[1] * array.ndim))
+def _multiply(factors: Array, slot: Slot, array: Array) -> Array:
+    factors = factors.astype(array.dtype).reshape(-1, *[1] * array.ndim)
+    return slot.with_blocks(array, slot.blocks(array) * factors)
 
 
 @validated
@@ -85,22 +83,18 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
-def _resized(
-    model: Any, group: NeuronGroup, original: np.ndarray, fill: Callable[..., Array], option_of: Callable[..., Any]
-) -> Any:
-    """Return the model with neurons `original` in a group.
-
-    The compiled `fill(array, slot, option)` sets the weights of a slot, for options `option_of(index, slot, length)`.
-    """
+def _resized(model: Any, group: NeuronGroup, original: np.ndarray, change: Callable[..., Change]) -> Any:
+    """Return the model with neurons `original` in a group, after `change(index, slot, axis length)` of each slot."""
     (wider,), sources = resized([group], [original])
     # Outgoing weights come last, so that new neurons have no effect on each other either.
     order = sorted(range(len(wider.slots)), key=lambda index: wider.slots[index].outgoing)
-    slots = [wider.slots[index] for index in order]
-    touched = list(dict.fromkeys(slot.leaf for slot in slots))
-    takes = [(touched.index(leaf), axis, old) for (leaf, axis), old in sources.items()]
-    lengths = [len(sources[slot.leaf, slot.axis]) for slot in slots]
-    options = [option_of(index, slot, length) for index, slot, length in zip(order, slots, lengths, strict=True)]
-    (grown,) = replaced(model, slots, _grow, takes, fill, options)
+    axes = {(slot.leaf, slot.axis): slot for slot in wider.slots}
+    changes = [(slot, eqx.Partial(_taken, sources[place])) for place, slot in axes.items()]
+    for index in order:
+        slot = wider.slots[index]
+        length = len(sources[slot.leaf, slot.axis])
+        changes.append((slot, change(index, slot, length)))
+    grown = changed(model, changes)
     # The shape of a grouped convolution does not distinguish wider groups from more groups: try both.
     one, other = (refit(grown, more_groups=more) for more in (False, True))
     try:
@@ -113,58 +107,46 @@ def _resized(
     return one
 
 
-@eqx.filter_jit
-def _grow(
-    arrays: list[Array],
-    slots: list[Slot],
-    takes: list[tuple[int, int, Array]],
-    fill: Callable[..., Array],
-    options: list[Any],
-) -> tuple[list[Array]]:
-    """Take the entries `takes` (array, axis, indices) of arrays, then fill every slot."""
-    for index, axis, old in takes:
-        arrays[index] = jnp.take(arrays[index], old, axis=axis)
-    for slot, option in zip(slots, options, strict=True):
-        arrays[slot.leaf] = fill(arrays[slot.leaf], slot, option)
-    return (arrays,)
+def _taken(indices: Array, slot: Slot, array: Array) -> Array:
+    return jnp.take(array, indices, axis=slot.axis)
 
 
-class _Draw(NamedTuple):
-    """Settings of the weights that `_drawn` sets in one slot."""
+def _drawn(
+    num_groups: int,
+    size: int,
+    present: Array,
+    incoming_std: Array,
+    outgoing_std: Array | None,
+    key: PRNGKey,
+    slot: Slot,
+    array: Array,
+) -> Array:
+    """Return an array with drawn weights of the last neurons, in sets of `size` that cancel.
 
-    key: PRNGKey
-    present: np.ndarray  # indices along the axis that are not of new neurons
-    num_groups: int
-    size: int  # neurons in a set
-    incoming_std: Array
-    outgoing_std: Array | None
-
-
-def _drawn(array: Array, slot: Slot, draw: _Draw) -> Array:
-    """Return an array with drawn weights of the last neurons, in sets that cancel."""
-    num_groups, size = draw.num_groups, draw.size
+    `present` are indices along the axis that are not of new neurons.
+    """
     num_present = len(slot.positions) - num_groups * size
     new = slot._replace(positions=slot.positions[num_present:])
     shape = new.blocks(array).shape[1:]
-    present = jnp.moveaxis(array, slot.axis, 0)[draw.present]
+    weights = jnp.moveaxis(array, slot.axis, 0)[present]
     group_of = np.repeat(np.arange(num_groups), size)
     if slot.outgoing and size == 1:
         values = 0.0
     elif slot.outgoing:  # they add up to zero in each set
-        std = jnp.sqrt(jnp.mean(present**2)) if draw.outgoing_std is None else draw.outgoing_std
-        normal = jax.random.normal(draw.key, (num_groups, size, *shape), array.dtype)
+        std = jnp.sqrt(jnp.mean(weights**2)) if outgoing_std is None else outgoing_std
+        normal = jax.random.normal(key, (num_groups, size, *shape), array.dtype)
         centred = normal - jnp.mean(normal, axis=1, keepdims=True)
         std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
         values = (std * centred).reshape(num_groups * size, *shape)
     # A number per neuron, such as a variance, may have to be like those of others.
     elif array.size == array.shape[slot.axis]:
-        pick = jax.random.randint(draw.key, (num_groups,), 0, num_present)
+        pick = jax.random.randint(key, (num_groups,), 0, num_present)
         values = slot.blocks(array)[pick][group_of]
     else:
-        normal = jax.random.normal(draw.key, (num_groups, *shape), array.dtype)
+        normal = jax.random.normal(key, (num_groups, *shape), array.dtype)
         # If all entries are positive, the program may need them so, as under a square root.
-        normal = jnp.where(jnp.all(present > 0), jnp.abs(normal), normal)
-        values = (jnp.asarray(draw.incoming_std, array.dtype) * normal)[group_of]
+        normal = jnp.where(jnp.all(weights > 0), jnp.abs(normal), normal)
+        values = (jnp.asarray(incoming_std, array.dtype) * normal)[group_of]
     return new.with_blocks(array, values)
 
 
@@ -199,11 +181,11 @@ def _with_nuisance(
     incoming = to_device(incoming_std, float)
     outgoing = None if outgoing_std is None else to_device(outgoing_std, float)
 
-    def draw(index: int, slot: Slot, length: int) -> _Draw:
+    def draw(index: int, slot: Slot, length: int) -> Change:
         present = np.setdiff1d(np.arange(length), slot.positions[group.size :])
-        return _Draw(keys[index], present, num_groups, size, incoming, outgoing)
+        return eqx.Partial(_drawn, num_groups, size, present, incoming, outgoing, keys[index])
 
-    grown = _resized(model, group, original, _drawn, draw)
+    grown = _resized(model, group, original, draw)
     # Outgoing weights of zero do not silence neurons that are NaN.
     check_defined(model, grown, group)
     return grown
@@ -254,15 +236,15 @@ def _with_phantom(model: Any, group: NeuronGroup, incoming: Array, bias: Array |
     _check_grows(group)
     original = np.concatenate([np.arange(group.size), np.zeros(len(incoming), int)])
 
-    def weights(_: int, slot: Slot, length: int) -> Any:
+    def write(_: int, slot: Slot, __: int) -> Change:
         if slot.outgoing:
-            return np.zeros(len(incoming), np.float32)
-        return bias if len(slot.shape) == 1 else incoming
+            return eqx.Partial(_written, np.zeros(len(incoming), np.float32))
+        return eqx.Partial(_written, bias if len(slot.shape) == 1 else incoming)
 
-    return _resized(model, group, original, _written, weights)
+    return _resized(model, group, original, write)
 
 
-def _written(array: Array, slot: Slot, weights: Array) -> Array:
+def _written(weights: Array, slot: Slot, array: Array) -> Array:
     """Return an array with other weights of the last neurons, a row for each, or one number."""
     new = slot._replace(positions=slot.positions[-len(weights) :])
     blocks = weights.reshape(len(weights), 1, *[1] * (array.ndim - weights.ndim), *weights.shape[1:])

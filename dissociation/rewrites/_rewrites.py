@@ -88,50 +88,59 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def replaced(model: Any, slots: Sequence[Slot], program: Callable[..., Any], *settings: Any) -> tuple[Any, ...]:
-    """Return the model with arrays of a compiled `program(arrays, slots, *settings)`, and its other results."""
+Change = Callable[[Slot, Any], Any]
+
+
+def changed(model: Any, changes: Sequence[tuple[Slot, Change]]) -> Any:
+    """Return the model with `change(slot, array)` for the array of each slot, one after the other, by one program.
+
+    Args:
+        model: A model.
+        changes: Slots and PyTrees that are called, such as `eqx.Partial`.
+    """
     leaves, tree, rest = parameters_of(model)
-    touched = list(dict.fromkeys(slot.leaf for slot in slots))
+    touched = list(dict.fromkeys(slot.leaf for slot, _ in changes))
     # Without paths, groups of one shape share a program, wherever their arrays are in the model.
-    slots = [slot._replace(path="", leaf=touched.index(slot.leaf), layout=UNIT, name=()) for slot in slots]
-    arrays, *results = program([to_device(leaves[leaf]) for leaf in touched], slots, *settings)
+    here = [slot._replace(path="", leaf=touched.index(slot.leaf), layout=UNIT, name=()) for slot, _ in changes]
+    arrays = _change([to_device(leaves[leaf]) for leaf in touched], here, [change for _, change in changes])
     for leaf, array in zip(touched, arrays, strict=True):
         leaves[leaf] = array
-    return eqx.combine(jax.tree.unflatten(tree, leaves), rest), *results
+    return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 
-def _check_copies(name: str, value: Any, group: NeuronGroup, rank: int) -> None:
-    """Raise unless an argument has shape [..., neurons], for all copies of a group or for each copy."""
+@eqx.filter_jit
+def _change(arrays: list[Array], slots: list[Slot], changes: list[Change]) -> list[Array]:
+    for slot, change in zip(slots, changes, strict=True):
+        arrays[slot.leaf] = change(slot, arrays[slot.leaf])
+    return arrays
+
+
+def _each_copy(name: str, value: Any, group: NeuronGroup, rank: int) -> Any:
+    """Broadcast an argument for all copies of a group, or for each copy, to [copies, ...]."""
     if value.shape[-1:] != (group.size,):
         fail(name, f"have {group.size} entries, one per neuron of {group.name}", value.shape)
     if value.ndim > rank and len(value) != group.copies:
         fail(name, f"be one for all, or one for each of the {group.copies} copies of {group.name}", value.shape)
+    library = jnp if is_traced(value) else np
+    return library.broadcast_to(value, (group.copies, *value.shape[-rank:]))
 
 
-def orders_of(permutation: Array | None, key: Any, size: int, copies: int) -> Array:
-    """Return permutations [copies, neurons]: `permutation` for all copies, or random ones."""
-    if permutation is None:
-        identity = jnp.tile(jnp.arange(size), (copies, 1))
-        return jax.random.permutation(key, identity, axis=1, independent=copies > 1)
-    return jnp.broadcast_to(permutation, (copies, size))
-
-
-def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: PRNGKey | None) -> Any:
+def _permuted(model: Any, group: NeuronGroup, permutation: Array | None, key: Any) -> Any:
     group = current(group, model)
-    if permutation is not None:
-        _check_copies("permutation", permutation, group, 1)
-    return replaced(model, group.slots, _permute, permutation, key, group.size, group.copies)[0]
+    if permutation is None:
+        # Drawn here and not in `permute`, because an earlier rewrite in a chain may widen the group.
+        orders = _random_order(key, group.size, group.copies)
+    else:
+        orders = _each_copy("permutation", permutation, group, 1)
+    permuted = eqx.Partial(Slot.permuted, permutations=orders)
+    return changed(model, [(slot, permuted) for slot in group.slots])
 
 
-@eqx.filter_jit
-def _permute(
-    arrays: list[Array], slots: list[Slot], permutation: Array | None, key: Any, size: int, copies: int
-) -> tuple[list[Array]]:
-    # Random orders are drawn here and not in `permute`, because an earlier rewrite in a chain may widen the group.
-    orders = orders_of(permutation, key, size, copies)
-    for slot in slots:
-        arrays[slot.leaf] = slot.permuted(arrays[slot.leaf], orders)
-    return (arrays,)
+@partial(jax.jit, static_argnums=(1, 2))
+def _random_order(key: PRNGKey, size: int, copies: int) -> Array:
+    """Return a random permutation for each copy, [copies, neurons]."""
+    identity = jnp.tile(jnp.arange(size), (copies, 1))
+    return jax.random.permutation(key, identity, axis=1, independent=copies > 1)
 
 
 @validated
@@ -168,43 +177,41 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
     # A group that was found again may have other scalings.
     if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
         fail("model", f"have a group {group.name} with the scalings of the group that was passed", group)
-    if factor.ndim:
-        _check_copies("factor", factor, group, 1)
-    powers = [(slot, float(exponent)) for slot, exponent in zip(group.slots, exponents, strict=True) if exponent]
-    slots = [slot for slot, _ in powers]
+    factors = _each_copy("factor", factor, group, 1) if factor.ndim else factor
     leaves = parameters_of(model)[0]
-    dtypes = [jax.dtypes.canonicalize_dtype(leaves[slot.leaf].dtype) for slot in slots]
-    for (_, exponent), dtype in zip(powers, dtypes, strict=True):
-        _check_power(factor, exponent, dtype)
-    exponents = tuple(exponent for _, exponent in powers)
-    scaled, lost = replaced(model, slots, _scale, exponents, factor, group.size, group.copies)
+    changes = []
+    for slot, exponent in zip(group.slots, exponents, strict=True):
+        _check_power(factor, exponent, jax.dtypes.canonicalize_dtype(leaves[slot.leaf].dtype))
+        if exponent:
+            changes.append((slot, eqx.Partial(_multiply, exponent, factors)))
+    scaled = changed(model, changes)
+    after = parameters_of(scaled)[0]
+    touched = {slot.leaf for slot, _ in changes}
+    lost = _lost(*([to_device(arrays[leaf]) for leaf in touched] for arrays in (leaves, after)))
     if not is_traced(lost):
-        for is_lost, dtype in zip(np.asarray(lost), dtypes, strict=True):
+        for leaf, is_lost in zip(touched, np.asarray(lost), strict=True):
             if is_lost:
-                fail("factor", f"leave weights that {dtype} holds", "weights that vanish or overflow")
+                fail("factor", f"leave weights that {after[leaf].dtype} holds", "weights that vanish or overflow")
     return scaled
 
 
-@eqx.filter_jit
-def _scale(
-    arrays: list[Array], slots: list[Slot], exponents: tuple[float, ...], factor: Array, size: int, copies: int
-) -> tuple[list[Array], Array]:
-    """Return scaled arrays, and for each slot whether weights vanish or overflow."""
+def _multiply(exponent: float, factors: Array, slot: Slot, array: Array) -> Array:
     # A traced factor cannot be checked: NaN makes a wrong one visible.
-    factor = jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan)
-    factors = jnp.broadcast_to(factor, (copies, size))
+    factors = jnp.where((factors > 0) & jnp.isfinite(factors), factors, jnp.nan)
+    power = (slot.per_neuron(factors) if factors.ndim else factors).astype(array.dtype)
+    power = power**exponent if exponent > 0 else 1 / power**-exponent
+    return slot.with_blocks(array, slot.blocks(array) * power)
+
+
+@jax.jit
+def _lost(before: list[Array], after: list[Array]) -> Array:
+    """Return for each array whether entries changed to numbers that vanish or overflow."""
     lost = []
-    for slot, exponent in zip(slots, exponents, strict=True):
-        array = arrays[slot.leaf]
-        power = slot.per_neuron(factors).astype(array.dtype)
-        power = power**exponent if exponent > 0 else 1 / power**-exponent
-        blocks = slot.blocks(array)
-        scaled = blocks * power
-        sizes = jnp.abs(scaled)
-        limits = jnp.finfo(array.dtype)
-        lost.append(jnp.any((sizes > limits.max) | ((sizes < limits.tiny) & (blocks != 0))))
-        arrays[slot.leaf] = slot.with_blocks(array, scaled)
-    return arrays, jnp.stack(lost)
+    for old, new in zip(before, after, strict=True):
+        limits = jnp.finfo(new.dtype)
+        sizes = jnp.abs(new)
+        lost.append(jnp.any((new != old) & ((sizes > limits.max) | (sizes < limits.tiny))))
+    return jnp.stack(lost)
 
 
 @validated
@@ -253,39 +260,32 @@ def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
 def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey | None) -> Any:
     group = current(group, model)
     _check_rotates(group)
-    if matrix is not None:
-        if matrix.shape[-2:] != (group.size, group.size):
-            fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", matrix.shape)
-        _check_copies("matrix", matrix, group, 2)
-    sides: Any = group.linear
-    return replaced(model, group.slots, _rotate, tuple(map(float, sides)), matrix, key, group.size, group.copies)[0]
-
-
-@eqx.filter_jit
-def _rotate(
-    arrays: list[Array],
-    slots: list[Slot],
-    sides: tuple[float, ...],
-    matrix: Array | None,
-    key: Any,
-    size: int,
-    copies: int,
-) -> tuple[list[Array]]:
-    """Multiply incoming weights (`sides` above zero) by a matrix, and outgoing weights by its inverse transposed."""
     if matrix is None:
-        # A drawn matrix is orthogonal, so it is its own inverse transposed.
-        incoming = outgoing = jax.random.orthogonal(key, size, (copies,))
+        turns = _random_turns(key, group.size, group.copies)
+    elif matrix.shape[-2:] != (group.size, group.size):
+        fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", matrix.shape)
     else:
-        incoming = jnp.broadcast_to(matrix, (copies, size, size))
-        outgoing = jnp.linalg.inv(incoming).mT
-    for slot, side in zip(slots, sides, strict=True):
-        array = arrays[slot.leaf]
-        turns = slot.of_copies((incoming if side > 0 else outgoing).astype(array.dtype))
-        columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
-        # An accelerator's default precision would change the function.
-        turned = jnp.matmul(turns, columns, precision=jax.lax.Precision.HIGHEST)
-        arrays[slot.leaf] = slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
-    return (arrays,)
+        turns = _each_copy("matrix", matrix, group, 2)
+    sides: Any = group.linear
+    # A drawn matrix is orthogonal, so it is its own inverse transposed.
+    inverts = [matrix is not None and bool(side <= 0) for side in sides]
+    return changed(
+        model, [(slot, eqx.Partial(_turned, turns, invert)) for slot, invert in zip(group.slots, inverts, strict=True)]
+    )
+
+
+_random_turns = jax.jit(lambda key, size, copies: jax.random.orthogonal(key, size, (copies,)), static_argnums=(1, 2))
+
+
+def _turned(turns: Array, invert: bool, slot: Slot, array: Array) -> Array:
+    """Multiply the weights of a slot by matrices [copies, neurons, neurons], or by their transposed inverses."""
+    if invert:
+        turns = jnp.linalg.inv(turns).mT
+    turns = slot.of_copies(turns.astype(array.dtype))
+    columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
+    # An accelerator's default precision would change the function.
+    turned = jnp.matmul(turns, columns, precision=jax.lax.Precision.HIGHEST)
+    return slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
 
 
 @validated(finite=("matrix",))
@@ -419,26 +419,22 @@ def check_groups(
     certificates = {}
     with closing(open_meter(progress, len(groups), "permuting groups")) as meter:
         meter.advance(0, "compiling")
-        orders = _random_orders(key, tuple((group.size, group.copies) for group in groups.values()))
+        scores = jax.random.uniform(key, (sum(group.size * group.copies for group in groups.values()),))
         sources = leaves
-        if not any(map(is_traced, jax.tree.leaves((leaves, orders)))):
+        if not any(map(is_traced, (*leaves, key))):
             # Permuting on the host compiles nothing for the axes of each group.
-            sources, orders = jax.device_get((leaves, orders))
-        for number, (group, order) in enumerate(zip(groups.values(), orders, strict=True), 1):
-            changed: dict[int, Any] = {}
+            sources, scores = jax.device_get((leaves, scores))
+        for number, group in enumerate(groups.values(), 1):
+            count = group.size * group.copies
+            order = scores[:count].reshape(group.copies, group.size).argsort(-1)
+            scores = scores[count:]
+            moved: dict[int, Any] = {}
             for slot in group.slots:
-                changed[slot.leaf] = slot.permuted(changed.get(slot.leaf, sources[slot.leaf]), order)
-            permuted = [changed.get(leaf, array) for leaf, array in enumerate(leaves)]
+                moved[slot.leaf] = slot.permuted(moved.get(slot.leaf, sources[slot.leaf]), order)
+            permuted = [moved.get(leaf, array) for leaf, array in enumerate(leaves)]
             certificates[group.name] = compare_programs((program, leaves), (program, permuted), inputs)
             meter.advance(number, group.name)
     return certificates
-
-
-@partial(jax.jit, static_argnums=1)
-def _random_orders(key: PRNGKey, shapes: tuple[tuple[int, int], ...]) -> list[Array]:
-    """Return random permutations [copies, neurons] for each (number of neurons, number of copies)."""
-    keys = jax.random.split(key, max(len(shapes), 1))
-    return [orders_of(None, keys[number], *shape) for number, shape in enumerate(shapes)]
 
 
 def _one(outputs: list[Array]) -> Array:

@@ -66,22 +66,12 @@ def take(models: Any, index: Any) -> Any:
     arrays, others = eqx.partition(models, lambda leaf: isinstance(leaf, jax.Array))
     others = jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, others)
     leaves = jax.tree.leaves(arrays)
-    sizes = {leaf.shape[:1] for leaf in leaves}
-    places = index
-    if isinstance(index, slice) and len(sizes) == 1 and sizes != {()}:
-        places = np.arange(*index.indices(*sizes.pop()))
-    if leaves and _is_place(places) and not any(map(checks.is_traced, [*leaves, places])):
-        arrays = gathered(arrays, to_device(np.asarray(places)))  # one program for all places
+    is_known = leaves and not any(map(checks.is_traced, [*leaves, index]))
+    if is_known and np.asarray(index).dtype.kind in "iu":
+        arrays = gathered(arrays, to_device(np.asarray(index)))  # one program for all places
     else:
         arrays = jax.tree.map(lambda leaf: leaf[index], arrays)
     return eqx.combine(arrays, others)
-
-
-def _is_place(index: Any) -> bool:
-    """Return True for an integer or an array of integers."""
-    if hasattr(index, "dtype"):
-        return index.dtype.kind in "iu"
-    return isinstance(index, int) and not isinstance(index, bool)
 
 
 @jax.jit

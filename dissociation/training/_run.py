@@ -247,7 +247,7 @@ class Run:
 
             own = zip(self.observe_keys, self.states, strict=True)
             observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
-            observed = self.partition.gather(take(observed, slice(self.partition.number)))
+            observed = self.partition.gather(take(observed, np.arange(self.partition.number)))
         self.observed_at.append(self.step)
         self.observations.append(observed)
         records = self.records(len(self.observed_at) - 1)
