@@ -45,7 +45,7 @@ PROGRAMS = {
         "pairwise, another shape": 1,
     },
     "sweep": {
-        "fit_grid": 16,  # for two shapes of model; with one device 12
+        "fit_grid": 14,  # for two shapes of model; with one device 10
         "GridResult.models_of": 0,
     },
 }

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from dissociation._core import checks, files
+from dissociation._core._compat import jex
 from dissociation._core.conversion import to_device
 from dissociation._core.keys import typed
 from dissociation._core.results import Labels, Over
@@ -279,10 +280,12 @@ def planned(sweep: Sweep, budget: int | None, *, keeps: bool, progress: str | Me
     for member, shape in enumerate(sweep.shape_of):
         alike.setdefault(shape, []).append(member)
     groups, peak, kept, devices = [], 0, 0, 1
+    # A stated budget is compared with what programs take.
+    ample = 0 if given else room // (4 * len(alike))
     with closing(open_meter(progress, len(alike), "planning")) as meter:
         for done, members in enumerate(alike.values()):
             meter.advance(done, "compiling")  # most of a short sweep's time
-            fixed, each, model, threads = estimated_bytes(sweep, members)
+            fixed, each, model, threads = estimated_bytes(sweep, members, ample)
             kept += model * len(members) if keeps else 0
             size = min(len(members), (room - fixed - kept) // each)
             if size < 1:
@@ -295,8 +298,10 @@ def planned(sweep: Sweep, budget: int | None, *, keeps: bool, progress: str | Me
     return Plan(tuple(groups), peak, room, devices)
 
 
-def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> tuple[int, int, int, int]:
+def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tuple[int, int, int, int]:
     """Estimate the memory of members of one shape, from programs of 2 and 4 of them on one device.
+
+    If an upper bound for all members is below `ample` bytes, nothing is compiled, and the bound is the estimate.
 
     Returns:
         Bytes of data and programs for any number of members, bytes per member, bytes of a trained model, and the number
@@ -309,26 +314,51 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int]) -> tuple[int, int, int
         return prepared(models, step, sampler, **arguments)
 
     shapes, first, total, (order, *own) = eqx.filter_eval_shape(begin)
-    programs: list[int] = []
-    for size in (2, 4):
+
+    def run_of(size: int) -> Run:
         state, *keys = _zeros((shapes, *own), size)
         keys = _zeros(order, None if sampler.shared else size), *keys
-        run = _Estimate(state, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), [])
+        return _Estimate(state, step, sampler, keys, save, Partition(size, **{**sweep.how, "mesh": None}), [])
+
+    def compiled_bytes(run: Run) -> int:
         calls: list[Any] = [(run_chunk, run.example())]
         if run.observe is not None:
             calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
         compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
-        programs.append(max(map(machine.program_bytes, compiled)))  # chunk or observation
-    each = max(0, programs[1] - programs[0]) // 2
+        return max(map(machine.program_bytes, compiled))  # chunk or observation
+
+    run = run_of(2)
+    state_bytes = _bytes(run.states[0]) // 2
+    # Programs free most results of their operations, and copy some.
+    each = 2 * result_bytes(run.program.code.jaxpr)
+    if run.observe is not None:
+        each += 2 * result_bytes(run.observe.code.jaxpr)
+    of_program = 0
+    if _bytes(sampler) + len(members) * (3 * state_bytes + each) > ample:
+        programs = [compiled_bytes(run), compiled_bytes(run_of(4))]
+        each = max(0, programs[1] - programs[0]) // 2
+        of_program = max(0, programs[0] - 2 * each)
     times = len(record_steps(save, [], first, total, sampler.epoch_steps))
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
     spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
     threads = min(jax.local_device_count(), machine.available_cores()) if spread else 1
-    fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
+    fixed = _bytes(sampler) + _bytes(run.observe) + threads * of_program
     # At most three copies of a state are in memory: given, trained and returned.
-    per_member = 3 * _bytes(state) // len(four) + each + history
-    return fixed, per_member, _bytes(state.arrays) // len(four), threads
+    per_member = 3 * state_bytes + each + history
+    return fixed, per_member, _bytes(run.states[0].arrays) // 2, threads
+
+
+def result_bytes(jaxpr: jex.Jaxpr) -> int:
+    """Return the size of the results of all operations of a program, each counted once in the body of a loop."""
+    total = 0
+    for equation in jaxpr.eqns:
+        total += sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.outvars)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if isinstance(inner, jex.ClosedJaxpr | jex.Jaxpr):
+                    total += result_bytes(getattr(inner, "jaxpr", inner))
+    return total
 
 
 class _Estimate(Run):

@@ -235,11 +235,14 @@ def test_the_budget_sets_the_groups(tmp_path, monkeypatch):
 
     def plan(members, **options):
         grid = Grid(width=[4], rate=[0.1], seed=range(members))
-        return swept(grid=grid, num_epochs=1, folder=tmp_path / f"{members}-{len(options)}", **options).plan
+        folder = tmp_path / f"{members}-{options.get('memory_budget')}"
+        return swept(grid=grid, num_epochs=1, folder=folder, **options).plan
 
-    one, nine = plan(1), plan(9)
+    one, nine = (plan(members, memory_budget=2**30) for members in (1, 9))
     assert len(nine.groups) == 1
     assert nine.peak_bytes < nine.budget
+    bound = plan(9)  # of free memory, in which the sweep is small
+    assert nine.peak_bytes <= bound.peak_bytes < bound.budget
     each = (nine.peak_bytes - one.peak_bytes) // 8
     halves = plan(9, memory_budget=one.peak_bytes + 4 * each)
     assert [len(group) for group in halves.groups] == [5, 4]
