@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dissociation._core.checks import check_count, check_model, fail
@@ -69,11 +68,11 @@ def certify(
         fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
     if batch_size is not None:
         batch_size = check_count("batch_size", batch_size, minimum=1)
-    one, other = (_first_output(model, example) for model in (original, rewritten))
-    return compare_programs(one, other, inputs, batch_size)
+    programs = _first_output(original, example), _first_output(rewritten, example)
+    return compare_programs(*programs, inputs, batch_size)
 
 
-def _first_output(model: Any, example: Any) -> tuple[Traced, list[Any]]:
+def _first_output(model: Any, example: Any) -> "Program":
     _, leaves, run = program_of(model, None)
     return trace_exactly(lambda arrays, x: run(arrays, x)[0], leaves, example), leaves
 
@@ -82,33 +81,24 @@ def trace_exactly(function: Callable[[list[Any], Any], Array], leaves: list[Any]
     """Trace a function of a model's arrays and one example, with products at the highest precision."""
     # The short formats of an accelerator would change outputs more than the rewrite does.
     with jax.default_matmul_precision("highest"):
-        return trace(function, list(map(_shape_of, leaves)), example)
+        return trace(function, eqx.filter_eval_shape(lambda: leaves), example)
 
 
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
+Program = tuple[Traced, list[Any]]
+"""Traced function of a model's arrays and one example, and the arrays."""
 
 
-def compare_programs(
-    original: tuple[Traced, list[Any]],
-    rewritten: tuple[Traced, list[Any]],
-    inputs: Any,
-    batch_size: int | None = 1024,
-) -> Certificate:
-    """Return the certificate of two programs with their arrays, on examples."""
-    num_inputs = len(jax.tree.leaves(inputs)[0])
+def compare_programs(original: Program, rewritten: Program, inputs: Any, batch_size: int | None = 1024) -> Certificate:
+    """Return the certificate of two programs on examples."""
     if batch_size is not None:
-        batch_size = min(batch_size, num_inputs)
-    arrays = [list(map(to_device, leaves)) for _, leaves in (original, rewritten)]
-    return _compare((original[0], rewritten[0]), arrays, inputs, batch_size)
+        batch_size = min(batch_size, len(jax.tree.leaves(inputs)[0]))
+    return _compare(jax.tree.map(to_device, (original, rewritten)), inputs, batch_size)
 
 
 @eqx.filter_jit
-def _compare(
-    programs: tuple[Traced, Traced], arrays: list[list[Array]], inputs: Any, batch_size: int | None
-) -> Certificate:
+def _compare(programs: tuple[Program, Program], inputs: Any, batch_size: int | None) -> Certificate:
     def compare(example: Any) -> tuple[Array, Array, Array]:
-        before, after = (program(leaves, example).ravel() for program, leaves in zip(programs, arrays, strict=True))
+        before, after = (program(leaves, example).ravel() for program, leaves in programs)
         # An output that is not finite predicts no class, so it counts as changed.
         defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
         flipped = (_prediction(before) != _prediction(after)) | ~defined

@@ -464,11 +464,11 @@ def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, A
 
 
 @eqx.filter_jit
-def _invariants(gram: Callable[[Array], Prepared], stacks: list[Array], stack: Array, place: Array) -> Invariants:
-    """Return the sums over matrices of the representations at a place in a stack, [representations]."""
+def _invariants(gram: Callable[[Array], Prepared], stacks: list[Array], indices: Array) -> Invariants:
+    """Return the sums over matrices of representations, by indices [representations, 2] of a stack and within it."""
     # The code of the sums, most of the program, is compiled once for stacks of all widths.
-    matrices = [lambda at, own=own: gram(own[at]).entries for own in stacks]
-    return jax.lax.map(lambda at: invariants(jax.lax.switch(at[0], matrices, at[1])), (stack, place))
+    matrices = [lambda item, stack=stack: gram(stack[item]).entries for stack in stacks]
+    return jax.lax.map(lambda index: invariants(jax.lax.switch(index[0], matrices, index[1])), indices)
 
 
 def moment_p_values(values: Any, gram: Any, sets: Sequence[Items]) -> np.ndarray:
@@ -476,15 +476,20 @@ def moment_p_values(values: Any, gram: Any, sets: Sequence[Items]) -> np.ndarray
 
     It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated.
     """
-    values, stacks = np.asarray(values, float), [stack for one in sets for stack in one.arrays]
-    # Stack and place of all representations, in the order of labels.
-    places = [[(stack, at) for stack, own in enumerate(one.places) for at in range(len(own))] for one in sets]
-    places = [np.array(own)[np.argsort(np.concatenate(one.places))] for own, one in zip(places, sets, strict=True)]
-    places[-1][:, 0] += len(stacks) - len(sets[-1].arrays)
-    sums = _invariants(gram, stacks, *(to_device(part) for part in np.concatenate(places).T))
-    number = len(places[0])
-    first, last = ([np.asarray(part)[rows] for part in sums] for rows in (slice(number), slice(-len(places[-1]), None)))
-    a, b = Invariants(*(part[:, None] for part in first)), Invariants(*(part[None] for part in last))
+    values = np.asarray(values, float)
+    stacks: list[Array] = []
+    indices: list[np.ndarray] = []  # of the representations of each set, in the order of its labels
+    for items in sets:
+        ordered = np.zeros((len(items.labels), 2), int)
+        for stack, labels in zip(items.arrays, items.places, strict=True):
+            ordered[labels] = [(len(stacks), item) for item in range(len(labels))]
+            stacks.append(stack)
+        indices.append(ordered)
+    sums = jax.device_get(_invariants(gram, stacks, to_device(np.concatenate(indices))))
+    rows = len(indices[0])
+    columns = len(indices[-1])
+    a = Invariants(*(part[:rows, None] for part in sums))
+    b = Invariants(*(part[None, -columns:] for part in sums))
     mean, variance, third = null_moments(a, b, sets[0].arrays[0].shape[1])
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt(variance)

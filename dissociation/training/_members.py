@@ -63,21 +63,21 @@ def take(models: Any, index: Any) -> Any:
         [[4.0, 5.0], [0.0, 1.0]]
     """
     index = np.asarray(index) if isinstance(index, list) else index
-    arrays, others = eqx.partition(models, lambda leaf: isinstance(leaf, jax.Array))
-    others = jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, others)
+    arrays, constants = eqx.partition(models, lambda leaf: isinstance(leaf, jax.Array))
+    constants = jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, constants)
     leaves = jax.tree.leaves(arrays)
     is_known = leaves and not any(map(checks.is_traced, [*leaves, index]))
     if is_known and np.asarray(index).dtype.kind in "iu":
         arrays = gathered(arrays, to_device(np.asarray(index)))  # one program for all places
     else:
         arrays = jax.tree.map(lambda leaf: leaf[index], arrays)
-    return eqx.combine(arrays, others)
+    return eqx.combine(arrays, constants)
 
 
 @jax.jit
-def gathered(arrays: Any, places: Array) -> Any:
-    """Return stacked members at some places, or the member at one."""
-    return jax.tree.map(lambda leaf: leaf[places], arrays)
+def gathered(arrays: Any, members: Array) -> Any:
+    """Return stacked members at some indices, or the member at one."""
+    return jax.tree.map(lambda leaf: leaf[members], arrays)
 
 
 def stack(trees: Sequence[Any], axis: int = 0) -> Any:
@@ -169,17 +169,17 @@ def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
     on_device: dict[int, tuple[Any, ...]] = {}
     try:
         jax.tree.map(lambda *leaves: columns.append(leaves), *trees)
-        for place, leaves in enumerate(columns):
+        for number, leaves in enumerate(columns):
             if not hasattr(leaves[0], "shape"):
-                columns[place] = leaves[0]
+                columns[number] = leaves[0]
             elif all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves):
-                columns[place] = getattr(np, how)(leaves, axis=axis)
+                columns[number] = getattr(np, how)(leaves, axis=axis)
             else:
-                on_device[place] = _of_one_kind(leaves)
+                on_device[number] = _of_one_kind(leaves)
         is_known = on_device and not any(map(checks.is_traced, jax.tree.leaves(on_device)))
         join = _compiled_join if is_known else _joined_arrays
-        for place, array in join(how, on_device, axis).items():
-            columns[place] = array
+        for number, array in join(how, on_device, axis).items():
+            columns[number] = array
     except checks.WrongValue:
         raise
     except ValueError as error:
@@ -197,7 +197,7 @@ def _of_one_kind(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _joined_arrays(how: str, columns: dict[int, tuple[Array, ...]], axis: int) -> dict[int, Array]:
-    return {place: getattr(jnp, how)(arrays, axis=axis) for place, arrays in columns.items()}
+    return {number: getattr(jnp, how)(arrays, axis=axis) for number, arrays in columns.items()}
 
 
 _compiled_join = jax.jit(_joined_arrays, static_argnums=(0, 2))
