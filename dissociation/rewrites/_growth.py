@@ -89,7 +89,9 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, change: Calla
     # Outgoing weights come last, so that new neurons have no effect on each other either.
     order = sorted(range(len(wider.slots)), key=lambda index: wider.slots[index].outgoing)
     axes = {(slot.leaf, slot.axis): slot for slot in wider.slots}
-    changes = [(slot, eqx.Partial(_taken, sources[place])) for place, slot in axes.items()]
+    changes: list[tuple[Slot, Change]] = []
+    for place, slot in axes.items():
+        changes.append((slot, eqx.Partial(_taken, sources[place])))
     for index in order:
         slot = wider.slots[index]
         length = len(sources[slot.leaf, slot.axis])

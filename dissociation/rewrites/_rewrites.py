@@ -100,17 +100,19 @@ def changed(model: Any, changes: Sequence[tuple[Slot, Change]]) -> Any:
     """
     leaves, tree, rest = parameters_of(model)
     touched = list(dict.fromkeys(slot.leaf for slot, _ in changes))
-    # Without paths, groups of one shape share a program, wherever their arrays are in the model.
-    here = [slot._replace(path="", leaf=touched.index(slot.leaf), layout=UNIT, name=()) for slot, _ in changes]
-    arrays = _change([to_device(leaves[leaf]) for leaf in touched], here, [change for _, change in changes])
-    for leaf, array in zip(touched, arrays, strict=True):
+    arrays = [to_device(leaves[leaf]) for leaf in touched]
+    placed = []
+    for slot, change in changes:
+        # Without paths, groups of one shape share a program, wherever their arrays are in the model.
+        placed.append((slot._replace(path="", leaf=touched.index(slot.leaf), layout=UNIT, name=()), change))
+    for leaf, array in zip(touched, _change(arrays, placed), strict=True):
         leaves[leaf] = array
     return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 
 @eqx.filter_jit
-def _change(arrays: list[Array], slots: list[Slot], changes: list[Change]) -> list[Array]:
-    for slot, change in zip(slots, changes, strict=True):
+def _change(arrays: list[Array], changes: list[tuple[Slot, Change]]) -> list[Array]:
+    for slot, change in changes:
         arrays[slot.leaf] = change(slot, arrays[slot.leaf])
     return arrays
 
@@ -186,8 +188,8 @@ def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor
             changes.append((slot, eqx.Partial(_multiply, exponent, factors)))
     scaled = changed(model, changes)
     after = parameters_of(scaled)[0]
-    touched = {slot.leaf for slot, _ in changes}
-    lost = _lost(*([to_device(arrays[leaf]) for leaf in touched] for arrays in (leaves, after)))
+    touched = list({slot.leaf for slot, _ in changes})
+    lost = _lost([to_device(leaves[leaf]) for leaf in touched], [after[leaf] for leaf in touched])
     if not is_traced(lost):
         for leaf, is_lost in zip(touched, np.asarray(lost), strict=True):
             if is_lost:
@@ -267,11 +269,12 @@ def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey 
     else:
         turns = _each_copy("matrix", matrix, group, 2)
     sides: Any = group.linear
-    # A drawn matrix is orthogonal, so it is its own inverse transposed.
-    inverts = [matrix is not None and bool(side <= 0) for side in sides]
-    return changed(
-        model, [(slot, eqx.Partial(_turned, turns, invert)) for slot, invert in zip(group.slots, inverts, strict=True)]
-    )
+    changes = []
+    for slot, side in zip(group.slots, sides, strict=True):
+        # A drawn matrix is orthogonal, so it is its own inverse transposed.
+        invert = matrix is not None and bool(side <= 0)
+        changes.append((slot, eqx.Partial(_turned, turns, invert)))
+    return changed(model, changes)
 
 
 _random_turns = jax.jit(lambda key, size, copies: jax.random.orthogonal(key, size, (copies,)), static_argnums=(1, 2))

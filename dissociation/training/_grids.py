@@ -349,15 +349,15 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tup
     return fixed, per_member, _bytes(run.states[0].arrays) // 2, threads
 
 
-def result_bytes(jaxpr: jex.Jaxpr) -> int:
-    """Return the size of the results of all operations of a program, each counted once in the body of a loop."""
+def result_bytes(jaxpr: Any) -> int:
+    """Return the size of the results of all operations of a jaxpr, each counted once in the body of a loop."""
     total = 0
     for equation in jaxpr.eqns:
-        total += sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.outvars)
+        total += sum(math.prod(result.aval.shape) * result.aval.dtype.itemsize for result in equation.outvars)
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if isinstance(inner, jex.ClosedJaxpr | jex.Jaxpr):
-                    total += result_bytes(getattr(inner, "jaxpr", inner))
+                    total += result_bytes(inner)
     return total
 
 
