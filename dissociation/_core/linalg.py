@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
 from dissociation._core.checks import check_non_negative
 from dissociation._core.conversion import to_device
@@ -54,14 +54,22 @@ def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"],
 
 @validated
 @jax.jit
-def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Subtract the mean of every column."""
-    even = jnp.all(x == x[:1], 0)
-    centred = x - jnp.mean(x, 0)[None]
+def centre(
+    x: Float[Array | np.ndarray, "n d"], kept: Bool[Array | np.ndarray, " n"] | None = None
+) -> Float[Array, "n d"]:
+    """Subtract the mean over `kept` rows, by default all, of every column."""
+    if kept is None:
+        first = 0
+        weights = None
+    else:
+        first = jnp.argmax(kept)
+        weights = kept[:, None]
+    even = jnp.all(x == x[first], 0, where=weights)
+    centred = x - jnp.mean(x, 0, where=weights)[None]
     # The first mean carries the rounding of a large offset.
-    centred = centred - jnp.mean(centred, 0)[None]
+    centred = centred - jnp.mean(centred, 0, where=weights)[None]
     step = x - jax.lax.stop_gradient(x)  # zero, with the derivative of x
-    return jnp.where(even[None], step - jnp.mean(step, 0)[None], centred)
+    return jnp.where(even[None], step - jnp.mean(step, 0, where=weights)[None], centred)
 
 
 @validated

@@ -14,3 +14,11 @@ def folds(number: int, num_folds: int, *, contiguous: bool = False) -> list[np.n
     # Rows may be sorted or periodic, so folds are not taken by position.
     order = np.arange(number) if contiguous else permutation(number)
     return [np.sort(part) for part in np.array_split(order, num_folds)]
+
+
+def fold_numbers(number: int, num_folds: int, *, contiguous: bool = False) -> np.ndarray:
+    """Return the fold of each row, [number]."""
+    numbers = np.zeros(number, int)
+    for fold, rows in enumerate(folds(number, num_folds, contiguous=contiguous)):
+        numbers[rows] = fold
+    return numbers

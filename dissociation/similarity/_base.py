@@ -49,7 +49,7 @@ class Form(NamedTuple):
     """Measure as a preparation of each representation and a comparison of two prepared ones."""
 
     # Functions compare by value, and traced options are leaves of `equinox.Partial`, so programs are compiled once.
-    prepare: Callable[[Array], Any]  # from [n, p] to a PyTree of arrays
+    prepare: Callable[..., Any]  # from [n, p], and `labels` of its rows if there are any, to a PyTree of arrays
     compare: Callable[[Any, Any], Array]  # from two of these to a number
     expected: Callable[[Any, Any], Array] | None = None  # mean over all orders of one representation's samples
     # The measure as `inner` of symmetric matrices over samples, of norm 1 and with rows of sum 0, so that the moments
@@ -60,11 +60,21 @@ class Form(NamedTuple):
     narrow: bool = False  # True if it inverts covariances, which takes more samples than features
     cut: str = ""  # "scaled" if it cuts the rank of columns of one size, "plain" if of columns as they are
     sides: str = "xy"  # representations that must be narrow, and whose ranks are cut
+    # From the number of rows to integers [rows] that stay with each row when others are left out, such as its fold.
+    labels: Callable[[int], np.ndarray] | None = None
+
+    def prepared(self, x: Array, labels: Array | None) -> Any:
+        """Return a prepared representation, with the labels of its rows."""
+        return self.prepare(x) if labels is None else self.prepare(x, labels)
+
+    def labels_of(self, number: int) -> Array | None:
+        """Return the labels of all rows, or None."""
+        return None if self.labels is None else to_device(self.labels(number))
 
 
 def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
     """Return the form over features, or the form over samples if it exists and takes fewer multiplications."""
-    form = form._replace(narrow=False, cut="")  # programs do not depend on them
+    form = form._replace(narrow=False, cut="", labels=None)  # programs do not depend on them
     p, q = max(p, q), min(p, q)
     if form.gram is None or n * (items * p + pairs) >= p * (items * p + pairs * q):
         return form
@@ -155,7 +165,8 @@ def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     for name in form.sides:
         check_size(form, name, both[name].shape[0], both[name].shape[1])
         warn_dropped(form, name, both[name])
-    value = compared(of_sizes(form, x.shape[0], x.shape[1], y.shape[1]), *in_common_dtype(x, y))
+    sized = of_sizes(form, x.shape[0], x.shape[1], y.shape[1])
+    value = compared(sized, *in_common_dtype(x, y), form.labels_of(x.shape[0]))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
         for name, array in both.items():
@@ -164,9 +175,9 @@ def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
 
 
 @eqx.filter_jit
-def compared(form: Form, x: Array, y: Array) -> Array:
-    """Return a measure of two arrays of one dtype."""
-    return form.compare(form.prepare(x), form.prepare(y))
+def compared(form: Form, x: Array, y: Array, labels: Array | None = None) -> Array:
+    """Return a measure of two arrays of one dtype, with labels of their rows."""
+    return form.compare(form.prepared(x, labels), form.prepared(y, labels))
 
 
 def real_numbers(name: str, value: Any, words: str, *, gates: int = 1) -> Any:

@@ -1,7 +1,7 @@
 """All measures of similarity with their properties."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from math import inf, log, pi
 from typing import Any
 
@@ -174,8 +174,12 @@ def custom_measure(
     range: tuple[float, float] = (-inf, inf),
     symmetric: bool = False,
     population: bool = False,
+    rows: bool = False,
 ) -> Measure:
     """Return a function of two representations as a measure.
+
+    A function that divides the samples at random, as into folds, must decide by row numbers: an interval leaves samples
+    out, and a division that changes with their number adds its own noise.
 
     Args:
         function: Function f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.
@@ -184,6 +188,7 @@ def custom_measure(
         range: Smallest and largest value.
         symmetric: If True, x and y may be exchanged.
         population: If True, it converges as 1 / n with the number n of samples, and intervals remove its bias.
+        rows: If True, `function` is f(x, y, rows, **options), with the numbers [n] of the samples among all samples.
 
     Returns:
         A measure for `pairwise`, `compare` and `permutation_test`.
@@ -194,8 +199,8 @@ def custom_measure(
     if not callable(function):
         fail_kind("function", "be a function of two arrays", repr(function))
     return Measure(
-        function,
-        partial(_opaque, function),
+        _with_all_rows(function) if rows else function,
+        partial(_of_rows if rows else _opaque, function),
         range=range,
         identical=identical,
         symmetric=symmetric,
@@ -208,9 +213,33 @@ def _opaque(function: Callable[..., Array], **options: Any) -> Form:
     return Form(jnp.asarray, eqx.Partial(_one_number, function, **options))
 
 
-def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:
+def _with_all_rows(function: Callable[..., Array]) -> Callable[..., Array]:
+    @wraps(function)
+    def of_all(x: Any, y: Any, **options: Any) -> Array:
+        return function(x, y, jnp.arange(len(x)), **options)
+
+    return of_all
+
+
+def _of_rows(function: Callable[..., Array], **options: Any) -> Form:
+    check_call("measure", partial(function, **options), ("x", "y", "rows"))
+    return Form(_beside_rows, eqx.Partial(_number_of_rows, function, **options), labels=np.arange)
+
+
+def _beside_rows(x: Array, rows: Array) -> tuple[Array, Array]:
+    return x, rows
+
+
+def _number_of_rows(
+    function: Callable[..., Array], a: tuple[Array, Array], b: tuple[Array, Array], **options: Any
+) -> Array:
+    x, rows = a
+    return _one_number(function, x, b[0], rows, **options)
+
+
+def _one_number(function: Callable[..., Array], *arrays: Array, **options: Any) -> Array:
     try:
-        value = function(x, y, **options)
+        value = function(*arrays, **options)
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
         advice = f"It is compiled, and {type(error).__name__} came"
         fail_kind("measure", "be a function of JAX's operations", describe(function), advice)

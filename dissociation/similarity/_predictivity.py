@@ -1,5 +1,8 @@
 """Linear predictivity of one representation from another."""
 
+from functools import partial
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,21 +21,31 @@ from dissociation.similarity._base import Features, Form, OtherFeatures, Score
 FOLDS = ("shuffled", "contiguous")
 """Folds by a fixed permutation, or blocks of rows for time series."""
 
-Maps = tuple[Array, list[tuple[Array, Array]]]
-"""Centred features, and of each fold a transposed pseudo-inverse and the held-out features."""
+Maps = tuple[Array, Array | None, list[tuple[Array, Array]]]
+"""Centred features, the fold of each row, and of each fold a transposed pseudo-inverse and the held-out features."""
 
 
-def _in_folds(x: Array, num_folds: int | None, folds: str) -> list[tuple[Array, Array]]:
-    """Return the training and the held-out part of each fold."""
-    if num_folds is None:
-        return [(centre(x), centre(x))]
-    rows, found = np.arange(x.shape[0]), []
-    for held_out in splits.folds(len(rows), num_folds, contiguous=folds == "contiguous"):
-        train = x[np.setdiff1d(rows, held_out)]
-        own = centre(train)
-        # Both parts have the training part's mean, as the fit has no access to held-out samples.
-        found.append((own, x[held_out] - (train[:1] - own[:1])))
-    return found
+class _Fold(NamedTuple):
+    """Rows that are fitted and rows that are predicted, zero elsewhere."""
+
+    kept: Array  # True for rows that are fitted, [n]
+    fitted: Array  # [n, p]
+    held_out: Array  # [n, p]
+
+
+def _in_folds(x: Array, fold_of: Array | None, num_folds: int | None) -> list[_Fold]:
+    """Return the parts of each fold, by the fold of each row; without folds all rows are fitted and predicted."""
+    if num_folds is None or fold_of is None:
+        centred = centre(x)
+        return [_Fold(jnp.ones(len(x), bool), centred, centred)]
+    parts = []
+    for fold in range(num_folds):
+        kept = fold_of != fold
+        # Both parts have the mean of the fitted part, because the fit has no access to held-out samples.
+        centred = centre(x, kept)
+        rows = kept[:, None]
+        parts.append(_Fold(kept, jnp.where(rows, centred, 0.0), jnp.where(rows, 0.0, centred)))
+    return parts
 
 
 def _per_square(alpha: Array, unit: Array) -> Array:
@@ -44,22 +57,24 @@ def _shrunk(values: Array, alpha: Array) -> Array:
     return values / (values**2 + alpha)
 
 
-def _maps(x: Array, alpha: Array, num_folds: int | None, folds: str) -> Maps:
+def _maps(x: Array, fold_of: Array | None = None, *, alpha: Array, num_folds: int | None) -> Maps:
     """Return the maps of one alpha, which have a derivative for every spectrum."""
     x, unit = base.centred(x)
     alpha, maps = _per_square(alpha, unit), []
-    for own, held_out in _in_folds(x, num_folds, folds):
+    for fold in _in_folds(x, fold_of, num_folds):
         # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
-        sizes = jnp.where(alpha > 0, 1.0, base.column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
-        maps.append((singular_map(_shrunk, own / sizes, alpha), held_out / sizes))
-    return x, maps
+        as_they_are = (alpha > 0) | (x.shape[1] >= jnp.sum(fold.kept))
+        sizes = jnp.where(as_they_are, 1.0, base.column_sizes(fold.fitted))
+        maps.append((singular_map(_shrunk, fold.fitted / sizes, alpha), fold.held_out / sizes))
+    return x, fold_of, maps
 
 
-def _score(a: Maps, b: Maps, num_folds: int | None, folds: str) -> Array:
-    y = b[0]
+def _score(a: Maps, b: Maps, num_folds: int | None) -> Array:
+    y, fold_of, _ = b
     wrong = jnp.zeros((), y.dtype)
-    for (inverse, held_out), (known, truth) in zip(a[1], _in_folds(y, num_folds, folds), strict=True):
-        wrong = wrong + jnp.sum((truth - product(held_out, product(inverse.T, known))) ** 2)
+    for (inverse, held_out), fold in zip(a[2], _in_folds(y, fold_of, num_folds), strict=True):
+        predicted = product(held_out, product(inverse.T, fold.fitted))
+        wrong = wrong + jnp.sum((fold.held_out - predicted) ** 2)
     return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
@@ -68,10 +83,13 @@ def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: 
     check_non_negative("alpha", alpha)
     check_choice("folds", folds, FOLDS)
     count = None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
-    prepare = eqx.Partial(_maps, alpha=to_device(alpha, float), num_folds=count, folds=folds)
-    score = eqx.Partial(_score, num_folds=count, folds=folds)
+    prepare = eqx.Partial(_maps, alpha=to_device(alpha, float), num_folds=count)
+    score = eqx.Partial(_score, num_folds=count)
     cut = "scaled" if not is_traced(alpha) and float(alpha) == 0 else ""
-    return Form(prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x")
+    labels = None
+    if count is not None:
+        labels = partial(splits.fold_numbers, num_folds=count, contiguous=folds == "contiguous")
+    return Form(prepare, score, minimum=count or 2, narrow=count is None, cut=cut, sides="x", labels=labels)
 
 
 @validated(finite=("x", "y"))
@@ -132,16 +150,17 @@ def predictivity_path(
     base.check_size(predictivity_form(num_folds=num_folds, folds=folds), "x", x.shape[0], x.shape[1])
     base.refuse_constant("y", y)
     x, y = base.in_common_dtype(x, y)
-    return _path(x, y, to_device(alphas), num_folds, folds)
+    fold_of = predictivity_form(num_folds=num_folds, folds=folds).labels_of(len(x))
+    return _path(x, y, to_device(alphas), fold_of, num_folds)
 
 
 @eqx.filter_jit
-def _path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
+def _path(x: Array, y: Array, alphas: Array, fold_of: Array | None, num_folds: int | None) -> Array:
     """Return R^2 at every alpha, from one decomposition per fold."""
     (x, unit), (y, _) = base.centred(x), base.centred(y)
     penalties, wrong = _per_square(alphas, unit), jnp.zeros(alphas.shape, x.dtype)
-    parts = (_in_folds(each, num_folds, folds) for each in (x, y))
-    for (own, held_out), (known, truth) in zip(*parts, strict=True):
+    parts = (_in_folds(each, fold_of, num_folds) for each in (x, y))
+    for (_, own, held_out), (_, known, truth) in zip(*parts, strict=True):
         matrix, undefined = finite_part(own)
         left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
         values = jnp.where(values > rank_cut(matrix) * values[0], values, jnp.inf)  # whose inverse is zero
@@ -155,7 +174,7 @@ def _path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) 
         wrong = wrong + jax.lax.map(missed, penalties) + undefined
     penalised = 1 - wrong / jnp.sum(centre(y) ** 2)
     # Without a penalty, columns are scaled to one size.
-    plain = predictivity_form(num_folds=num_folds, folds=folds)
+    plain = predictivity_form(num_folds=num_folds)._replace(labels=None)
     zero = jnp.zeros((), x.dtype)
-    unpenalised = jax.lax.cond(jnp.any(alphas == 0), lambda: base.compared(plain, x, y), lambda: zero)
+    unpenalised = jax.lax.cond(jnp.any(alphas == 0), lambda: base.compared(plain, x, y, fold_of), lambda: zero)
     return jnp.where(alphas == 0, unpenalised, penalised)

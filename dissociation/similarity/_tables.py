@@ -50,25 +50,33 @@ def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _prepared_bytes(form: Form, stack: Array) -> int:
+def _prepared_bytes(form: Form, stack: Array, labels: Array | None) -> int:
     """Return the size of one prepared representation, in bytes."""
-    return _bytes(jax.eval_shape(lambda stack: form.prepare(stack[0]), stack))
+    return _bytes(jax.eval_shape(lambda stack: form.prepared(stack[0], labels), stack))
 
 
 @eqx.filter_jit
 def _tables(
-    form: Form, first: Stacks, second: Stacks | None, choices: Array | None, task: str, symmetric: bool
+    form: Form,
+    first: Stacks,
+    second: Stacks | None,
+    labels: Array | None,
+    choices: Array | None,
+    task: str,
+    symmetric: bool,
 ) -> Array:
     """Return the measure of all pairs for each choice of samples, [choices, items, others].
 
-    `second` is None for the pairs of one set. For the task "all", return the measure and, if the form has `expected`,
-    its mean over all orders, [1 or 2, items, others].
+    Labels stay with samples if others are left out, and with places if samples change their order. `second` is None for
+    the pairs of one set. For the task "all", return the measure and, if the form has `expected`, its mean over all
+    orders, [1 or 2, items, others].
     """
-    ready = _prepared(form, first, None) if task != "blocks" else None
+    ready = _prepared(form, first, labels, None) if task != "blocks" else None
 
     def prepared(rows: Array | None) -> tuple[list[Any], list[Any]]:
-        a = ready or _prepared(form, first, rows)
-        return a, a if second is None and task != "orders" else _prepared(form, second or first, rows)
+        of_rows = labels[rows] if labels is not None and task == "blocks" else labels
+        a = ready or _prepared(form, first, of_rows, rows)
+        return a, a if second is None and task != "orders" else _prepared(form, second or first, of_rows, rows)
 
     if choices is not None:
         return lax.map(lambda rows: _table(form, *prepared(rows), symmetric), choices)
@@ -80,15 +88,15 @@ def _tables(
     return jnp.stack(found)
 
 
-def _prepared(form: Form, stacks: Stacks, rows: Array | None) -> list[Any]:
+def _prepared(form: Form, stacks: Stacks, labels: Array | None, rows: Array | None) -> list[Any]:
     """Return the prepared representations of a set, in one stack per width."""
     found = []
     for stack in stacks:
         own = stack if rows is None else stack[:, rows]
         # Preparation takes some six times the memory of its result.
-        batch = int(np.clip(BATCH_BYTES // (6 * (_prepared_bytes(form, own) + _bytes(own[0]))), 1, len(own)))
+        batch = int(np.clip(BATCH_BYTES // (6 * (_prepared_bytes(form, own, labels) + _bytes(own[0]))), 1, len(own)))
         # A batch of one would be computed by the slower products of batches.
-        found.append(lax.map(form.prepare, own, batch_size=None if batch == 1 else batch))
+        found.append(lax.map(lambda x: form.prepared(x, labels), own, batch_size=None if batch == 1 else batch))
     return found
 
 
@@ -146,9 +154,9 @@ def _products(a: Array, b: Array) -> Array:
     return total + product(a[:, parts * PART :], b[:, parts * PART :].T)
 
 
-def _pieces(form: Form, one: Items, budget: float) -> list[tuple[Stacks, list[int]]]:
+def _pieces(form: Form, one: Items, labels: Array | None, budget: float) -> list[tuple[Stacks, list[int]]]:
     """Return stacks and their label indices, in as many pieces as memory requires."""
-    sizes = [_prepared_bytes(form, array) for array in one.arrays]
+    sizes = [_prepared_bytes(form, array, labels) for array in one.arrays]
     if np.dot(sizes, [len(array) for array in one.arrays]) <= budget:
         return [(tuple(one.arrays), sum(one.places, start=[]))]
     pieces = []
@@ -173,11 +181,12 @@ def tables(
     symmetric = measure.symmetric and within
     arrays = first.arrays + ([] if within else second.arrays)
     widths, items = [array.shape[2] for array in arrays], sum(array.shape[0] for array in arrays)
+    labels = form.labels_of(arrays[0].shape[1])
     form = of_sizes(form, arrays[0].shape[1], max(widths), min(widths), items=items, pairs=shape[0] * shape[1])
     budget = free_memory(arrays) if budget is None else check_count("memory_budget", budget, minimum=1, maximum=None)
     # Two pieces are held while they are compared.
-    rows = _pieces(form, first, budget / 2)
-    columns = rows if within else _pieces(form, second, budget / 2)
+    rows = _pieces(form, first, labels, budget / 2)
+    columns = rows if within else _pieces(form, second, labels, budget / 2)
 
     pairs = [(i, j) for i in range(len(rows)) for j in range(i if symmetric else 0, len(columns))]
 
@@ -186,7 +195,8 @@ def tables(
         for i, j in pairs:
             (one, own), (other, others) = rows[i], columns[j]
             same = within and i == j
-            part = np.asarray(_tables(form, one, None if same else other, choices, task, symmetric and same))
+            second_stacks = None if same else other
+            part = np.asarray(_tables(form, one, second_stacks, labels, choices, task, symmetric and same))
             found = np.zeros((len(part), *shape), part.dtype) if found is None else found
             found[(slice(None), *np.ix_(own, others))] = part
             if symmetric and not same:
