@@ -27,6 +27,7 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     """
     model = model[0] if isinstance(model, tuple) and len(model) == 2 else model
     if isinstance(model, eqx.nn.MLP):
+        _check_call(model, eqx.nn.MLP, "model.layers[-1].weight and model.layers[-1].bias")
         with jax.ensure_compile_time_eval():
             # Numbers of many sizes, because a clipped activation is the identity on small ones.
             probe = jnp.asarray(np.outer([-1.5, 0.5], 10.0 ** np.arange(-15, 16)).ravel(), float)
@@ -37,8 +38,17 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
         last = (getattr(model, "layers", None) or [None])[-1]
     if not isinstance(last, Affine | eqx.nn.Linear):
         fail_kind("model", "have a linear last layer", f"{type(model).__name__} ending in {last!r:.60}")
+    _check_call(last, Affine if isinstance(last, Affine) else eqx.nn.Linear, "its weights [classes, d] and biases")
     biases = jnp.zeros(last.weight.shape[0], last.weight.dtype) if last.bias is None else last.bias
     return last.weight, biases
+
+
+def _check_call(module: Any, kind: type, weights: str) -> None:
+    """Raise if a module's class calls it otherwise than its base `kind`."""
+    if type(module).__call__ is not kind.__call__:
+        name = type(module).__name__
+        wanted = f"be called as {kind.__name__} is, for its last layer to be known"
+        fail_kind("model", wanted, f"{name}, a subclass with its own __call__", f"Pass {weights}, if they are linear")
 
 
 def class_places(

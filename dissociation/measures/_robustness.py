@@ -149,7 +149,8 @@ def _applied(layer: eqx.nn.Linear, images: Array) -> Array:
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
     """Return the first layer's preactivations and the remaining model, or if it is not linear, images and model."""
-    layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
+    # A subclass may do something else before its first layer.
+    layers = model.layers if type(model) is eqx.nn.MLP else ()
     if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
     # W (x + s n) = W x + s W n, so two applications of the first layer serve all scales.

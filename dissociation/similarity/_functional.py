@@ -1,6 +1,5 @@
 """Functional similarity: comparisons of the outputs of two networks."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,13 @@ from dissociation.similarity._base import Form, Prepared, Score, evaluate, in_co
 Logits = Float[Array | np.ndarray, "n classes"]
 
 
+def _both_logits(x: Array) -> Array:
+    """Return logits of two classes for one column, which is the logit of the second."""
+    return jnp.concatenate([jnp.zeros_like(x), x], 1) if x.shape[1] == 1 else x
+
+
 def _predictions(x: Array) -> Prepared:
+    x = _both_logits(x)
     classes = jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1], dtype=x.dtype)
     return Prepared(classes, jnp.mean(classes, 0))
 
@@ -22,6 +27,10 @@ def _predictions(x: Array) -> Prepared:
 def _agreement(a: Prepared, b: Prepared) -> Array:
     number = a.entries.shape[0]  # counts are exact, a fraction near 1 may round
     return (number - jnp.sum(a.entries * b.entries)) / number
+
+
+def _log_probabilities(x: Array) -> Array:
+    return jax.nn.log_softmax(_both_logits(x), axis=1)
 
 
 def _divergence(a: Array, b: Array) -> Array:
@@ -32,7 +41,7 @@ def _divergence(a: Array, b: Array) -> Array:
 
 DISAGREEMENT = Form(_predictions, _agreement, lambda a, b: 1 - jnp.sum(a.mean * b.mean), minimum=1)
 
-JENSEN_SHANNON = Form(eqx.Partial(jax.nn.log_softmax, axis=1), _divergence, minimum=1)
+JENSEN_SHANNON = Form(_log_probabilities, _divergence, minimum=1)
 
 
 @validated(finite=("x", "y"))
@@ -40,7 +49,7 @@ def disagreement(x: Logits, y: Logits) -> Score:
     """Return the fraction of samples to which two networks assign different classes.
 
     Args:
-        x: Logits or probabilities of one network, [n, classes].
+        x: Logits or probabilities of one network, [n, classes]. One column is the logit of the second of two classes.
         y: Logits or probabilities of the other for the same samples.
 
     Returns:
@@ -63,7 +72,7 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
     (KL(a | m) + KL(b | m)) / 2 with the softmax a and b of logits and m = (a + b) / 2.
 
     Args:
-        x: Logits of one network, [n, classes].
+        x: Logits of one network, [n, classes]. One column is the logit of the second of two classes.
         y: Logits of the other for the same samples.
 
     Returns:
@@ -85,7 +94,7 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
     e_x and e_y are the error rates of the two networks.
 
     Args:
-        x: Logits of one network, [n, classes].
+        x: Logits of one network, [n, classes]. One column is the logit of the second of two classes.
         y: Logits of the other.
         labels: True classes.
 
@@ -108,7 +117,7 @@ def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
 @jax.jit
 def _within_bounds(found: Array, x: Array, y: Array, labels: Array) -> Array:
     # Networks that differ in error must disagree on the difference, and agree wherever both are right.
-    wrong = [jnp.mean(jnp.argmax(one, 1) != labels, dtype=x.dtype) for one in (x, y)]
+    wrong = [jnp.mean(jnp.argmax(_both_logits(one), 1) != labels, dtype=x.dtype) for one in (x, y)]
     least, most = jnp.abs(wrong[0] - wrong[1]), jnp.minimum(wrong[0] + wrong[1], 1.0)
     room = most - least
     return jnp.where(room > 0, (found - least) / jnp.where(room > 0, room, 1.0), jnp.nan)

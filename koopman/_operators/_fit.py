@@ -267,7 +267,7 @@ def _centre_features(
     """Return Nystroem features of x and y, and the default `alpha`."""
     features_x = kernel_features(kernel, centres, coefficients, x)
     features_y = kernel_features(kernel, centres, coefficients, y)
-    return features_x, features_y, kernel_alpha(isinstance(kernel, Linear), jnp.sum(features_x**2) / x.shape[0])
+    return features_x, features_y, kernel_alpha(type(kernel) is Linear, jnp.sum(features_x**2) / x.shape[0])
 
 
 def _from_pairs(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[_Problem, tuple[int, ...]]:
@@ -333,7 +333,7 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
     kernel, number = as_module(kernel), x.shape[0]
     solver, solvers = estimator.solver or "auto", estimator.kernel_solvers
     size, active, solver = latent(estimator.rank, number, "samples", solver, solvers)
-    given, is_linear = estimator.alpha is not None, isinstance(kernel, Linear)
+    given, is_linear = estimator.alpha is not None, type(kernel) is Linear
     asked = to_device(estimator.alpha, x.dtype) if given else None
     grams = gram(kernel, x, x), gram(kernel, y, y)
     gram_x, gram_y, alpha, unit, trace, extreme = _kernel_in_units(*grams, asked, is_linear)
@@ -386,7 +386,7 @@ def _warn_regression(
     """Warn, for explicit features or a linear kernel, if `alpha` or a missing intercept spoils the regression."""
     if is_traced(operator.core) or is_traced(operator.alpha):
         return
-    if kernel is not None and not (isinstance(kernel, Linear) and not isinstance(x, Moments) and x.shape[1] < len(x)):
+    if kernel is not None and not (type(kernel) is Linear and not isinstance(x, Moments) and x.shape[1] < len(x)):
         return
     eps = float(jnp.finfo(operator.core.dtype).eps)
     if isinstance(x, Moments):
