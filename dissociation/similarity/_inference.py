@@ -22,6 +22,7 @@ from dissociation._core.validation import validated
 from dissociation.similarity._base import Features, Measure, OtherFeatures, Prepared, in_common_dtype
 from dissociation.similarity._items import Items, as_items, check_fit, check_sets
 from dissociation.similarity._measures import as_measure
+from dissociation.similarity._orders import Units, all_orders, kinds_of, log_number, random_orders, units_of
 from dissociation.similarity._tables import tables
 from dissociation.training._progress import MeterFactory
 
@@ -32,9 +33,12 @@ CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's correction, Benjamini and Hochberg's, Benjamini and Yekutieli's, or none."""
 
 
-# The cost of moments is the cube of the number of samples.
-FEWEST, MOST = 6, 4096
+# The null of few samples, or of few different ones, has atoms, and the cost of moments is the cube of their number.
+FEWEST, MOST = 20, 4096
 """Limits of the number of samples for tests by moments."""
+
+FEWEST_ORDERS = 1e6
+"""Smallest number of orders that differ for tests by moments."""
 
 LEAST_P_VALUE = 1e-16
 """Smallest p-value from moments. Smaller ones are set to it and printed as "< 1e-16"."""
@@ -241,32 +245,32 @@ def permutation_test(
     first, second = read("x", x), read("y", y)
     number = check_sets([first, second], known)
     check_fit([first, second], form, number)
-    orders = random_orders(key, num_draws, number, known.repeats, blocks=blocks)
+    units = units_of(number, known.repeats)
+    orders, _ = orders_of([first, second], key, num_draws, units, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(number)[None], orders])
     values = np.asarray(tables(known, form, first, second, [("orders", orders)], progress=progress)[0])[:, 0, 0]
     return placed(known, np.asarray(values[0]), values[1:], level)
 
 
-@eqx.filter_jit
-def random_orders(
-    key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
-) -> Array:
-    """Return up to `count` random orders of `number` samples, [count, number].
+def orders_of(
+    sets: Sequence[Items], key: PRNGKey, count: int, units: Units, *, blocks: str = "shuffled"
+) -> tuple[np.ndarray, bool]:
+    """Return orders of the second set's samples but the given one, [orders, n], and True if they are all that differ.
 
-    A sample has `each` positions, which move together. The samples occur `repeats` times, and every repeat has the same
-    order. `blocks="shuffled"` permutes the samples. `blocks="contiguous"` shifts them cyclically, by another number in
-    each order, so that neighbours in a time series stay neighbours.
+    All are listed if they are at most `count`; else up to `count` random ones are drawn.
     """
-    conditions = number // repeats // each
-    if blocks == "contiguous":
-        # Cyclic shifts keep the dependence of neighbours in a time series.
-        shifts = 1 + jax.random.permutation(key, conditions - 1)[:count]
-        orders = (jnp.arange(conditions)[None] + shifts[:, None]) % conditions
-    else:
-        orders = jax.vmap(lambda one: jax.random.permutation(one, conditions))(jax.random.split(key, count))
-    rows = jnp.arange(number).reshape(repeats, conditions, each)
-    return jnp.swapaxes(rows[:, orders], 0, 1).reshape(len(orders), number)
+    if blocks == "shuffled":
+        # Exchanging equal samples changes nothing, which is known of a single representation.
+        kinds = [[np.arange(len(part)) for part in units]]
+        kinds += [kinds_of(one.arrays[0][0], units) for one in sets if len(one.labels) == 1]
+        numbers = [log_number(each) for each in kinds]
+        fewest = int(np.argmin(numbers))
+        if numbers[fewest] <= np.log(count + 1.5):
+            orders = all_orders(units, kinds[fewest])
+            of_first = len(sets) == 2 and len(sets[0].labels) == 1 and fewest == 1
+            return np.argsort(orders, 1) if of_first else orders, True
+    return random_orders(key, count, units, blocks=blocks), False
 
 
 def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:
@@ -471,10 +475,23 @@ def _invariants(gram: Callable[[Array], Prepared], stacks: list[Array], indices:
     return jax.lax.map(lambda index: invariants(jax.lax.switch(index[0], matrices, index[1])), indices)
 
 
-def moment_p_values(values: Any, gram: Any, sets: Sequence[Items]) -> np.ndarray:
+def log_orders(sets: Sequence[Items], units: Units) -> np.ndarray:
+    """Return the logarithm of the number of orders that differ for each pair, [items, others]."""
+    logs = []
+    for one in sets:
+        of_set = np.zeros(len(one.labels))
+        for stack, places in zip(one.arrays, one.places, strict=True):
+            of_set[places] = [log_number(kinds_of(features, units)) for features in np.asarray(stack)]
+        logs.append(of_set)
+    of_all = log_number([np.arange(len(part)) for part in units])
+    return logs[0][:, None] + logs[-1][None] - of_all
+
+
+def moment_p_values(values: Any, gram: Any, sets: Sequence[Items], log_numbers: np.ndarray) -> np.ndarray:
     """Return p-values of inner products of unit matrices over samples, [items, others], from Pearson's type III law.
 
-    It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated.
+    It has the null's exact mean, variance and skewness. P-values below 1 / 1000 are extrapolated, down to one over the
+    number of orders that differ, of which `log_numbers` are logarithms.
     """
     values = np.asarray(values, float)
     stacks: list[Array] = []
@@ -499,4 +516,5 @@ def moment_p_values(values: Any, gram: Any, sets: Sequence[Items]) -> np.ndarray
     known = np.isfinite(values) & (spread > 0) & ~alike
     # Three moments do not determine the far tail.
     tail = np.maximum(stats.pearson3.sf(values, skew, loc=mean, scale=spread), LEAST_P_VALUE)
+    tail = np.maximum(tail, np.exp(-log_numbers))
     return np.where(known, tail, np.where(alike, 1.0, np.nan))

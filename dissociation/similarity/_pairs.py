@@ -20,6 +20,7 @@ from dissociation.similarity import _inference as inference
 from dissociation.similarity._base import Form, Measure, warn_dropped
 from dissociation.similarity._items import Items, Representations, as_items, check_fit, check_sets
 from dissociation.similarity._measures import MEASURES, as_measure
+from dissociation.similarity._orders import units_of
 from dissociation.similarity._tables import Step, tables
 from dissociation.training._progress import MeterFactory
 
@@ -167,8 +168,8 @@ def pairwise(
         others: A second set like the first, whose pairs with the first are compared, as by `compare(x, y, measure)`.
         baseline: If True, compute chance values, exactly if they are known, else over random orders.
         p_values: If True, test each pair against chance; default for one pair. Tests use moments for linear and RBF
-            CKA of 6 to 4096 samples, else random orders with p-values from 1 / (1 + num_orders), see
-            `permutation_test`.
+            CKA of 20 to 4096 samples of which a million orders differ, else random orders with p-values from 1 / (1 +
+            num_orders), or all orders if they are fewer, see `permutation_test`.
         num_orders: Random orders; default 5 for a baseline and 199 for tests. Corrections for many pairs need more.
         key: Random key of the orders, by default a fixed one.
         num_blocks: Blocks of samples for `jackknife_interval`, None for no intervals; default 20 for one pair, if
@@ -215,26 +216,26 @@ def pairwise(
     # Moments and expected values hold for exchangeable samples.
     alike = blocks == "shuffled" and each == 1
     by_moments = form.gram is not None and alike and inference.FEWEST <= number <= inference.MOST
-    drawn = p_values and not by_moments, baseline and (form.expected is None or not alike)
+    rows = units_of(number, known.repeats, each)
+    log_numbers = inference.log_orders(sets, rows) if p_values and by_moments else np.zeros(())
+    few = log_numbers < np.log(inference.FEWEST_ORDERS)
+    drawn = p_values and few.any(), baseline and (form.expected is None or not alike)
     steps: list[Step] = [("all", None)]
     if any(drawn):
         # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         key = jax.random.key(0) if key is None else key
-        steps.append(("orders", inference.random_orders(key, count, number, known.repeats, blocks=blocks, each=each)))
+        orders, are_all = inference.orders_of(sets, key, count, rows, blocks=blocks)
+        steps.append(("orders", orders))
     steps += [("blocks", rows) for rows in kept]
     (values, *expected), *found = tables(known, form, first, second, steps, budget=memory_budget, progress=progress)
     chance: Any = None
-    p_value: Any = None
-    if baseline:
-        chance = np.mean(found[0], 0) if drawn[1] else expected[0]
-    if p_values and by_moments:
-        p_value = inference.moment_p_values(values, form.gram, sets)
-    elif p_values:
-        p_value = inference.placed(known, values, found[0], level).p_value
-    if p_values and within:
-        np.fill_diagonal(p_value, np.nan)
+    if drawn[1]:
+        chance = np.mean([*found[0], values] if are_all else found[0], 0)
+    elif baseline:
+        chance = expected[0]
+    p_value = _p_values(known, form, sets, values, found[0] if drawn[0] else None, log_numbers) if p_values else None
     error = low = high = estimate = None
     if kept:
         leave_outs = np.concatenate(found[any(drawn) :])
@@ -292,6 +293,26 @@ def compare(
     if y is None:
         fail_kind("y", "be representations", "None", "`pairwise` compares one set with itself")
     return pairwise(x, measure, y, **options)
+
+
+def _p_values(
+    measure: Measure,
+    form: Form,
+    sets: Sequence[Items],
+    values: np.ndarray,
+    draws: np.ndarray | None,
+    log_numbers: np.ndarray,
+) -> np.ndarray:
+    """Return p-values by the values `draws` in other orders where few orders differ, else by moments."""
+    few = log_numbers < np.log(inference.FEWEST_ORDERS)
+    p_value = np.full(values.shape, np.nan)
+    if draws is not None:
+        p_value = inference.placed(measure, values, draws, 0.95).p_value
+    if not few.all():
+        p_value = np.where(few, p_value, inference.moment_p_values(values, form.gram, sets, log_numbers))
+    if len(sets) == 1:
+        np.fill_diagonal(p_value, np.nan)
+    return p_value
 
 
 def _outputs(one: Items, layer: str | None) -> tuple[Items, list[int]] | None:
