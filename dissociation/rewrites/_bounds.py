@@ -114,7 +114,9 @@ def similarity_bounds(
             fail_kind("measure", "be computed on the device", f"{measure!r}, a step of which the host does")
         measure = known.function
         # Scaling neurons cannot change such a measure: there is nothing to search.
-        if "D" in known.invariances and (free == "x" or "D" in (known.invariances_of_y or known.invariances)):
+        of_x = known.invariances_at(*first.shape)
+        of_y = known.invariances_of_y or known.invariances
+        if "D" in of_x and (free == "x" or "D" in of_y):
             value, ones = measure(first, second), (jnp.ones_like(first[0]), jnp.ones_like(second[0]))
             return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, starts)))
     return _bounds(first, second, typed(key), jnp.asarray(largest_factor), measure, free == "both", starts, steps)

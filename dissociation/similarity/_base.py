@@ -92,6 +92,8 @@ class Measure:
         invariances: Letters of maps that do not change the measure: O rotations and reflections, S scale, T
             translation, P permutations of neurons, L invertible linear maps, D positive scales of neurons.
         invariances_of_y: Letters of maps of y, if they differ from those of x.
+        invariances_if_narrow: Letters of maps of x among `invariances` that need fewer features than the samples of
+            which a map is fitted, four fifths of all.
         metric: If True, the measure obeys the triangle inequality and is zero for equal representations.
         symmetric: If True, x and y may be exchanged.
         range: Smallest and largest value.
@@ -115,6 +117,7 @@ class Measure:
     metric: bool = False
     symmetric: bool = True
     invariances_of_y: str | None = None
+    invariances_if_narrow: str = ""
     same_width: bool = False
     repeats: int = 1
     # False for measures of k neighbours, because neighbourhoods shrink as n grows, and for sums over samples, because
@@ -141,6 +144,12 @@ class Measure:
     def narrow(self) -> bool:
         """Return True if the measure needs more samples than features, with default options."""
         return self.with_options().narrow
+
+    def invariances_at(self, number: int, width: int) -> str:
+        """Return the letters that hold for `number` samples and `width` features of x, with default options."""
+        if width < number - -(-number // 5):
+            return self.invariances
+        return "".join(letter for letter in self.invariances if letter not in self.invariances_if_narrow)
 
     def with_options(self, **options: Any) -> Form:
         """Return the form of the measure with options."""

@@ -107,8 +107,8 @@ _ALL = (
     Measure(
         predictivity.linear_predictivity, predictivity.predictivity_form,
         equation="1 - sum |y - prediction|^2 / sum |y - mean y|^2, least squares on the other of 5 folds",
-        invariances="OSTPLD", invariances_of_y="OSTP", symmetric=False, range=(-inf, 1.0), cost="5 n p^2 + 5 n p q",
-        reference="Yamins et al. (2014)",
+        invariances="OSTPLD", invariances_of_y="OSTP", invariances_if_narrow="LD", symmetric=False, range=(-inf, 1.0),
+        cost="5 n p^2 + 5 n p q", reference="Yamins et al. (2014)",
     ),
     Measure(
         kernels.rbf_cka, partial(kernels.rbf_form, kernels.double_centred, 2),
