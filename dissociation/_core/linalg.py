@@ -188,21 +188,37 @@ def rank_cut(x: Float[Array, "n p"]) -> float:
     return min(max(x.shape), 300) * float(jnp.finfo(x.dtype).eps)
 
 
+def column_units(x: np.ndarray) -> np.ndarray:
+    """Return powers of two near the largest entries of columns [n, p]; divided by them, ranks depend on no units."""
+    sizes = np.abs(x).max(0, initial=0.0)
+    return np.ldexp(1.0, np.frexp(np.where(sizes > 0, sizes, 1.0))[1])
+
+
+def num_directions(x: np.ndarray, rtol: float) -> int:
+    """Return the number of singular values that exceed a fraction of the largest."""
+    values = np.linalg.svd(x, compute_uv=False)
+    return int(np.sum(values > rtol * values[0])) if values.size else 0
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def singular_map(
-    function: Callable[[Array, Array], Array], x: Float[Array, "n p"], parameter: Float[Array, "..."]
+    function: Callable[[Array, Array], Array],
+    x: Float[Array, "n p"],
+    parameter: Float[Array, "..."],
+    cut: float | Float[Array, ""],
 ) -> Float[Array, "n p"]:
     """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s [k], in falling order.
 
-    `function` f(s, parameter) is hashable and acts entry by entry, up to locally constant factors.
+    `function` f(s, parameter) is hashable and acts entry by entry, up to locally constant factors. Up to the fraction
+    `cut` of the largest, s are negligible.
     """
-    return _singular(function, x, parameter)[0]
+    return _singular(function, x, parameter, cut)[0]
 
 
-def _singular(function: Any, x: Array, parameter: Array) -> tuple[Array, ...]:
+def _singular(function: Any, x: Array, parameter: Array, cut: float | Array) -> tuple[Array, ...]:
     x, undefined = finite_part(x)
     left, values, right = jnp.linalg.svd(x, full_matrices=False)
-    kept = values > rank_cut(x) * values[0]
+    kept = values > cut * values[0]
     values = jnp.where(kept, values, 0.0)
     mapped = jnp.where(kept, function(values, parameter), 0.0)
     return product(left * mapped[None], right) + undefined, left, values, right, mapped
@@ -210,8 +226,8 @@ def _singular(function: Any, x: Array, parameter: Array) -> tuple[Array, ...]:
 
 @singular_map.defjvp
 def _singular_map_jvp(function: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, parameter), (dx, dparameter) = primals, tangents
-    image, left, values, right, mapped = _singular(function, x, parameter)
+    (x, parameter, cut), (dx, dparameter, _) = primals, tangents
+    image, left, values, right, mapped = _singular(function, x, parameter, cut)
     kept = values > 0
     slope, change = (
         jnp.where(kept, jax.jvp(lambda *args: function(*args), (values, parameter), direction)[1], 0.0)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_count, check_non_negative, check_single, fail, is_traced
-from dissociation._core.linalg import product, rank_cut
+from dissociation._core.linalg import product, rank_cut, scale_of
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
@@ -245,6 +245,8 @@ def second_readout_loss(
         y: Targets of the second task.
     """
     hidden = network.hidden(jnp.asarray(x))
+    # The span does not depend on the neurons' scales.
+    hidden = hidden / scale_of(jnp.max(jnp.abs(hidden), 0, keepdims=True))
     left, values, _ = jnp.linalg.svd(hidden, full_matrices=False)
     kept = values > rank_cut(hidden) * values[0]
     basis = jnp.where(kept[None], left, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dissociation._core.checks import check_count, check_finite, check_known, check_non_negative, fail
-from dissociation._core.linalg import product
+from dissociation._core.linalg import column_units, num_directions, product
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 
@@ -93,7 +93,8 @@ def make_task(
         y: Targets.
         rtol: Fraction of the largest singular value of x, and of y for the best predictions, up to which singular
             values count as zero. Such components of x are removed. Default: the coarsest rounding of x, of y and of
-            JAX's dtype for them, times the larger size of x, at most 300.
+            JAX's dtype for them, times the larger size of x, at most 300, by which directions are counted on columns
+            divided by their sizes, so that units do not matter.
 
     Returns:
         The task, in the dtype of JAX for x and y. If singular values differ, a key draws the same networks from it on
@@ -108,11 +109,12 @@ def make_task(
     """
     check_known("its rank sets shapes", x=x, y=y)
     dtype = jnp.result_type(jnp.asarray(x[:1, :1]), jnp.asarray(y[:1, :1]))
+    is_default = rtol is None
     if rtol is None:
         floats = [kind for kind in (x.dtype, y.dtype, dtype) if jnp.issubdtype(kind, jnp.floating)]
         rtol = min(max(x.shape), 300) * max(float(jnp.finfo(kind).eps) for kind in floats)
     check_non_negative("rtol", rtol)
-    return _decomposed(np.asarray(x, float), np.asarray(y, float), rtol, dtype)
+    return _decomposed(np.asarray(x, float), np.asarray(y, float), rtol, dtype, evens=is_default)
 
 
 def check_semidefinite(name: str, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,15 +128,19 @@ def check_semidefinite(name: str, matrix: np.ndarray) -> tuple[np.ndarray, np.nd
     return values, vectors
 
 
-def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any) -> Task:
+def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any, *, evens: bool = False) -> Task:
+    """Return the task; with `evens`, directions are counted on columns divided by their units."""
+    units = column_units(given) if evens else np.ones(given.shape[1])
+    target_units = column_units(targets) if evens else np.ones(targets.shape[1])
     samples, values, inputs = np.linalg.svd(given, full_matrices=False)
-    number = int(np.sum(values > rtol * values[0])) if values.size else 0
+    number = num_directions(given / units, rtol)
     samples, inputs = _signed(samples[:, :number], inputs[:number].T)
     cut = values[number:].any()
     values = values[:number]
     given = (samples * values) @ inputs.T if cut else given
     left, sizes, right = np.linalg.svd(targets.T @ samples, full_matrices=False)
-    rank = int(np.sum(sizes > rtol * np.linalg.norm(targets, 2)))
+    predictions = np.linalg.svd((targets / target_units).T @ samples, compute_uv=False)
+    rank = int(np.sum(predictions > rtol * np.linalg.norm(targets / target_units, 2)))
     if not rank:
         fail("y", "depend on x linearly", f"best predictions of zero, by `rtol` {rtol:.2g}")
     sizes = sizes[:rank]

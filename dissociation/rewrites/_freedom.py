@@ -9,6 +9,7 @@ from scipy.linalg import eigh
 from scipy.optimize import nnls
 
 from dissociation._core.checks import check_choice, check_finite, fail, is_traced
+from dissociation._core.linalg import column_units, num_directions
 from dissociation._core.results import printed
 from dissociation._core.validation import validated
 from dissociation.rewrites._certificate import Certificate, certify
@@ -181,7 +182,7 @@ def linear_cka_freedom(
     """
     (columns, _, _), (other, _, _) = _centred("x", x), _centred("reference", reference)
     basis, sizes, rows = np.linalg.svd(columns, full_matrices=False)
-    rank = int((sizes > sizes[0] * max(columns.shape) * np.finfo(x.dtype).eps).sum())
+    rank = num_directions(columns / column_units(columns), min(max(columns.shape), 300) * float(jnp.finfo(x.dtype).eps))
     basis, sizes, rows = basis[:, :rank], sizes[:rank], rows[:rank]
     size = np.linalg.norm(other.T @ other)
     seen = other.T @ basis

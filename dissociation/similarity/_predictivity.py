@@ -65,7 +65,9 @@ def _maps(x: Array, fold_of: Array | None = None, *, alpha: Array, num_folds: in
         # Sizes of columns affect a penalty, and the least norm if there are more columns than rows.
         as_they_are = (alpha > 0) | (x.shape[1] >= jnp.sum(fold.kept))
         sizes = jnp.where(as_they_are, 1.0, base.column_sizes(fold.fitted))
-        maps.append((singular_map(_shrunk, fold.fitted / sizes, alpha), fold.held_out / sizes))
+        # A penalty leaves no direction negligible.
+        cut = jnp.where(alpha > 0, 0.0, rank_cut(x))
+        maps.append((singular_map(_shrunk, fold.fitted / sizes, alpha, cut), fold.held_out / sizes))
     return x, fold_of, maps
 
 
@@ -163,7 +165,7 @@ def _path(x: Array, y: Array, alphas: Array, fold_of: Array | None, num_folds: i
     for (_, own, held_out), (_, known, truth) in zip(*parts, strict=True):
         matrix, undefined = finite_part(own)
         left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-        values = jnp.where(values > rank_cut(matrix) * values[0], values, jnp.inf)  # whose inverse is zero
+        values = jnp.where(values > 0, values, jnp.inf)  # whose inverse is zero
         # In singular vectors a ridge penalty only shrinks, so one decomposition serves all alphas.
         latent, ahead = product(left.T, known), product(held_out, right.T)
 

@@ -8,7 +8,7 @@ from jaxtyping import Array
 from dissociation._core.checks import check_non_negative, check_single, fail, is_traced
 from dissociation._core.conversion import to_device
 from dissociation._core.distances import root
-from dissociation._core.linalg import finite_part, nuclear_norm, product, singular_map
+from dissociation._core.linalg import finite_part, nuclear_norm, product, rank_cut, singular_map
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity import _base as base
@@ -49,7 +49,7 @@ def _whitened(x: Array, a: Array) -> Array:
     parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
     # At a = 0 a scale per neuron has no effect, and the rank is cut on columns of one size.
     x = x / jnp.where(a > 0, 1.0, base.column_sizes(x))
-    return base.unit(base.narrowed(singular_map(_partly, base.unit(x), parameter)))
+    return base.unit(base.narrowed(singular_map(_partly, base.unit(x), parameter, rank_cut(x))))
 
 
 def _partly(values: Array, parameter: Array) -> Array:
@@ -159,7 +159,7 @@ def basis(x: Array) -> tuple[Array, Array]:
     """Return the polar factor of centred features and its rank, NaN for rank 0."""
     x, _ = base.centred(x)
     # A covariance would square the condition number. A scale per neuron has no effect, so columns get one size first.
-    return _ranked(singular_map(_shrunk, x / base.column_sizes(x), jnp.zeros((), x.dtype)))
+    return _ranked(singular_map(_shrunk, x / base.column_sizes(x), jnp.zeros((), x.dtype), rank_cut(x)))
 
 
 def _ranked(q: Array) -> tuple[Array, Array]:
@@ -173,7 +173,7 @@ def _leading(values: Array, variance: Array) -> Array:
 
 
 def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:
-    return _ranked(singular_map(_leading, base.centred(x)[0], variance.astype(x.dtype)))
+    return _ranked(singular_map(_leading, base.centred(x)[0], variance.astype(x.dtype), rank_cut(x)))
 
 
 def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
@@ -197,7 +197,7 @@ def _weighted(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> A
 def _regularised(x: Array, lam: Array) -> Array:
     x, _ = base.centred(x)
     evened = x / jnp.where(lam > 0, 1.0, base.column_sizes(x))
-    return base.narrowed(singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2)))
+    return base.narrowed(singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2), rank_cut(x)))
 
 
 def _gulp_distance(a: Array, b: Array) -> Array:
