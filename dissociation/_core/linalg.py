@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Inexact
+from scipy.linalg import svdvals
 
 from dissociation._core.checks import check_non_negative
 from dissociation._core.conversion import to_device
@@ -64,7 +65,7 @@ def centre(
     else:
         first = jnp.argmax(kept)
         weights = kept[:, None]
-    even = jnp.all(x == x[first], 0, where=weights)
+    even = jnp.all(x == x[first][None], 0, where=weights)
     centred = x - jnp.mean(x, 0, where=weights)[None]
     # The first mean carries the rounding of a large offset.
     centred = centred - jnp.mean(centred, 0, where=weights)[None]
@@ -196,7 +197,7 @@ def column_units(x: np.ndarray) -> np.ndarray:
 
 def num_directions(x: np.ndarray, rtol: float) -> int:
     """Return the number of singular values that exceed a fraction of the largest."""
-    values = np.linalg.svd(x, compute_uv=False)
+    values = svdvals(x)
     return int(np.sum(values > rtol * values[0])) if values.size else 0
 
 

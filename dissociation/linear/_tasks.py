@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from scipy.linalg import svdvals
 
 from dissociation._core.checks import check_count, check_finite, check_known, check_non_negative, fail
 from dissociation._core.linalg import column_units, num_directions, product
@@ -139,7 +140,7 @@ def _decomposed(given: np.ndarray, targets: np.ndarray, rtol: float, dtype: Any,
     values = values[:number]
     given = (samples * values) @ inputs.T if cut else given
     left, sizes, right = np.linalg.svd(targets.T @ samples, full_matrices=False)
-    predictions = np.linalg.svd((targets / target_units).T @ samples, compute_uv=False)
+    predictions = svdvals((targets / target_units).T @ samples)
     rank = int(np.sum(predictions > rtol * np.linalg.norm(targets / target_units, 2)))
     if not rank:
         fail("y", "depend on x linearly", f"best predictions of zero, by `rtol` {rtol:.2g}")

@@ -263,7 +263,7 @@ def orders_of(
     if blocks == "shuffled":
         # Exchanging equal samples changes nothing, which is known of a single representation.
         kinds = [[np.arange(len(part)) for part in units]]
-        kinds += [kinds_of(one.arrays[0][0], units) for one in sets if len(one.labels) == 1]
+        kinds += [kinds_of(np.asarray(one.arrays[0])[0], units) for one in sets if len(one.labels) == 1]
         numbers = [log_number(each) for each in kinds]
         fewest = int(np.argmin(numbers))
         if numbers[fewest] <= np.log(count + 1.5):

@@ -339,7 +339,7 @@ def _of_outputs(
         return [None, None, None]
     of_measure = values[np.ix_(own[1], other[1])]
     classes = {outputs.arrays[0].shape[2] for outputs, _ in (own, other)}
-    if len(classes) > 1:
+    if len(classes) > 1 or classes == {1}:
         return [None, None, of_measure]
     members = np.ix_(*([member for _, member in one.labels] for one in (first, second)))
     known = [MEASURES[name] for name in FUNCTIONAL]
