@@ -1,0 +1,56 @@
+"""Columns in mixed units: ranks are counted without them where the definition does not depend on them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.linear import LinearNetwork, make_task, second_readout_loss
+from dissociation.rewrites import linear_cka_freedom
+from dissociation.similarity import linear_predictivity, predictivity_path
+
+DRAWS = np.random.default_rng(0)
+X = DRAWS.normal(size=(80, 4))
+MAP = DRAWS.normal(size=(4, 3))
+UNITS = np.array([1e6, 1.0, 1e-3, 30.0])
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_task_has_the_rank_of_its_inputs_in_any_units(dependent):
+    x = np.concatenate([X, X[:, :1] + X[:, 1:2]], 1) if dependent else X
+    units = np.append(UNITS, 1e-5)[: x.shape[1]]
+    y = X @ MAP
+    plain = make_task(x, y)
+    scaled = make_task(x * units, y * [1.0, 1e5, 1e-4])
+    assert len(scaled.input_values) == len(plain.input_values) == 4
+    assert scaled.rank == plain.rank == 3
+    predictions = (x * units) @ np.asarray(scaled.best_map, float).T
+    np.testing.assert_allclose(predictions, y * [1.0, 1e5, 1e-4], rtol=2e-3, atol=1e-2)
+    assert len(make_task(x * units, y, rtol=1e-3).input_values) == 1  # as asked
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1e-3, 1.0])
+def test_a_ridge_has_no_cut(alpha):
+    x = X * [1e5, 1.0, 1.0, 1.0]
+    y = X[:, 1:] + 0.1 * DRAWS.normal(size=(80, 3))
+    expected = float(linear_predictivity(X, y))
+    assert expected > 0.9
+    assert float(linear_predictivity(x, y, alpha=alpha)) == pytest.approx(expected, abs=2e-3)
+    assert float(predictivity_path(x, y, np.array([alpha]))[0]) == pytest.approx(expected, abs=2e-3)
+
+
+def test_the_span_of_hidden_neurons_does_not_depend_on_their_scales():
+    first = DRAWS.normal(size=(6, 4)).astype(np.float32)
+    second = DRAWS.normal(size=(3, 6)).astype(np.float32)
+    scales = np.array([1e3, 1e-3, 1e3, 1e-3, 1.0, 1.0], np.float32)
+    network = LinearNetwork((jnp.asarray(first * scales[:, None]), jnp.asarray(second / scales)))
+    assert float(second_readout_loss(network, X, X @ MAP)) < 1e-8
+
+
+def test_limits_of_cka_do_not_depend_on_the_dtype_or_the_number_of_samples():
+    hidden = DRAWS.normal(size=(20_000, 6))
+    x = hidden * [1, 1, 1, 1e-3, 1e-3, 1e-3]
+    reference = hidden @ DRAWS.normal(size=(6, 6)) + 0.1 * DRAWS.normal(size=(20_000, 6))
+    narrow = linear_cka_freedom(x.astype(np.float32), reference.astype(np.float32))
+    wide = linear_cka_freedom(x, reference)
+    assert narrow.low == pytest.approx(wide.low, rel=1e-3)
+    assert narrow.high == pytest.approx(wide.high, rel=1e-3)
