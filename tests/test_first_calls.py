@@ -52,8 +52,13 @@ PROGRAMS = {
 """Most programs of each call, by job. A number rises only with a reason beside it."""
 
 
+SLOW = ("transformer", "layers", "checks", "similarities", "sweep")
+"""Jobs that compile for more than two seconds: nothing compiled before may be reused."""
+JOBS = [pytest.param(job.__name__, marks=pytest.mark.slow if job.__name__ in SLOW else ()) for job in first_calls.JOBS]
+
+
 @pytest.mark.skipif(jax.__version__ != JAX, reason=f"numbers of programs are those of JAX {JAX}")
-@pytest.mark.parametrize("job", [job.__name__ for job in first_calls.JOBS])
+@pytest.mark.parametrize("job", JOBS)
 def test_first_calls_compile_few_programs(job):
     jax.clear_caches()
     calls = PROGRAMS[job]

@@ -218,14 +218,13 @@ def changes(function, model):
 
 def separate_rewrites(group):
     """Of every copy by itself."""
-    keys = jax.random.split(jax.random.key(3), 4)
-    yield rewrites.permute(group, key=keys[0])
+    rng = np.random.default_rng(3)
+    yield rewrites.permute(group, key=jax.random.key(3))
     if group.scaling is not None:
-        yield rewrites.scale(group, jnp.exp(jax.random.normal(keys[1], (group.copies, group.size))))
+        yield rewrites.scale(group, np.exp(rng.normal(size=(group.copies, group.size))))
     if group.linear is not None:
-        yield rewrites.rotate(group, key=keys[2])
-        noise = jax.random.normal(keys[3], (group.copies, group.size, group.size))
-        yield rewrites.rotate(group, jnp.eye(group.size)[None] + 0.3 * noise)
+        noise = rng.normal(size=(group.copies, group.size, group.size))
+        yield rewrites.rotate(group, np.eye(group.size) + 0.3 * noise)
 
 
 @pytest.mark.parametrize("name", SEPARATE)
@@ -239,6 +238,22 @@ def test_copies_move_separately(name):
         for group in groups.values():
             for rewrite in separate_rewrites(group):
                 assert change(rewrite(model)) < 1e-12, (group, rewrite)
+
+
+def test_random_rotations_turn_each_copy_by_itself():
+    function, kinds, _ = SEPARATE["attention"]
+    with jax.enable_x64(True):
+        model = weights(kinds)
+        groups = neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function)
+        change = changes(function, model)
+        linear = [group for group in groups.values() if group.linear is not None]
+        values = next(group for group in linear if "['v']" in {slot.path for slot in group.slots})
+        turned = rewrites.rotate(values, key=jax.random.key(3))(model)
+        assert change(turned) < 1e-12
+        # The rotation of a head: v of the head is turned by it.
+        turns = [np.linalg.lstsq(model["v"][:, head], turned["v"][:, head])[0] for head in range(HEADS)]
+        np.testing.assert_allclose(turns[0] @ turns[0].T, np.eye(DIM), atol=1e-10)
+        assert np.abs(turns[0] - turns[1]).max() > 0.1
 
 
 def forced(group):

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from dissociation import bmap, member_mesh, use_all_cores
-from dissociation.training import Epochs, Save, fit, make_step
+from dissociation.training import Epochs, FullBatch, Save, fit, make_step
 from dissociation.training import _run as run_module
 from dissociation.training._machine import CALLBACKS, available_cores, number_of_threads, run_tasks, runs_in_parallel
 from dissociation.training._members import place_members
@@ -170,14 +170,29 @@ MODELS = {
 }
 
 
+X = np.random.default_rng(0).normal(size=(30, 6)).astype(np.float32)
+
+
+@eqx.filter_jit
+def drawn(kind, key, number):
+    """Return `number` models of a kind."""
+    return eqx.filter_vmap(MODELS[kind])(jax.random.split(key, number))
+
+
 @pytest.mark.parametrize(
-    ("kind", "member_map"), [("one output", "scan"), ("ten outputs", "unroll"), ("convolution", "unroll")]
+    ("kind", "member_map"),
+    [
+        # Three devices and two shapes: a program for each.
+        pytest.param("one output", "scan", marks=pytest.mark.slow),
+        pytest.param("ten outputs", "unroll", marks=pytest.mark.slow),
+        ("convolution", "unroll"),
+    ],
 )
 def test_members_in_parallel_agree_with_one_after_another(three_cores, seen, kind, member_map, key):
-    """Trained, observed with a decomposition, frozen; seven members, which three threads do not divide."""
-    models = eqx.filter_vmap(MODELS[kind])(jax.random.split(key, 7))
-    x = jax.random.normal(key, (20, 6))
-    y = jnp.sin(3 * x[:, 0]) + 0.1
+    """Trained, observed with a decomposition, frozen; five members, which three threads do not divide."""
+    models = drawn(kind, key, 5)
+    x = X[:20]
+    y = np.sin(3 * x[:, 0]) + 0.1
     placed = jax.device_put(jnp.ones((1, 6)), jax.devices()[0])  # what a loss closes over may have been put on a device
 
     def loss(model, batch, key):
@@ -188,13 +203,17 @@ def test_members_in_parallel_agree_with_one_after_another(three_cores, seen, kin
         weights = jax.tree.leaves(eqx.filter(model, eqx.is_array))
         return jnp.linalg.svd(weights[0].reshape(2, -1))[1] + jax.random.normal(key)
 
-    def trained(**layout):
-        freeze = lambda step, records: np.arange(7) == 2 if step == 4 else None  # noqa: E731
-        options = {"save": Save(observe, at=[0, 4, 9]), "callbacks": [freeze], "member_map": member_map, **layout}
-        return fit(models, make_step(loss, optax.adam(0.1)), Epochs((x, y), 8), num_steps=9, key=key, **options)
+    freeze = lambda step, records: np.arange(5) == 2 if step == 4 else None  # noqa: E731
+    options = {"save": Save(observe, at=[0, 4, 8]), "callbacks": [freeze], "member_map": member_map}
+    step = make_step(loss, optax.adam(0.1))
+    sampler = Epochs((x, y), 10)
 
-    alone, over = trained(mesh=None), trained()
-    parts = 7 if member_map == "unroll" else 1
+    def trained(**layout):
+        return fit(models, step, sampler, num_steps=8, key=key, **options, **layout)
+
+    alone = trained(mesh=None)
+    over = trained()
+    parts = 5 if member_map == "unroll" else 1
     assert seen[0] == (parts, 1)
     assert seen[-1] == (max(parts, 3), 3)
     close(alone.models, over.models)
@@ -206,45 +225,51 @@ def test_members_in_parallel_agree_with_one_after_another(three_cores, seen, kin
 
 @pytest.mark.parametrize(("kind", "number"), [("one output", 2), ("ten outputs", 3), ("convolution", 7)])
 def test_bmap_in_parallel_agrees_with_one_after_another(three_cores, seen, kind, number, key, monkeypatch):
-    models = eqx.filter_vmap(MODELS[kind])(jax.random.split(key, number))
-    x = jax.random.normal(key, (30, 6))
+    models = drawn(kind, key, number)
 
     def gradient(model, x):
         return eqx.filter_grad(lambda model: jnp.sum(jax.vmap(model)(x) ** 2))(model)
 
     mapped = bmap(gradient, in_axes=(eqx.if_array(0), None), batch_size=1, loop="scan")
-    over = mapped(models, x)
+    over = mapped(models, X)
     assert seen == [(min(number, 3), 3 if number > 2 else 2)]
     monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 1)
-    close(mapped(models, x), over)
-    close(eqx.filter_jit(mapped)(models, x), over)
+    close(mapped(models, X), over)
+    close(eqx.filter_jit(mapped)(models, X), over)
 
 
-def test_what_looks_for_nan_or_compiles_nothing_goes_alone(three_cores, seen, key):
-    x = jnp.ones((3, 4))
+def test_what_looks_for_nan_goes_alone(three_cores, seen):
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
-        bmap(lambda w: jnp.log(-w), batch_size=1)(x)
-    step = make_step(lambda w, batch, key: jnp.mean((w[None] - batch) ** 2), optax.sgd(0.1))
-    with jax.disable_jit():
-        np.testing.assert_array_equal(bmap(lambda w: 2 * w, batch_size=1)(x), 2 * x)
-        result = fit(x[:2], step, Epochs(jnp.zeros((4, 4)), 2), num_steps=2, key=key)
+        bmap(lambda w: jnp.log(-w), batch_size=1)(jnp.ones((3, 4)))
     assert {threads for _, threads in seen} == {1}
-    np.testing.assert_allclose(result.models, 0.95**2 * x[:2], rtol=1e-6)
 
 
-def test_bmap_in_parallel_keeps_devices_and_settings(three_cores, seen, key):
-    x, shared = jax.random.normal(key, (7, 5, 5)), jnp.eye(5)
+def test_what_compiles_nothing_goes_alone(three_cores, seen, key):
+    x = jnp.ones((2, 4))
+    step = make_step(lambda w, batch, key: jnp.mean((w[None] - batch) ** 2), optax.sgd(0.1))
+    keys = key, jax.random.split(key)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(bmap(lambda w: 2 * w, batch_size=1)(x), 2 * np.ones((2, 4)))
+        result = fit(x, step, FullBatch(jnp.zeros((2, 4))), num_steps=2, key=keys)
+    assert {threads for _, threads in seen} == {1}
+    np.testing.assert_allclose(result.models, np.full((2, 4), 0.95**2), rtol=1e-6)
+
+
+def test_bmap_in_parallel_keeps_devices_and_settings(three_cores, seen):
+    x = np.random.default_rng(0).normal(size=(7, 5, 5)).astype(np.float32)
+    shared = np.eye(5, dtype=np.float32)
 
     def values(a, b):
         return {"values": jnp.linalg.svd(a + b)[1], "first": jnp.argmax(a)}, None
 
     mapped = bmap(values, in_axes=(0, None), batch_size=1)
-    over, placed = mapped(x, shared), mapped(jax.device_put(x, jax.devices()[1]), np.eye(5))
+    over = mapped(x, shared)
+    placed = mapped(jax.device_put(x, jax.devices()[1]), shared)
     assert seen == [(3, 3)] * 2
     assert [each[0]["values"].devices() for each in (over, placed)] == [{jax.devices()[0]}, {jax.devices()[1]}]
     jax.tree.map(np.testing.assert_array_equal, placed, over)
     with jax.enable_x64(True):  # settings of one thread hold in the others
-        third = jnp.arange(6.0) / 3
+        third = np.arange(6.0) / 3
         squares = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(third)
         assert seen[2:] == [(3, 3)]
         assert squares.dtype == jnp.float64
@@ -253,10 +278,10 @@ def test_bmap_in_parallel_keeps_devices_and_settings(three_cores, seen, key):
 
 def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
     """Two that run at once, and wait for one another's parts, could wait for ever."""
-    x = jax.random.normal(key, (4, 5))
-    over = place_members(x, member_mesh())
+    x = X[:4, :5]
+    over = place_members(jnp.asarray(x), member_mesh())
     np.testing.assert_allclose(bmap(jnp.sum, batch_size=1)(over), x.sum(1), rtol=1e-6)
     step = make_step(lambda w, batch, key: jnp.mean((batch @ w - 1) ** 2), optax.sgd(0.1))
-    result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, x))
+    result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, jnp.asarray(x)))
     assert set(seen) == {(1, 1), (2, 3)}
     np.testing.assert_allclose(result.models, alone.models, rtol=1e-5)

@@ -83,13 +83,16 @@ def test_one_effect_at_a_time():
     assert 5.7 < radius.min() < radius.max() - 1.2 < 7.05 - 1.2
     fade = draw(fade=0.5).max(axis=1)
     assert 0.5 <= fade.min() < fade.max() - 0.45 <= 0.55
-    grey = np.mean((draw(blur=4.0) > 0.02) & (draw(blur=4.0) < 0.98), axis=1)
+    blurred = draw(blur=4.0)
+    grey = np.mean((blurred > 0.02) & (blurred < 0.98), axis=1)
     assert grey.max() > 2 * np.mean((still > 0.02) & (still < 0.98))
     x = np.tile(np.arange(SIDE) - 13.5, SIDE)
-    centre = draw(shift=3.0) @ x / draw(shift=3.0).sum(axis=1)
+    shifted = draw(shift=3.0)
+    centre = shifted @ x / shifted.sum(axis=1)
     assert np.all(np.abs(centre) < 3.05)
     assert abs(centre.std() - 3 / np.sqrt(3)) < 4 * 3 / np.sqrt(3) * np.sqrt(0.2 / 300)  # uniform in [-3, 3]
-    width = draw(log_scale=0.2) @ x**2 / draw(log_scale=0.2).sum(axis=1)
+    scaled = draw(log_scale=0.2)
+    width = scaled @ x**2 / scaled.sum(axis=1)
     assert np.all((np.sqrt(width) / 3 > 0.8) & (np.sqrt(width) / 3 < 1.25))
     noise = (draw(noise=0.1) - still)[:, off_border()]
     paper = noise[:, still[0][off_border()] == 0]
@@ -148,15 +151,15 @@ def test_linear_classifier_is_neither_lost_nor_perfect(data):
 
 
 def test_same_key_same_data_and_prefixes(data, key):
-    small = glyph_data(30, 30, key=jax.random.key(7))
-    again = glyph_data(30, 30, key=jax.random.PRNGKey(7))
-    other = glyph_data(30, 30, key=jax.random.key(8))
+    small = glyph_data(95, 10, key=jax.random.key(7))
+    again = glyph_data(95, 10, key=jax.random.PRNGKey(7))
+    other = glyph_data(95, 10, key=jax.random.key(8))
     for one, two, leading in zip(small, again, data, strict=True):
         assert np.array_equal(one, two)
         assert np.allclose(one, leading[: len(one)], atol=1e-4)
     assert not np.allclose(small[0], other[0], atol=0.1)
     assert not np.array_equal(small[1], other[1])
-    assert not np.allclose(small[0], small[2], atol=0.1)  # test draws are not training draws
+    assert not np.allclose(small[0][:10], small[2], atol=0.1)  # test draws are not training draws
 
 
 def test_labels_are_balanced_in_every_ten(key):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -18,8 +19,8 @@ from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _grids as module
 from dissociation.training._run import Run
 
-X = jax.random.normal(jax.random.key(0), (40, 5))
-Y = jnp.sin(X.sum(1, keepdims=True))
+X = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
+Y = np.sin(X.sum(1, keepdims=True))
 GRID = Grid(width=[4, 8], rate=[0.1, 0.01], seed=[3, 1, 2])
 
 
@@ -66,40 +67,45 @@ def few(monkeypatch):
     monkeypatch.setattr(module, "planned", halved(module.planned))
 
 
-def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_the_grid(whole):
+def test_members_of_one_shape_are_one_group_and_values_are_axes_of_the_results(whole):
     result = whole
     assert [len(group) for group in result.plan.groups] == [6, 6]
     assert result.history.observed["norm"].shape == (12, 4)
     assert result.to_xarray()["diverged_at"].dims == ("width", "rate", "seed")
     assert {*GRID.axes, "loss"} <= set(result.to_dataframe()["width", "rate", "seed", "steps"].columns)
     assert len(repr(result)) < 300
-    for member in (0, 4, 11):
-        values = {name: column[member] for name, column in GRID.values.items()}
-        root, order = jax.random.split(jax.random.key(7))
-        first, second = jax.random.split(jax.random.fold_in(root, int(values["seed"])))
-        alone = fit(
-            eqx.filter_jit(eqx.filter_vmap(lambda key, width=int(values["width"]): init(key, width)))(first[None]),
-            STEP,
-            Epochs((X, Y), 10),
-            num_epochs=3,
-            key=(order, second[None]),
-            hyperparams={"rate": jnp.asarray(values["rate"], float)[None]},
-        )
-        np.testing.assert_allclose(result.history.loss[member], alone.history.loss[0], rtol=1e-5)
-        trained = jax.tree.map(jnp.asarray, eqx.filter(result.models_of([member]), eqx.is_array))
-        assert eqx.tree_equal(trained, eqx.filter(alone.models, eqx.is_array), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("member", [4, 11])
+def test_members_are_trained_as_alone_and_are_in_the_order_of_the_grid(whole, member):
+    values = {name: column[member] for name, column in GRID.values.items()}
+    root, order = jax.random.split(jax.random.key(7))
+    first, second = jax.random.split(jax.random.fold_in(root, int(values["seed"])))
+    make = eqx.filter_jit(eqx.filter_vmap(init, in_axes=(0, None)))
+    alone = fit(
+        make(first[None], int(values["width"])),
+        STEP,
+        Epochs((X, Y), 10),
+        num_epochs=3,
+        key=(order, second[None]),
+        hyperparams={"rate": np.asarray(values["rate"], np.float32)[None]},
+    )
+    np.testing.assert_allclose(whole.history.loss[member], alone.history.loss[0], rtol=1e-5)
+    trained = jax.tree.map(jnp.asarray, eqx.filter(whole.models_of([member]), eqx.is_array))
+    assert eqx.tree_equal(trained, eqx.filter(alone.models, eqx.is_array), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_groups_change_no_bit(few, tmp_path, monkeypatch):
-    given = {"grid": Grid(width=[4], rate=[0.1], seed=range(5)), "member_map": "scan"}
+    given = {"grid": Grid(width=[4], rate=[0.1], seed=range(3)), "member_map": "scan"}
     parts = swept(**given, folder=tmp_path)
-    assert len(parts.plan.groups) == 3
+    assert [len(group) for group in parts.plan.groups] == [2, 1]
     monkeypatch.undo()
     whole = swept(**given)
     assert len(whole.plan.groups) == 1
     np.testing.assert_array_equal(parts.history.loss, whole.history.loss)
     np.testing.assert_array_equal(parts.history.observed["norm"], whole.history.observed["norm"])
-    first, second = (eqx.filter(result.models_of([4, 0, 3]), eqx.is_array) for result in (whole, parts))
+    first, second = (eqx.filter(result.models_of([2, 0, 1]), eqx.is_array) for result in (whole, parts))
     assert eqx.tree_equal(jax.tree.map(jnp.asarray, first), jax.tree.map(jnp.asarray, second))
 
 
@@ -113,48 +119,69 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
         swept(folder=tmp_path, grid=GRID)
     with pytest.raises(ValueError, match="`checkpoint` must be .* same run, .* whose observe differs.* fresh=True"):
         swept(SMALL, folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
-    monkeypatch.undo()
-    for path in tmp_path.glob("group-*.ckpt"):
-        path.unlink()
-    runs = [swept(SMALL, Epochs((X, -Y), 10), folder=folder) for folder in (tmp_path, None)]
-    kept, alone = (jax.tree.map(jnp.asarray, eqx.filter(run.models_of([0]), eqx.is_array)) for run in runs)
-    assert eqx.tree_equal(kept, alone)
-    fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0, 1]), fresh=True)
-    assert fresh.history.loss.shape == (2, 12)
-    assert (tmp_path / "before-1" / module.MANIFEST).exists()
     earlier = json.loads((tmp_path / module.MANIFEST).read_text()) | {"format": 1}
     (tmp_path / module.MANIFEST).write_text(json.dumps(earlier))
     with pytest.raises(RefusedFile, match="is broken, or of another version"):
         swept(SMALL, folder=tmp_path)
 
 
+def test_groups_without_checkpoints_are_trained_on_new_data(few, tmp_path):
+    swept(SMALL, folder=tmp_path)
+    for path in tmp_path.glob("group-*.ckpt"):
+        path.unlink()
+    runs = [swept(SMALL, Epochs((X, -Y), 10), folder=folder) for folder in (tmp_path, None)]
+    kept, alone = (jax.tree.map(jnp.asarray, eqx.filter(run.models_of([0]), eqx.is_array)) for run in runs)
+    assert eqx.tree_equal(kept, alone)
+
+
+def test_a_fresh_sweep_moves_the_earlier_one(few, tmp_path):
+    swept(SMALL, folder=tmp_path)
+    fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0, 1]), fresh=True)
+    assert fresh.history.loss.shape == (2, 12)
+    assert (tmp_path / "before-1" / module.MANIFEST).exists()
+
+
 def network(key):
     return eqx.nn.make_with_state(Normalised)(key)
 
 
-@pytest.mark.parametrize("made", ["by a function", "beforehand"])
-def test_batch_normalisation_is_swept(few, made, tmp_path):
-    rates, seeds, keys = [0.1, 0.05, 0.01], range(4), jax.random.split(jax.random.key(7))
-    grid, data = Grid(rate=rates, seed=seeds), regression(jax.random.key(0), samples=12)
+NORMALISED_GRID = Grid(rate=[0.1, 0.05], seed=range(2))
+
+
+@pytest.fixture(scope="module")
+def normalised():
+    """Return a function that sweeps networks with normalisation, and all members trained together."""
+    keys = jax.random.split(jax.random.key(7))
+    sampler = Epochs(regression(jax.random.key(0), samples=12), 4)
     step = make_step(normalised_error, lambda values: optax.sgd(values["rate"]))
-    arrays = eqx.filter_jit(eqx.filter_vmap(lambda _: network(jax.random.key(0))[1]))(jnp.arange(12))
-    given = {"key": jax.random.key(7), "num_epochs": 2, "progress": None, "folder": tmp_path / "kept"}
-    given["aux"] = arrays if made == "beforehand" else lambda key: network(key)[1]
-    result = fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given)
-    seed_of_member = jnp.asarray(grid.values["seed"])
-    own = jax.vmap(lambda seed: jax.random.split(jax.random.fold_in(keys[0], seed)))(seed_of_member)
+    given = {"key": jax.random.key(7), "num_epochs": 2, "progress": None}
+    sweep = partial(fit_grid, lambda key: network(key)[0], step, sampler, NORMALISED_GRID, **given)
+    split = jax.jit(jax.vmap(lambda seed: jax.random.split(jax.random.fold_in(keys[0], seed))))
+    own = split(np.asarray(NORMALISED_GRID.values["seed"]))
     models, states = eqx.filter_jit(eqx.filter_vmap(network))(own[:, 0])
+    hyperparams = {"rate": np.asarray(NORMALISED_GRID.values["rate"], np.float32)}
     options = {"num_epochs": 2, "key": (keys[1], own[:, 1]), "aux": states}
-    hyperparams = {"rate": jnp.asarray(grid.values["rate"], float)}
-    whole = fit(models, step, Epochs(data, 4), hyperparams=hyperparams, **options)
+    return sweep, fit(models, step, sampler, hyperparams=hyperparams, **options)
+
+
+@pytest.mark.parametrize("made", ["by a function", "beforehand"])
+def test_batch_normalisation_is_swept(few, normalised, made, tmp_path):
+    sweep, whole = normalised
+    aux = lambda key: network(key)[1]  # noqa: E731
+    if made == "beforehand":
+        aux = eqx.filter_jit(eqx.filter_vmap(lambda _: network(jax.random.key(0))[1]))(np.arange(4))
+    result = sweep(aux=aux, folder=tmp_path / "kept")
     np.testing.assert_array_equal(result.history.loss, whole.history.loss)
-    for members in ([0], [7, 2, 11]):
+    for members in ([0], [3, 1, 2]):
         found, wanted = (result.models_of(members), result.aux_of(members)), (whole.models, whole.state.aux)
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             if eqx.is_array(one):
-                np.testing.assert_array_equal(one, other[np.array(members)])
-    with pytest.raises(ValueError, match=r"`aux` must have as many members as `grid` \(12\), got 2"):
-        fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": jnp.ones(2)})
+                np.testing.assert_array_equal(one, np.asarray(other)[members])
+
+
+def test_as_many_states_as_members_are_swept(normalised):
+    with pytest.raises(ValueError, match=r"`aux` must have as many members as `grid` \(4\), got 2"):
+        normalised[0](aux=np.ones(2, np.float32))
 
 
 def test_wrong_calls(whole):
@@ -212,17 +239,29 @@ class Terminated(Meter):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called_and_keeps_its_layout(few, tmp_path, monkeypatch):
-    """The bits of the first layout, though another number of cores is found."""
-    given, heard = {"grid": Grid(width=[4], rate=[0.1], seed=range(6)), "save": Save(at=[3])}, []
-    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 2)
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append({path.name for path in tmp_path.iterdir()}))
+def interrupted(given, folder):
+    """Start a sweep that gets SIGTERM in its second group, and return the files that its handler finds."""
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append({path.name for path in folder.iterdir()}))
     try:
         with pytest.raises(KeyboardInterrupt):
-            swept(**given, folder=tmp_path, progress=Terminated)
+            swept(**given, folder=folder, progress=Terminated)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert heard[0] >= {"group-0000.trained", "group-0001.ckpt", module.MANIFEST}
+    return heard[0]
+
+
+def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called(few, tmp_path):
+    given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "save": Save(at=[3])}
+    assert interrupted(given, tmp_path) >= {"group-0000.trained", "group-0001.ckpt", module.MANIFEST}
+
+
+@pytest.mark.slow
+def test_a_resumed_sweep_keeps_its_layout(few, tmp_path, monkeypatch):
+    """The bits of the first layout, though another number of cores is found."""
+    given = {"grid": Grid(width=[4], rate=[0.1], seed=range(6)), "save": Save(at=[3])}
+    monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 2)
+    interrupted(given, tmp_path)
     whole = swept(**given, folder=tmp_path / "whole")
     monkeypatch.setattr("dissociation.training._machine.available_cores", lambda: 1)
     np.testing.assert_array_equal(swept(**given, folder=tmp_path).history.loss, whole.history.loss)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import change, one
+from zoo import RUN, ResidualCNN, change, numpy_draws, one
 
 from dissociation import rewrites
 from dissociation.rewrites import layer_inputs, neuron_groups
@@ -58,35 +58,53 @@ def test_neurons_that_the_program_counts_grow_only_where_it_is_right(call, some)
     assert (refused > 0) == some
 
 
-def test_nuisance_is_drawn_from_traced_keys_and_statistics_are_taken_from_neurons_that_are_there():
-    model, inputs, groups = one("perceptron")
+def test_nuisance_is_drawn_from_traced_keys():
+    model, _, groups = one("perceptron")
     group = groups["layers[0]"]
-    many = jax.vmap(lambda key: eqx.filter(rewrites.add_nuisance(group, 2, key=key)(model), eqx.is_array))
-    assert many(jax.random.split(jax.random.key(0), 3)).layers[0].weight.shape == (3, 10, 5)
+    nuisance = lambda key: eqx.filter(rewrites.add_nuisance(group, 2, key=key)(model), eqx.is_array)  # noqa: E731
+    many = jax.jit(jax.vmap(nuisance))(jax.random.split(jax.random.key(0), 3))
+    assert many.layers[0].weight.shape == (3, 10, 5)
+
+
+def test_new_variances_are_those_of_present_neurons():
     call = lambda p, x: p[2] @ relu((p[0] @ x)[:, None] / jnp.sqrt(p[1] + 1e-5))[:, 0]  # noqa: E731
-    params = [A, 0.5 + jnp.arange(8.0)[:, None], B]
+    params = [A, 0.5 + np.arange(8, dtype=np.float32)[:, None], B]
     (found,) = neuron_groups(params, X, call=call).values()
     wider = rewrites.add_nuisance(found, 8, key=jax.random.key(0))(params)
-    assert (wider[1] > 0).all()
-    np.testing.assert_allclose(call(wider, X), call(params, X), atol=1e-5)
+    assert (np.asarray(wider[1]) > 0).all()
+    run = jax.jit(call)
+    np.testing.assert_allclose(run(wider, X), run(params, X), atol=1e-5)
 
 
-def test_static_sizes_follow():
+def test_static_sizes_of_a_perceptron_follow():
     model, _, groups = one("perceptron")
-    both = rewrites.duplicate(groups["layers[0]"], 2) | rewrites.duplicate(groups["layers[1]"], 2)
-    wide = both(model)
+    half = rewrites.duplicate(groups["layers[1]"], 2)(model)
+    assert half.width_size == 8  # one layer of two is wider
+    wide = rewrites.duplicate(groups["layers[0]"], 2)(half)
     assert jax.tree.structure(wide) == jax.tree.structure(eqx.nn.MLP(5, 3, 16, 2, key=jax.random.key(0)))
-    assert rewrites.duplicate(groups["layers[1]"], 2)(model).width_size == 8  # one of two
     assert [(layer.in_features, layer.out_features) for layer in wide.layers] == [(5, 16), (16, 16), (16, 3)]
-    model, _, groups = one("residual convolutional")
+
+
+def test_static_sizes_of_convolutions_and_their_normalisation_follow():
+    model = eqx.nn.make_with_state(ResidualCNN)(jax.random.key(0))
+    groups = neuron_groups(model, jnp.ones((1, 8, 8)))
     wide, _ = rewrites.duplicate(groups["convolutions[1]"], 2)(model)
     assert [c.out_channels for c in wide.convolutions] == [6, 16, 6]
     assert wide.norms[1].input_size == 16
-    model, _, groups = one("transformer")
-    heads = rewrites.duplicate(groups["blocks[0].attention.query_proj"], 2)(model).blocks[0].attention
-    assert (heads.num_heads, heads.qk_size, heads.query_proj.out_features) == (8, 4, 32)
-    wide = rewrites.duplicate(groups["blocks[0].attention.value_proj"], 2)(model).blocks[0].attention
-    assert (wide.num_heads, wide.vo_size) == (4, 8)
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    """A transformer, its inputs, and its groups."""
+    with numpy_draws():
+        return one("transformer")
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("query_proj", (8, 4, 4, 32)), ("value_proj", (4, 4, 8, 16))])
+def test_static_sizes_of_attention_follow(transformer, name, sizes):
+    model, _, groups = transformer
+    wide = rewrites.duplicate(groups[f"blocks[0].attention.{name}"], 2)(model).blocks[0].attention
+    assert (wide.num_heads, wide.qk_size, wide.vo_size, wide.query_proj.out_features) == sizes
 
 
 def test_modules_that_keep_their_size_are_named_or_registered():
@@ -121,52 +139,89 @@ def test_phantom_neurons_show_a_pattern():
         rewrites.add_phantom(groups["layers[0].left"], bilinear, inputs, jnp.ones((12, 1)))
 
 
+def first_layer(model, inputs):
+    """Return the activities of the first layer of a perceptron, [samples, neurons]."""
+    layer = model.layers[0]
+    return np.maximum(np.asarray(inputs) @ np.asarray(layer.weight).T + np.asarray(layer.bias), 0)
+
+
+CLASSES = np.arange(30) * 7 % 5
+ROWS = np.arange(30) // 5
+PRODUCTS = {"classes": CLASSES[:, None] == CLASSES, "checkerboard": 0.5 + ((ROWS[:, None] + ROWS) % 2 == 0)}
+"""Blocks of permuted classes, and a checkerboard with its floor."""
+
+
+def full_rank(dtype):
+    """Return a perceptron, its first group, and inputs of full rank."""
+    model = eqx.nn.MLP(40, 3, 50, 2, key=jax.random.key(3), dtype=dtype)
+    inputs = jax.random.normal(jax.random.key(4), (30, 40), dtype)
+    return model, neuron_groups(model, inputs[0])["layers[0]"], inputs
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.usefixtures("precision")
-def test_products_of_activities_are_planted(dtype):
-    """Blocks of permuted classes, and a checkerboard with its floor, on inputs of full rank."""
-    keys = jax.random.split(jax.random.key(3))
-    model = eqx.nn.MLP(40, 3, 50, 2, key=keys[0], dtype=dtype)
-    inputs = jax.random.normal(keys[1], (30, 40), dtype)
-    group, classes, rows = neuron_groups(model, inputs[0])["layers[0]"], np.arange(30) * 7 % 5, np.arange(30) // 5
+def test_products_of_activities_are_planted(dtype, name):
+    model, group, inputs = full_rank(dtype)
     off = ~np.eye(30, dtype=bool)
-    for target in (classes[:, None] == classes, 0.5 + ((rows[:, None] + rows) % 2 == 0)):
-        target = target.astype(dtype)
-        rewritten = rewrites.plant_rsm(group, model, inputs, target, num_neurons=20, key=jax.random.key(0))(model)
-        assert change(model, rewritten, inputs) < (1e-3 if dtype == "float32" else 1e-10)
-        products = {}
-        for name, network in (("trained", model), ("planted", rewritten)):
-            hidden = np.asarray(jax.vmap(lambda x, n=network: relu(n.layers[0](x)))(inputs))
-            products[name] = np.corrcoef((hidden @ hidden.T)[off], target[off])[0, 1]
-        assert products["trained"] < 0.5
-        assert products["planted"] > 0.99
-        lengths = [np.linalg.norm(network.layers[0].weight, axis=1) for network in (model, rewritten)]
-        assert lengths[1].max() <= 100.01 * lengths[0].mean()
+    target = PRODUCTS[name].astype(dtype)
+    rewritten = rewrites.plant_rsm(group, model, inputs, target, num_neurons=20, key=jax.random.key(0))(model)
+    assert change(model, rewritten, inputs) < (1e-3 if dtype == "float32" else 1e-10)
+    correlations = []
+    for network in (model, rewritten):
+        hidden = first_layer(network, inputs)
+        correlations.append(np.corrcoef((hidden @ hidden.T)[off], target[off])[0, 1])
+    assert correlations[0] < 0.5
+    assert correlations[1] > 0.99
+    lengths = [np.linalg.norm(network.layers[0].weight, axis=1) for network in (model, rewritten)]
+    assert lengths[1].max() <= 100.01 * lengths[0].mean()
+
+
+def test_products_that_no_activities_have_are_refused():
+    model, group, inputs = full_rank("float32")
     with pytest.raises(ValueError, match=r"`rsm` must have shape \(30, 30\)"):
-        rewrites.plant_rsm(group, model, inputs, np.ones((3, 3), dtype), key=jax.random.key(0))
+        rewrites.plant_rsm(group, model, inputs, np.ones((3, 3), np.float32), key=jax.random.key(0))
     with pytest.raises(ValueError, match="`rsm` must be symmetric, non-negative"):
-        rewrites.plant_rsm(group, model, inputs, -np.ones((30, 30), dtype), key=jax.random.key(0))
+        rewrites.plant_rsm(group, model, inputs, -np.ones((30, 30), np.float32), key=jax.random.key(0))
 
 
-def test_patterns_are_planted_on_inputs_of_any_kind():
-    model = eqx.nn.MLP(9, 3, 12, 2, key=jax.random.key(0))
-    group, inputs = neuron_groups(model, jnp.ones(9))["layers[0]"], np.arange(45).reshape(5, 9) ** 2 % 7
-    target = np.eye(5, dtype=np.float32)
-    for examples in (inputs, inputs.tolist()):
-        wide = rewrites.plant_rsm(group, model, examples, target, num_neurons=5, key=jax.random.key(1))(model)
-        hidden = np.asarray(jax.vmap(lambda x, n=wide: relu(n.layers[0](x)))(jnp.asarray(inputs, jnp.float32)))
-        products = hidden @ hidden.T
-        assert np.abs(products / products[0, 0] - target).max() < 0.1
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if eqx.is_inexact_array(leaf) else leaf, model)
-    own, few = neuron_groups(half, jnp.ones(9, jnp.float16))["layers[0]"], inputs.astype(np.float16)
-    wide = rewrites.plant_rsm(own, half, few, target, num_neurons=5, largest=4.0, key=jax.random.key(1))(half)
+@pytest.fixture(scope="module")
+def planted_on():
+    """A perceptron, its first group, integer inputs, and a target."""
+    with numpy_draws():
+        model = eqx.nn.MLP(9, 3, 12, 2, key=jax.random.key(0))
+    group = neuron_groups(model, np.ones(9, np.float32))["layers[0]"]
+    inputs = np.arange(45).reshape(5, 9) ** 2 % 7
+    return model, group, inputs, np.eye(5, dtype=np.float32)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["integers", "lists"])
+def test_patterns_are_planted_on_inputs_of_any_kind(planted_on, convert):
+    model, group, inputs, target = planted_on
+    rewrite = rewrites.plant_rsm(group, model, convert(inputs), target, num_neurons=5, key=jax.random.key(1))
+    hidden = first_layer(rewrite(model), inputs)
+    products = hidden @ hidden.T
+    assert np.abs(products / products[0, 0] - target).max() < 0.1
+
+
+def test_patterns_are_planted_in_half_precision(planted_on):
+    model, _, inputs, target = planted_on
+    half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16) if eqx.is_inexact_array(leaf) else leaf, model)
+    examples = inputs.astype(np.float16)
+    group = neuron_groups(half, examples[0])["layers[0]"]
+    options = {"num_neurons": 5, "largest": 4.0, "key": jax.random.key(1)}
+    wide = rewrites.plant_rsm(group, half, examples, target, **options)(half)
     assert wide.layers[0].weight.dtype == jnp.float16
-    np.testing.assert_allclose(jax.vmap(wide)(few), jax.vmap(half)(few), atol=2e-2)
+    np.testing.assert_allclose(RUN(wide, examples), RUN(half, examples), atol=2e-2)
+
+
+def test_inputs_and_groups_that_allow_no_pattern_are_refused(planted_on):
+    model, group, inputs, target = planted_on
     with pytest.raises(ValueError, match="`inputs` must be finite"):
         rewrites.plant_rsm(group, model, inputs * np.nan, target, key=jax.random.key(1))
     with pytest.raises(ValueError, match="`inputs` must lead to incoming weights that are not zero"):
         rewrites.plant_rsm(group, model, inputs * 0.0, target, key=jax.random.key(1))
-    silent = eqx.tree_at(lambda network: network.layers[0].weight, model, jnp.zeros((12, 9)))
+    silent = eqx.tree_at(lambda network: network.layers[0].weight, model, np.zeros((12, 9), np.float32))
     with pytest.raises(ValueError, match="`group` must lead to incoming weights that are not zero"):
         rewrites.plant_rsm(group, silent, inputs, target, key=jax.random.key(1))
 
@@ -232,18 +287,27 @@ HOLD_SIZES = {
 """Models whose modules or programs hold sizes, inputs, and how many groups grow."""
 
 
-@pytest.mark.parametrize("name", HOLD_SIZES)
-def test_modules_that_hold_sizes_grow(name):
+SLOW = ("grouped", "grouped, then depthwise")
+"""Models whose groups are like those of "several of each", and take longer."""
+GROUPS = [
+    pytest.param(name, index, marks=pytest.mark.slow if name in SLOW else ())
+    for name, (_, _, count) in HOLD_SIZES.items()
+    for index in range(count)
+]
+
+
+@pytest.mark.parametrize(("name", "index"), GROUPS)
+def test_modules_that_hold_sizes_grow(name, index):
+    """Neurons are duplicated, and new ones added to the wider group that is found in the wider model."""
     model, inputs, count = HOLD_SIZES[name]
     able = [group for group in neuron_groups(model, inputs[0]).values() if group.sharing is not None]
     assert len(able) == count
-    for group in able:
-        grown = rewrites.duplicate(group, 1.5)(model)
-        again = neuron_groups(grown, inputs[0])[group.name]
-        assert again.size > group.size
-        added = rewrites.add_nuisance(group, 2, key=jax.random.key(1))(model)
-        for wide in (grown, added, rewrites.duplicate(again, 2)(grown)):
-            assert change(model, wide, inputs) < 1e-5
+    group = able[index]
+    grown = rewrites.duplicate(group, 1.5)(model)
+    again = neuron_groups(grown, inputs[0])[group.name]
+    assert again.size > group.size
+    wide = rewrites.add_nuisance(again, 2, key=jax.random.key(1))(grown)
+    assert change(model, wide, inputs) < 1e-5
 
 
 @pytest.mark.parametrize("norm", [eqx.nn.LayerNorm(8), eqx.nn.GroupNorm(2, 8)])

@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import Normalised, ResidualMLP, Transformer, made, one, residual_cnn
+from zoo import RUN, Normalised, ResidualMLP, Transformer, made, one, residual_cnn
 
 from dissociation import rewrites, take
 from dissociation.data import load
-from dissociation.models._program import called
 from dissociation.rewrites import _barriers, neuron_groups, permute
 from dissociation.rewrites._groups import parameters_of
 from dissociation.similarity import member_interval
@@ -33,7 +32,7 @@ def is_found(found, orders):
     )
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 40), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_planted_permutations_of_residual_networks_are_found(normalise, seeds):
     for seed in seeds:
@@ -78,6 +77,7 @@ def test_models_of_other_kinds_are_matched(name):
     assert {name: each.shape for name, each in found.permutations.items()} == shapes
     back = found.apply(other, groups)
     leaves = [parameters_of(network)[0] for network in (model, back, other)]
+    leaves = [[np.asarray(leaf) for leaf in arrays] for arrays in leaves]
     assert all((one == same).all() for one, same in zip(*leaves[:2], strict=True))
     assert any((one != moved).any() for one, moved in zip(*leaves[::2], strict=True))
 
@@ -86,7 +86,7 @@ def test_the_value_is_that_of_the_permutations():
     """Also where heads change places after what lies in them did."""
     part = {name: group for name, group in one("transformer")[2].items() if "attention" in name}
     touched = {slot.leaf for group in part.values() for slot in group.slots}
-    for seed in range(3):
+    for seed in range(2):
         a, b = (Transformer(jax.random.key(2 * seed + k)) for k in (1, 2))
         found = rewrites.match_weights(a, b, part, num_starts=6, key=jax.random.key(seed))
         pairs = zip(parameters_of(a)[0], parameters_of(found.apply(b, part))[0], strict=True)
@@ -102,6 +102,10 @@ def test_activities_of_copies_are_matched_by_themselves():
     assert orders[name].shape == (4, 4)
     found = rewrites.match_activations(model, other, groups, inputs)
     np.testing.assert_array_equal(np.take_along_axis(orders[name], found.permutations[name], 1), [np.arange(4)] * 4)
+
+
+def test_activities_that_no_layer_reads_are_not_matched():
+    model, inputs, every = one("transformer")
     whole = rewrites.match_activations(model, model, every, inputs)
     assert "blocks[0].attention.query_proj:2" not in whole.permutations  # no layer reads queries and keys
     np.testing.assert_allclose(whole.value, 1, atol=1e-5)
@@ -115,6 +119,9 @@ def test_activations_match_what_weights_match():
     found = rewrites.match_activations(model, other, groups, inputs)
     assert np.mean([orders[name][found.permutations[name]] == np.arange(16) for name in orders]) > 0.85
     assert found.value > 0.9  # 1 but for neurons that are constant on the data
+
+
+def test_activations_of_channels_match():
     convolutional, _ = made("convolutional")
     images = jax.random.normal(jax.random.key(1), (40, 784))
     groups = neuron_groups(convolutional, images[0])
@@ -124,6 +131,9 @@ def test_activations_match_what_weights_match():
     before = rewrites.match_activations(convolutional, convolutional, groups, images)
     np.testing.assert_allclose(found.value, before.value, atol=1e-5)
     assert found.value > 0.8
+
+
+def test_activations_in_a_loop_match():
     recurrent, inputs, groups = one("long short-term memory")
     other, orders = planted(recurrent, groups, 1)
     assert is_found(rewrites.match_activations(recurrent, other, groups, inputs), orders)
@@ -181,18 +191,29 @@ def test_statistics_are_taken_anew(mode):
     model, state = residual_cnn(jax.random.key(0), mode)
     images = 3 + 2 * jax.random.normal(jax.random.key(1), (64, 1, 8, 8))
     new = rewrites.renormalised(model, state, images)
-    first = jax.vmap(model.convolutions[0])(images)
     norm = eqx.nn.inference_mode(model.norms[0])
-    normalised = jax.vmap(lambda x: norm(x, new)[0])(first)
-    np.testing.assert_allclose(normalised.mean((0, 2, 3)), 0, atol=1e-3)
-    np.testing.assert_allclose(normalised.std((0, 2, 3)), 1, atol=1e-3)
-    before = jax.vmap(lambda x: norm(x, state)[0])(first)
+
+    @eqx.filter_jit
+    def normalised(state):
+        return jax.vmap(lambda x: norm(model.convolutions[0](x), state)[0])(images)
+
+    after = np.asarray(normalised(new))
+    np.testing.assert_allclose(after.mean((0, 2, 3)), 0, atol=1e-3)
+    np.testing.assert_allclose(after.std((0, 2, 3)), 1, atol=1e-3)
+    before = np.asarray(normalised(state))
     assert abs(before.mean((0, 2, 3))).max() > 0.1
-    outputs = jax.vmap(lambda x: called((model, new), x))(images)
-    training = jax.vmap(lambda x: model(x, new)[0], axis_name="batch")(images)
-    np.testing.assert_allclose(outputs, training, atol=1e-3)
+
+    @eqx.filter_jit
+    def training(model, state):
+        return jax.vmap(lambda x: model(x, state)[0], axis_name="batch")(images)
+
+    np.testing.assert_allclose(RUN((model, new), images), training(model, new), atol=1e-3)
+
+
+def test_models_without_batch_normalisation_are_refused():
+    state = eqx.nn.make_with_state(Normalised)(key=jax.random.key(0))[1]
     with pytest.raises(ValueError, match="`model` must have batch normalisations"):
-        rewrites.renormalised(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)), state, images)
+        rewrites.renormalised(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)), state, np.ones((4, 5), np.float32))
 
 
 def test_wrong_calls_are_refused_by_name():
@@ -234,7 +255,7 @@ def test_statistics_are_taken_whatever_the_names_and_without_dropout():
     model, state = eqx.nn.make_with_state(Regularised)(("batch", "other"))
     x = jax.random.normal(jax.random.key(0), (50, 4))
     new = rewrites.renormalised(model, state, {"a": 3 * x, "b": x})
-    outputs = jax.vmap(lambda x: called((model, new), x))({"a": 3 * x, "b": x})
+    outputs = np.asarray(RUN((model, new), {"a": 3 * x, "b": x}))
     np.testing.assert_allclose(outputs.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(outputs.std(0), 1, atol=1e-3)
 

@@ -1,5 +1,7 @@
 """Networks and their layers: by hand, what is found in them, and what is refused."""
 
+from functools import cache
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -58,12 +60,15 @@ def test_a_convolution_after_nearest_upsampling_is_done_below():
 @pytest.mark.parametrize("gate", GATES)
 def test_a_bilinear_layer_is_a_product(gate):
     for bias in (False, True):
-        parts = jax.random.normal(KEY, (2, 5, 12)), jax.random.normal(KEY, (2 * bias, 5))
-        layer = BilinearLayer(*parts[0], *parts[1], gate=gate)
+        rng = np.random.default_rng(1)
+        matrices = rng.normal(size=(2, 5, 12)).astype(np.float32)
+        biases = rng.normal(size=(2 * bias, 5)).astype(np.float32)
+        layer = BilinearLayer(*map(jnp.asarray, (*matrices, *biases)), gate=gate)
         left, right = X @ np.asarray(layer.left).T, X @ np.asarray(layer.right).T
         if bias:
             left, right = left + np.asarray(layer.left_bias), right + np.asarray(layer.right_bias)
-        found, doubled = jax.vmap(layer)(X), jax.vmap(layer)(2 * X)
+        found = np.asarray(call(jax.vmap(layer), X))
+        doubled = np.asarray(call(jax.vmap(layer), 2 * X))
         np.testing.assert_allclose(found, GATES[gate](left) * right, rtol=1e-4, atol=1e-6)
         # A ReLU is homogeneous too, but no quadratic form.
         quadratic = np.allclose(doubled, 4 * found, rtol=1e-4, atol=1e-6)
@@ -71,60 +76,98 @@ def test_a_bilinear_layer_is_a_product(gate):
 
 
 def test_initial_weights():
-    pytorch, lecun = (Affine(400, 300, init=init, key=KEY) for init in ("pytorch", "lecun"))
+    make = eqx.filter_jit(lambda key: [Affine(400, 300, init=init, key=key) for init in ("pytorch", "lecun")])
+    pytorch, lecun = jax.tree.map(np.asarray, make(KEY))
     assert np.abs(pytorch.weight).max() <= 0.05
     np.testing.assert_allclose(np.std(pytorch.weight), 0.05 / 3**0.5, rtol=0.01)
     np.testing.assert_allclose(np.std(lecun.weight), 0.05, rtol=0.01)
     np.testing.assert_array_equal(lecun.bias, 0)
-    for layer, fan_in in zip(MLP(784, 200, 2, 10, key=KEY).layers, (784, 200, 200), strict=True):
-        for part in (layer.weight, layer.bias):
+    np.testing.assert_allclose(np.std(draw_weights("lecun", (300, 400), 100, KEY)), 0.1, rtol=0.01)
+
+
+def test_initial_weights_of_a_perceptron():
+    model = call(lambda key: MLP(784, 200, 2, 10, key=key), KEY)
+    for layer, fan_in in zip(model.layers, (784, 200, 200), strict=True):
+        for part in (np.asarray(layer.weight), np.asarray(layer.bias)):
             assert 0.5 * fan_in**-0.5 < np.abs(part).max() <= fan_in**-0.5  # biases too
-        np.testing.assert_allclose(layer.weight.std(), fan_in**-0.5 / 3**0.5, rtol=0.05)
-    plain = BilinearNetwork(key=KEY)
+        np.testing.assert_allclose(np.std(layer.weight), fan_in**-0.5 / 3**0.5, rtol=0.05)
+
+
+def test_initial_weights_of_a_bilinear_network():
+    plain = call(lambda key: BilinearNetwork(key=key), KEY)
     assert (plain.embed.shape, plain.head.shape) == ((256, 784), (10, 256))
     assert 0.99 * 784**-0.5 < np.abs(plain.embed).max() <= 784**-0.5
     assert np.abs(plain.layers[0].left).max() <= 1 / 16
-    np.testing.assert_allclose(draw_weights("lecun", (300, 400), 100, KEY).std(), 0.1, rtol=0.01)
 
 
-def test_encoders_and_decoders_by_hand():
-    encoder, x = call(lambda key: Encoder(5, key=key), KEY), IMAGES[0][:, :, None]
-    for layer in encoder.convolutions:
-        x = call(lambda layer, x: max_pool(jax.nn.relu(layer(x))), layer, x)
-    np.testing.assert_allclose(call(encoder, IMAGES[0]), call(encoder.head, x.reshape(-1)), atol=1e-5)
-    for upsampling in ("nearest", "bilinear"):
-        decoder = call(lambda key, how=upsampling: Decoder(5, upsampling=how, key=key), KEY)
-        x = np.asarray(call(decoder.head, X[0, :5])).reshape(7, 7, 32)
+def test_encoders_by_hand():
+    encoder = call(lambda key: Encoder(5, key=key), KEY)
+
+    def encoded(encoder, image):
+        x = image[:, :, None]
+        for layer in encoder.convolutions:
+            x = max_pool(jax.nn.relu(layer(x)))
+        return encoder.head(x.reshape(-1))
+
+    np.testing.assert_allclose(call(encoder, IMAGES[0]), call(encoded, encoder, IMAGES[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("upsampling", ["nearest", "bilinear"])
+def test_decoders_by_hand(upsampling):
+    decoder = call(lambda key: Decoder(5, upsampling=upsampling, key=key), KEY)
+
+    def decoded(decoder, features):
+        x = decoder.head(features).reshape(7, 7, 32)
         for layer in decoder.convolutions:
             above = jax.image.resize(x, (2 * len(x), 2 * len(x), x.shape[2]), upsampling)
-            x = np.asarray(call(layer, jax.nn.relu(above)))
-        np.testing.assert_allclose(call(decoder, X[0, :5]), x[:, :, 0], atol=1e-5)
+            x = layer(jax.nn.relu(above))
+        return x[:, :, 0]
+
+    np.testing.assert_allclose(call(decoder, X[0, :5]), call(decoded, decoder, X[0, :5]), atol=1e-5)
+
+
+def normalised(norm, x):
+    """Return what a layer normalisation computes of rows, by NumPy."""
+    scaled = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + norm.eps)
+    return scaled * np.asarray(norm.weight) + np.asarray(norm.bias)
+
+
+def applied(layer, x):
+    """Return what an affine layer computes of rows, by NumPy."""
+    return x @ np.asarray(layer.weight).T + np.asarray(layer.bias)
 
 
 @pytest.mark.parametrize("last_activation", [True, False])
-def test_perceptrons_and_convolutional_networks_by_hand(last_activation):
+def test_perceptrons_by_hand(last_activation):
     last = (lambda z: np.maximum(z, 0)) if last_activation else np.asarray
-    model = MLP(12, 8, 2, 3, last_activation=last_activation, key=KEY)
+    model = call(lambda key: MLP(12, 8, 2, 3, last_activation=last_activation, key=key), KEY)
     first, second, head = ([np.asarray(layer.weight).T, np.asarray(layer.bias)] for layer in model.layers)
     hidden = np.maximum(X @ first[0] + first[1], 0)
     features = last(hidden @ second[0] + second[1])
     wanted = {"layers[0]": hidden, "layers[1]": features, "logits": features @ head[0] + head[1]}
-    found = jax.vmap(model.representations)(X)
+    found = call(jax.vmap(model.representations), X)
     assert set(found) == set(wanted)
     for name, array in wanted.items():
         np.testing.assert_allclose(found[name], array, atol=1e-6)
-    np.testing.assert_array_equal(jax.vmap(model)(X), found["logits"])
+    np.testing.assert_array_equal(call(jax.vmap(model), X), found["logits"])
+
+
+@pytest.mark.parametrize("last_activation", [True, False])
+def test_convolutional_networks_by_hand(last_activation):
+    last = (lambda z: np.maximum(z, 0)) if last_activation else np.asarray
     model = call(lambda key: CNN(30, 7, last_activation=last_activation, key=key), KEY)
     found, features = call(jax.vmap(model.representations), FLAT), last(call(jax.vmap(model.encoder), IMAGES))
     assert [array.shape for array in found.values()] == [(4, 14, 14, 16), (4, 7, 7, 32), (4, 30), (4, 7)]
-    below = found["encoder.convolutions[1]"].reshape(4, -1)
-    np.testing.assert_allclose(found["features"], last(jax.vmap(model.encoder.head)(below)), atol=1e-5)
+    below = np.asarray(found["encoder.convolutions[1]"]).reshape(4, -1)
+    np.testing.assert_allclose(found["features"], last(applied(model.encoder.head, below)), atol=1e-5)
     np.testing.assert_allclose(found["features"], features, atol=1e-6)
-    np.testing.assert_allclose(found["logits"], jax.vmap(model.head)(features), atol=1e-5)
+    np.testing.assert_allclose(found["logits"], applied(model.head, features), atol=1e-5)
     np.testing.assert_allclose(call(jax.vmap(model), FLAT), found["logits"], atol=1e-6)
 
 
+@cache
 def small(kind):
+    """Return a network of images, which tests only read."""
     if kind == "resnet":
         return call(lambda key: ResNet(6, 3, channels=4, depth=2, key=key), KEY)
     return call(lambda key: Transformer(6, 3, size=8, heads=2, depth=1, patch=14, key=key), KEY)
@@ -133,13 +176,20 @@ def small(kind):
 def test_a_residual_network_by_hand():
     model = small("resnet")
     found = representations(model, FLAT)
-    x = call(lambda stem, x: max_pool(stem(x)), model.stem, FLAT[0].reshape(28, 28, 1))
-    for name, block in zip(("blocks[0].second", "blocks[1].second"), model.blocks, strict=True):
-        x = call(lambda block, x: x + block.second(jax.nn.relu(block.first(jax.nn.relu(x)))), block, x)
-        np.testing.assert_allclose(found[name][0], x, atol=1e-5)
-    features = call(lambda hidden, x: jax.nn.relu(hidden(jax.nn.relu(max_pool(x)).reshape(-1))), model.hidden, x)
+
+    def by_hand(model, image):
+        x = max_pool(model.stem(image))
+        streams = []
+        for block in model.blocks:
+            x = x + block.second(jax.nn.relu(block.first(jax.nn.relu(x))))
+            streams.append(x)
+        return streams, jax.nn.relu(model.hidden(jax.nn.relu(max_pool(x)).reshape(-1)))
+
+    streams, features = call(by_hand, model, FLAT[0].reshape(28, 28, 1))
+    for name, stream in zip(("blocks[0].second", "blocks[1].second"), streams, strict=True):
+        np.testing.assert_allclose(found[name][0], stream, atol=1e-5)
     np.testing.assert_allclose(found["features"][0], features, atol=1e-5)
-    np.testing.assert_allclose(found["logits"][0], model.head(features), atol=1e-5)
+    np.testing.assert_allclose(found["logits"][0], applied(model.head, np.asarray(features)), atol=1e-5)
     np.testing.assert_allclose(call(jax.vmap(model), FLAT), found["logits"], atol=1e-5)
 
 
@@ -151,13 +201,18 @@ def test_a_transformer_by_hand():
     }  # fmt: skip
     image = FLAT[0].reshape(28, 28)
     patches = [image[i : i + 14, j : j + 14].reshape(-1) for i in (0, 14) for j in (0, 14)]
-    tokens = jnp.stack([model.embed(patch) for patch in patches]) + model.positions
+    tokens = applied(model.embed, np.stack(patches)) + np.asarray(model.positions)
     np.testing.assert_allclose(found["embed"][0], tokens, atol=1e-5)
-    normed = jax.vmap(model.norm)(found["blocks[0].second"][0])
-    features = jax.nn.relu(model.hidden(normed.mean(0)))
+    normed = normalised(model.norm, np.asarray(found["blocks[0].second"][0]))
+    features = np.maximum(applied(model.hidden, np.mean(normed, 0)), 0)
     np.testing.assert_allclose(found["features"][0], features, atol=1e-5)
-    # Attention is over tokens: without positions, their order is not seen.
-    blind = eqx.tree_at(lambda m: m.positions, model, jnp.zeros_like(model.positions))
+
+
+def test_attention_is_over_tokens():
+    """Without positions, their order has no effect."""
+    model = small("transformer")
+    image = FLAT[0].reshape(28, 28)
+    blind = eqx.tree_at(lambda m: m.positions, model, np.zeros(model.positions.shape, np.float32))
     other = image[:, np.r_[14:28, 0:14]].reshape(-1)
     np.testing.assert_allclose(call(blind, other), call(blind, FLAT[0]), atol=1e-5)
     assert np.abs(call(model, other) - call(model, FLAT[0])).max() > 1e-5
@@ -166,9 +221,14 @@ def test_a_transformer_by_hand():
 @pytest.mark.parametrize("kind", ["resnet", "transformer"])
 def test_the_last_hidden_layer_is_what_figures_rewrite(kind):
     model = small(kind)
-    group = rewritten_group(eqx.filter_vmap(lambda _: model)(jnp.arange(2)), FLAT[0])
+    pair = jax.tree.map(lambda leaf: np.stack([leaf, leaf]) if eqx.is_array(leaf) else leaf, model)
+    group = rewritten_group(pair, FLAT[0])
     assert (group.name, group.size, group.degree) == ("hidden", 6, 1)
-    groups = neuron_groups(model, FLAT[0])
+
+
+@pytest.mark.parametrize("kind", ["resnet", "transformer"])
+def test_the_stream_of_a_transformer_is_normalised(kind):
+    groups = neuron_groups(small(kind), FLAT[0])
     stream = groups["stem" if kind == "resnet" else "embed"]
     assert stream.normalised == (kind == "transformer")
     assert stream.size == (4 if kind == "resnet" else 8)
@@ -176,13 +236,14 @@ def test_the_last_hidden_layer_is_what_figures_rewrite(kind):
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_bilinear_network_by_hand(residual):
-    model = BilinearNetwork(12, 6, 3, num_layers=2, residual=residual, key=jax.random.key(1))
+    make = lambda key: BilinearNetwork(12, 6, 3, num_layers=2, residual=residual, key=key)  # noqa: E731
+    model = call(make, jax.random.key(1))
     hidden = X @ np.asarray(model.embed).T
     for layer in model.layers:
         added = (hidden @ np.asarray(layer.left).T) * (hidden @ np.asarray(layer.right).T)
         hidden = hidden + added if residual else added
-    np.testing.assert_allclose(jax.vmap(model)(X), hidden @ np.asarray(model.head).T, rtol=1e-4, atol=1e-6)
-    found = jax.vmap(model.representations)(X)
+    np.testing.assert_allclose(call(jax.vmap(model), X), hidden @ np.asarray(model.head).T, rtol=1e-4, atol=1e-6)
+    found = call(jax.vmap(model.representations), X)
     np.testing.assert_allclose(found["features"], hidden, rtol=1e-4, atol=1e-6)
 
 
@@ -196,10 +257,10 @@ def test_any_bilinear_model_can_be_wrapped():
     hidden = [embed @ x]
     for left, right, b, c in layers:
         hidden.append((left @ hidden[-1] + b) * (right @ hidden[-1] + c))
-    np.testing.assert_allclose(model(x), head @ hidden[-1], rtol=1e-4)
+    np.testing.assert_allclose(call(model, x), head @ hidden[-1], rtol=1e-4)
     # And decomposed: the first layer's forms give what it computes.
-    spectrum = decompose(model, np.eye(6, dtype=np.float32), layer=0)
-    np.testing.assert_allclose(spectrum(x), hidden[1], rtol=1e-3, atol=1e-3)
+    spectrum = eqx.filter_jit(decompose)(model, np.eye(6, dtype=np.float32), layer=0)
+    np.testing.assert_allclose(call(spectrum, x), hidden[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.usefixtures("unchecked")
