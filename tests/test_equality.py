@@ -28,7 +28,8 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams _core/frames.py:_check_steps",
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
-        "figures/_eigenvector_measures.py:intervals similarity/_inference.py:moment_p_values "
+        "figures/_eigenvector_measures.py:intervals similarity/_inference.py:orders_of "
+        "similarity/_orders.py:all_orders "
         "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "
@@ -48,7 +49,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "equal p-values have equal corrections":
         "similarity/_inference.py:adjust_p_values",
     "cyclic shifts of series":
-        "similarity/_inference.py:random_orders",
+        "similarity/_orders.py:_drawn",
     "any choice gives the same sum":
         "similarity/_kernels.py:_longest",
     "ties keep their order, as is said":
@@ -58,7 +59,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "a draw":
         "koopman/_operators/_kernels.py:_by_leverage",
     "bytes":
-        "training/_checkpoint.py:_read_meta",
+        "similarity/_orders.py:kinds_of training/_checkpoint.py:_read_meta",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from dissociation.similarity import _inference as inference
 from dissociation.similarity import _items as items
 from dissociation.similarity import _tables as tables
 from dissociation.similarity._base import compared
+from dissociation.similarity._orders import random_orders, units_of
 from dissociation.training import _progress as progress
 
 RNG = np.random.default_rng(0)
@@ -299,7 +300,7 @@ def test_what_depends_on_its_neighbours_is_tested_by_shifts():
     assert np.mean(np.array(p_values) < 0.1) < 0.4
     options = {"key": jax.random.key(0), "blocks": "contiguous", "num_draws": 999}
     assert similarity.permutation_test("linear_cka", *pair, **options).num_draws == 299  # all shifts
-    shifts = np.asarray(inference.random_orders(jax.random.key(1), 50, 60, blocks="contiguous"))
+    shifts = np.asarray(random_orders(jax.random.key(1), 50, units_of(60), blocks="contiguous"))
     assert len(set(shifts[:, 0]) - {0}) == 50  # none is the order as it is
     np.testing.assert_array_equal((shifts - shifts[:, :1]) % 60, np.tile(np.arange(60), (50, 1)))
 
@@ -313,7 +314,7 @@ def test_blocks_are_left_out_whole_and_positions_and_repeats_stay_together():
     repeated = inference.kept_rows(12, 3, repeats=2)[0]
     assert all(set(rows[rows < 6] + 6) == set(rows[rows >= 6]) for rows in repeated)
     assert inference.kept_rows(40 * 36, 20, each=36)[0].shape == (20, 38 * 36)
-    images = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36).reshape(3, 40, 36)
+    images = random_orders(jax.random.key(0), 3, units_of(40 * 36, each=36)).reshape(3, 40, 36)
     np.testing.assert_array_equal(np.sort(images[..., 0], 1), np.tile(36 * np.arange(40), (3, 1)))
     np.testing.assert_array_equal(images - images[:, :, :1], np.arange(36) + np.zeros((3, 40, 1)))
     base = np.cumsum(np.cumsum(np.random.default_rng(4).standard_normal((2, 40, 6, 6, 3)), 2), 3)
