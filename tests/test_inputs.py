@@ -34,7 +34,7 @@ NO_ROW = {
     "dissociation.training._progress": "what long work shows",
     "dissociation.training._machine": "takes no data",
     "dissociation.training._distributed": "takes no data: test_distributed.py",
-    "dissociation.training._members.take": "an index into arrays, unchecked",
+    "dissociation.training._members.take": "an index into arrays: test_members.py",
     "dissociation.training._members.per_batch": "takes a platform alone",
     "dissociation.models._representations.named": "what models of one's own call within",
     "dissociation.models._representations.representations_of_example": "registered types; its callers check",

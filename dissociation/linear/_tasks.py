@@ -209,8 +209,9 @@ def random_task(
     rank = most if rank is None else check_count("rank", rank, minimum=1, maximum=most)
     check_non_negative("noise", noise)
     check_known("tasks are made on the host", key=key)
-    if condition is not None and not 1 <= condition < np.inf:
-        fail("condition", "be at least 1", condition)
+    rtol = 300 * float(np.finfo(float).eps)
+    if condition is not None and not 1 <= condition < 1 / rtol:
+        fail("condition", f"be at least 1, and below {1 / rtol:.1e}, where directions count as zero", condition)
     shapes = [*pairwise((num_samples, inner, num_inputs, rank, num_outputs)), (num_samples, num_outputs)]
     ends = np.cumsum([rows * columns for rows, columns in shapes])
     drawn = np.split(np.asarray(jax.random.normal(key, (int(ends[-1]),)), float), ends[:-1])
@@ -220,7 +221,7 @@ def random_task(
         values[:inner] = np.sqrt(num_samples) * np.geomspace(condition**0.5, condition**-0.5, inner)
     x = (left[:, :inner] * values[:inner]) @ right[:inner]
     y = x @ maps[0] @ maps[1] / np.sqrt(num_inputs * rank)
-    return _decomposed(x, y + noise * noises, 300 * float(np.finfo(float).eps), jnp.zeros(0).dtype)
+    return _decomposed(x, y + noise * noises, rtol, jnp.zeros(0).dtype)
 
 
 @validated(finite=("x",))

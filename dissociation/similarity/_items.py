@@ -30,6 +30,11 @@ class Items(NamedTuple):
     name: str = ""
     single: bool = False  # True if the caller gave one array without an axis of members
 
+    def is_constant(self, place: int) -> bool:
+        """Return True if all samples of a representation are the same."""
+        stack, places = next(pair for pair in zip(self.arrays, self.places, strict=True) if place in pair[1])
+        return not np.ptp(np.asarray(stack[places.index(place)]), axis=0).any()
+
     def shown(self, place: int) -> str:
         """Return the text by which messages name a representation: its layer or argument, and its member."""
         layer, member = self.labels[place]

@@ -234,7 +234,7 @@ def pairwise(
     if drawn[1]:
         chance = np.mean([*found[0], values] if are_all else found[0], 0)
     elif baseline:
-        chance = expected[0]
+        chance = np.where(np.isnan(values), np.nan, expected[0])
     p_value = _p_values(known, form, sets, values, found[0] if drawn[0] else None, log_numbers) if p_values else None
     error = low = high = estimate = None
     if kept:
@@ -357,9 +357,10 @@ def _warn_dropped(form: Form, sets: Sequence[Items]) -> None:
 def _warn_undefined(measure: Measure, values: np.ndarray, first: Items, second: Items) -> None:
     known = np.isfinite(values)
     sides = ((first, ~known.any(1)), (second, ~known.any(0)))
-    gone = {one.shown(place): None for one, undefined in sides for place in np.flatnonzero(undefined).tolist()}
+    gone = {one.shown(place): one.is_constant(place) for one, undefined in sides for place in np.flatnonzero(undefined)}
     if gone:
-        names = ", ".join(gone)
+        # One of a pair is enough for the pair to be undefined.
+        names = ", ".join(name for name, is_constant in gone.items() if is_constant or not any(gone.values()))
         warn(f"{measure.name} is not defined for {names}, whose values are NaN: are all samples the same there?")
 
 

@@ -56,13 +56,17 @@ def count(models: Any) -> int:
 
 
 def take(models: Any, index: Any) -> Any:
-    """Return stacked members at an index, a slice or an array of indices, unchecked; other leaves unchanged.
+    """Return stacked members at an index, a slice or an array of indices; other leaves unchanged.
+
+    Raises:
+        ValueError: If no member has a known index.
 
     Example:
         >>> take({"weight": jnp.arange(6.0).reshape(3, 2)}, jnp.array([2, 0]))["weight"].tolist()
         [[4.0, 5.0], [0.0, 1.0]]
     """
     index = np.asarray(index) if isinstance(index, list) else index
+    _check_members(models, index)
     arrays, constants = eqx.partition(models, lambda leaf: isinstance(leaf, jax.Array))
     constants = jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, constants)
     leaves = jax.tree.leaves(arrays)
@@ -72,6 +76,18 @@ def take(models: Any, index: Any) -> Any:
     else:
         arrays = jax.tree.map(lambda leaf: leaf[index], arrays)
     return eqx.combine(arrays, constants)
+
+
+def _check_members(models: Any, index: Any) -> None:
+    """Raise if an array has no entry at a known index: JAX would return the last one."""
+    if checks.is_traced(index) or np.asarray(index).dtype.kind not in "iu":
+        return
+    lengths = [leaf.shape[0] for leaf in jax.tree.leaves(models) if getattr(leaf, "shape", ())]
+    number = min(lengths, default=0)
+    indices = np.asarray(index)
+    missing = indices[(indices < -number) | (indices >= number)]
+    if lengths and missing.size:
+        checks.fail("index", f"lie from {-number} to {number - 1}", ", ".join(map(str, missing.ravel().tolist())))
 
 
 @jax.jit

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core import checks
-from dissociation._core.conversion import as_array, as_numbers, to_device
+from dissociation._core.conversion import as_array, as_numbers, describe, to_device
 from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey, PyTree
 from dissociation._core.validation import validated
@@ -172,6 +172,8 @@ class Grid:
                 checks.fail("tree", f"hold arrays of {len(self)} members, one for each of {self}", np.shape(leaf))
             return leaf.reshape(*self.shape, *leaf.shape[1:])
 
+        if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree)):
+            checks.fail_kind("tree", f"hold arrays of {len(self)} members", describe(tree))
         return jax.tree.map(lambda leaf: one(leaf) if hasattr(leaf, "shape") else leaf, tree)
 
     def split(self, name: str) -> list[tuple[Any, "Grid | None"]]:

@@ -78,3 +78,11 @@ def test_integers_of_several_kinds_neither_wrap_nor_round_in_silence(join):
     with jax.enable_x64(True):
         whole = join([{"w": large}, {"w": jnp.ones(2, np.float32)}, {"w": jnp.arange(2, dtype=np.int32)}])["w"]
         np.testing.assert_array_equal(whole.ravel(), [2**31 + 5, 1, 1, 1, 0, 1])
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0).reshape(3, 2), jnp.arange(6.0).reshape(3, 2)])
+@pytest.mark.parametrize("index", [3, -4, [0, 5], np.array([[1, -7]])])
+def test_a_member_that_is_not_there_is_refused(array, index):
+    with pytest.raises(ValueError, match=f"`index` must lie from -3 to 2, got {np.ravel(index)[-1]}"):
+        take({"w": array, "name": "a"}, index)
+    np.testing.assert_array_equal(take({"w": array}, -1)["w"], [4, 5])

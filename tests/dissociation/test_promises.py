@@ -9,6 +9,7 @@ from dissociation.measures import error_rate, input_noise_error, linear_head
 from dissociation.rewrites import similarity_bounds
 from dissociation.similarity import (
     MEASURES,
+    compare,
     disagreement,
     jensen_shannon,
     linear_predictivity,
@@ -80,3 +81,12 @@ def test_one_logit_decides_by_its_sign():
     entropy = lambda p: -p * np.log(p) - (1 - p) * np.log(1 - p)  # noqa: E731
     expected = np.mean(entropy(middle) - (entropy(first) + entropy(second)) / 2)
     assert float(jensen_shannon(x, y)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_constant_representation_is_named_alone():
+    x = np.ones((30, 5))
+    y = DRAWS.normal(size=(30, 3))
+    with pytest.warns(RuntimeWarning, match="is not defined for x, whose values are NaN"):
+        found = compare(x, y, num_blocks=None, p_values=False)
+    assert np.isnan(found.values)
+    assert np.isnan(found.baseline)
