@@ -357,7 +357,10 @@ def _warn_dropped(form: Form, sets: Sequence[Items]) -> None:
 def _warn_undefined(measure: Measure, values: np.ndarray, first: Items, second: Items) -> None:
     known = np.isfinite(values)
     sides = ((first, ~known.any(1)), (second, ~known.any(0)))
-    gone = {one.shown(place): one.is_constant(place) for one, undefined in sides for place in np.flatnonzero(undefined)}
+    gone: dict[str, bool] = {}
+    for one, undefined in sides:
+        for place in np.flatnonzero(undefined).tolist():
+            gone[one.shown(place)] = one.is_constant(place)
     if gone:
         # One of a pair is enough for the pair to be undefined.
         names = ", ".join(name for name, is_constant in gone.items() if is_constant or not any(gone.values()))
