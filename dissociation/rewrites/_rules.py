@@ -36,6 +36,8 @@ def _same(flow: Flow, step: Step) -> list[Value]:
 
 def _power(flow: Flow, step: Step) -> list[Value]:
     base, *exponent = step.operands
+    if base.shape != step.shapes[0]:  # one number to several powers
+        return flow.unknown(step)
     power: Any = POWERS.get(step.name, step.params.get("y"))
     if exponent:
         known = exponent[0].known
