@@ -56,7 +56,9 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     """Invariances with their negative controls, symmetry, range, identity, the triangle inequality: from one table."""
     measure = MEASURES[name]
     variants = [X, *(change(X) for change in MAPS.values()), Z, WIDE]
-    table = np.asarray(similarity.pairwise(np.stack(variants), measure, members=True, baseline=False).values)
+    options = {"members": True, "baseline": False, "num_blocks": None, "p_values": False}
+    stacked = np.stack(variants)
+    table = np.asarray(similarity.compare(stacked, stacked.copy(), measure, **options).values)  # both triangles
     tolerance = 1e-9
     of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
     for index, letter in enumerate(MAPS, 1):
@@ -71,10 +73,7 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     assert table.min() >= least - tolerance
     assert table.max() <= most + tolerance
     if measure.symmetric:
-        lower = similarity.compare(
-            np.stack(variants[-2:]), np.stack(variants), measure, members=True, num_blocks=None, p_values=False
-        )
-        np.testing.assert_allclose(lower.values, table.T[-2:], atol=1e-9)
+        np.testing.assert_allclose(table, table.T, atol=1e-9)
     else:
         assert abs(table - table.T).max() > 1e-3
     if measure.metric:
@@ -97,41 +96,70 @@ def test_measures_agree_with_an_independent_reference(name, precision):
     assert abs(ours - wanted) <= tolerance
 
 
+def assert_close(found, wanted):
+    np.testing.assert_allclose(found, wanted, atol=1e-10)
+
+
 @pytest.mark.usefixtures("x64")
 def test_options_agree_with_the_reference():
-    close = lambda ours, wanted: np.testing.assert_allclose(ours, wanted, atol=1e-10)  # noqa: E731
-    close(similarity.rbf_cka(X, Y, scale=0.4), reference.rbf_cka(X, Y, scale=0.4))
-    close(similarity.svcca(X, Y, variance=0.8), reference.svcca(X, Y, variance=0.8))
-    close(similarity.mutual_knn(X, Y, num_neighbours=3), reference.mutual_knn(X, Y, 3))
+    assert_close(similarity.rbf_cka(X, Y, scale=0.4), reference.rbf_cka(X, Y, scale=0.4))
+    assert_close(similarity.svcca(X, Y, variance=0.8), reference.svcca(X, Y, variance=0.8))
+    assert_close(similarity.mutual_knn(X, Y, num_neighbours=3), reference.mutual_knn(X, Y, 3))
     for a in (0.0, 1.0):
-        ours = similarity.partial_whitening_distance(X, Y, a=a)
-        close(np.cos(ours), np.cos(reference.partial_whitening_distance(X, Y, a)))
-    close(similarity.gulp_distance(X, Y, lam=0.0) ** 2 / (P + Q), reference.gulp_distance(X, Y, 0.0) ** 2 / (P + Q))
-    alphas = np.array([0.0, 1.0, 50.0])
-    for folds in (None, 2, 5):
-        wanted = [reference.linear_predictivity(X, Y, a, folds) for a in alphas]
-        close(similarity.predictivity_path(X, Y, alphas, num_folds=folds), wanted)
-        close(similarity.linear_predictivity(X, Y, alpha=50.0, num_folds=folds), wanted[-1])
-    contiguous = np.split(np.arange(SAMPLES), 4)
-    found = similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=4, folds="contiguous")
-    close(found, reference.linear_predictivity(X, Y, 3.0, contiguous))
+        distance = similarity.partial_whitening_distance(X, Y, a=a)
+        assert_close(np.cos(distance), np.cos(reference.partial_whitening_distance(X, Y, a)))
+    squared = similarity.gulp_distance(X, Y, lam=0.0) ** 2
+    assert_close(squared / (P + Q), reference.gulp_distance(X, Y, 0.0) ** 2 / (P + Q))
     outputs = X[:, :Q], Y, RNG.integers(0, Q, SAMPLES)
-    close(similarity.min_max_disagreement(*outputs), reference.min_max_disagreement(*outputs))
+    assert_close(similarity.min_max_disagreement(*outputs), reference.min_max_disagreement(*outputs))
 
 
 @pytest.mark.usefixtures("x64")
-def test_rdms_and_comparisons_agree_with_the_reference_and_crossnobis_with_rsatoolbox():
+@pytest.mark.parametrize("num_folds", [None, 2])
+def test_predictivity_at_several_penalties_agrees_with_the_reference(num_folds):
+    alphas = np.array([0.0, 1.0, 50.0])
+    wanted = [reference.linear_predictivity(X, Y, alpha, num_folds) for alpha in alphas]
+    assert_close(similarity.predictivity_path(X, Y, alphas, num_folds=num_folds), wanted)
+    assert_close(similarity.linear_predictivity(X, Y, alpha=50.0, num_folds=num_folds), wanted[-1])
+
+
+@pytest.mark.usefixtures("x64")
+def test_predictivity_of_contiguous_folds_agrees_with_the_reference():
+    contiguous = np.array_split(np.arange(SAMPLES), 3)  # of unequal sizes
+    found = similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=3, folds="contiguous")
+    assert_close(found, reference.linear_predictivity(X, Y, 3.0, contiguous))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", ["euclidean", "squared", "correlation", "cosine"])
+def test_rdms_agree_with_the_reference(kind):
+    np.testing.assert_allclose(similarity.rdm(X, kind), reference.rdm(X, kind), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("comparison", ["pearson", "spearman", "kendall", "cosine"])
+def test_comparisons_of_rdms_agree_with_the_reference(comparison):
+    """Squared distances of integers tie exactly, and ties distinguish the variants of Kendall's tau."""
+    x = np.round(X)
+    y = np.round(Y)
+    found = similarity.rsa(x, y, rdm="squared", comparison=comparison)
+    np.testing.assert_allclose(found, reference.rsa(x, y, "squared", comparison), atol=3e-10)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("comparison", ["pearson", "spearman"])  # one without ranks, one with them
+def test_rsa_of_cosine_distances_agrees_with_the_reference(comparison):
+    found = similarity.rsa(X, Y, rdm="cosine", comparison=comparison)
+    np.testing.assert_allclose(found, reference.rsa(X, Y, "cosine", comparison), atol=3e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_crossnobis_agrees_with_rsatoolbox():
     from rsatoolbox.data import Dataset
     from rsatoolbox.rdm import calc_rdm
 
-    for kind in ("euclidean", "squared", "correlation", "cosine"):
-        np.testing.assert_allclose(similarity.rdm(X, kind), reference.rdm(X, kind), rtol=1e-9, atol=1e-9)
-    # Squared distances of integers tie exactly, and ties tell the variants of Kendall's tau apart.
-    for first, second, rdm in ((X, Y, "cosine"), (np.round(X), np.round(Y), "squared")):
-        for comparison in ("pearson", "spearman", "kendall", "cosine"):
-            ours = similarity.rsa(first, second, rdm=rdm, comparison=comparison)
-            np.testing.assert_allclose(ours, reference.rsa(first, second, rdm, comparison), atol=3e-10)
-    half, noise = SAMPLES // 2, np.cov(Z.T)
+    half = SAMPLES // 2
+    noise = np.cov(Z.T)
     runs = {"cond": np.tile(np.arange(half), 2), "run": np.repeat([0, 1], half)}
     with warnings.catch_warnings(action="ignore"):
         settings = {"descriptor": "cond", "cv_descriptor": "run", "noise": np.linalg.inv(noise)}
@@ -159,14 +187,15 @@ def test_small_distances_are_not_lost_in_rounding():
 @pytest.mark.parametrize("name", [name for name in MEASURES if name not in WITHOUT_DERIVATIVE])
 def test_derivatives_are_those_of_differences_or_refused(name):
     direction = np.random.default_rng(3).standard_normal(X.shape)
-    along = lambda t: MEASURES[name](X + t * direction, Y)  # noqa: E731
+    options = {"num_folds": 2} if name == "linear_predictivity" else {}
+    along = lambda t: MEASURES[name](X + t * direction, Y, **options)  # noqa: E731
     if MEASURES[name].host:
         with pytest.raises(TypeError, match="no derivative"):
             jax.grad(along)(0.0)
         return
     step = 1e-6
     wanted = (along(step) - along(-step)) / (2 * step)
-    np.testing.assert_allclose(jax.grad(along)(0.0), wanted, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(jax.jit(jax.grad(along))(0.0), wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("x64")
@@ -175,10 +204,14 @@ def test_features_and_samples_agree_and_the_cheaper_form_is_taken(form):
     few, many = of_sizes(form, 10_000, 50, 50), of_sizes(form, 100, 5000, 5000)
     assert few.prepare is form.prepare
     assert many.prepare is of_sizes(form, 100, 50, 50, items=50, pairs=1225).prepare is form.half
-    x, y = jnp.asarray(X), jnp.asarray(Y)
-    np.testing.assert_allclose(compared(many, x, y), compared(few, x, y), atol=1e-12)
-    means = [one.expected(one.prepare(x), one.prepare(y)) for one in (few, many)]
-    np.testing.assert_allclose(*means, atol=1e-12)
+
+    def value_and_mean(form, x, y):
+        a = form.prepare(x)
+        b = form.prepare(y)
+        return jnp.stack([form.compare(a, b), form.expected(a, b)])
+
+    found = [jax.jit(partial(value_and_mean, one))(X, Y) for one in (few, many)]
+    np.testing.assert_allclose(*found, atol=1e-12)
 
 
 def test_neighbours_that_tie_share_their_places():
@@ -199,7 +232,7 @@ def test_soft_matching_by_assignment_and_by_a_linear_programme(monkeypatch):
 
 
 def test_what_no_measure_is_defined_for_is_refused_by_name():
-    flat, tiny = np.tile(X[:1].astype(np.float32), (SAMPLES, 1)), (1e-40 * Y).astype(np.float32)
+    flat, tiny = np.tile(Y[:1].astype(np.float32), (SAMPLES, 1)), (1e-40 * Y).astype(np.float32)
     same, small = (
         "`y` must differ between samples, got the same row 40 times",
         "`y` must have an entry of at least 1",
@@ -238,14 +271,20 @@ def test_the_table_of_the_guide_is_what_the_measures_say():
     assert table() in (Path(__file__).parents[2] / "docs" / "similarity.md").read_text()
 
 
-def test_constant_neurons_in_large_arrays_and_a_sample_far_longer_than_others_cost_no_digits():
+def test_constant_neurons_in_large_arrays_cost_no_digits():
     x, y = np.random.default_rng(0).standard_normal((2, 300, 256)).astype(np.float32)
     x[:, :128], y[:, :128] = 1.3 * x[0, :128], 0.7 * y[0, :128]
     wanted = similarity.hard_matching(x[:, 128:], y[:, 128:]) / 2  # half of the neurons are dead
     assert abs(similarity.hard_matching(x, y) - wanted) < 0.02
-    x, y = (np.concatenate([1e4 * one[:1], one[1:]]) for one in (X, Y))
-    for found in (similarity.debiased_cka(x, y), similarity.pairwise([x, y], "debiased_cka").values[0, 1]):
-        np.testing.assert_allclose(found, reference.debiased_cka(x, y), atol=1e-5)
+
+
+def test_a_sample_far_longer_than_others_costs_no_digits():
+    x, y = (np.concatenate([1e4 * part[:1], part[1:]]) for part in (X, Y))
+    wanted = reference.debiased_cka(x, y)
+    np.testing.assert_allclose(similarity.debiased_cka(x, y), wanted, atol=1e-5)
+    of_one_width = [x, np.pad(y, ((0, 0), (0, P - Q)))]
+    table = similarity.pairwise(of_one_width, "debiased_cka", baseline=False)
+    np.testing.assert_allclose(table.values[0, 1], wanted, atol=1e-5)
 
 
 TIED = RNG.integers(-1, 2, (SAMPLES, P)).astype(float)
@@ -298,31 +337,64 @@ def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
         np.testing.assert_allclose(value(x[rows], y[rows]), wanted, atol=atol)
 
 
-def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
-    y, plain, scaled = (one.astype(np.float32) for one in (Y, X, X * 10.0 ** np.linspace(-3, 3, P)))
-    stream = lambda *arrays: similarity.stream_moments([arrays])  # noqa: E731
-    gulp, whitened = partial(similarity.gulp_distance, lam=0.0), partial(similarity.partial_whitening_distance, a=0.0)
-    for change in (
-        gulp,
-        whitened,
+GULP = partial(similarity.gulp_distance, lam=0.0)
+WHITENED = partial(similarity.partial_whitening_distance, a=0.0)
+
+
+def streamed(*arrays):
+    return similarity.stream_moments([arrays])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        GULP,
+        WHITENED,
         similarity.cca,
-        lambda x, y: similarity.predictivity_path(x, y, np.zeros(1))[0],
-        lambda x, y: similarity.similarity_from_moments(stream(x, y), "cca")[0, 1],
-        lambda x, y: similarity.predictivity_from_moments([stream(x[:20], y[:20]), stream(x[20:], y[20:])]),
-    ):
-        np.testing.assert_allclose(change(scaled, y), change(plain, y), atol=2e-5)
-    np.testing.assert_allclose(similarity.pwcca(X, Y[:, [0, 1, 1]]), similarity.pwcca(X, Y[:, :2]), atol=2e-5)
-    dependent, y = (np.tile(one, (8, 1)) for one in (plain, y))
-    dependent[:, 0] = 3 * dependent[:, 1] - dependent[:, 2]
-    similarity.cca(dependent, y)  # nothing is lost
-    dependent[:, 0] += np.float32(2e-4) * np.tile(Z[:, 0], 8)
-    svcca = partial(similarity.svcca, variance=1.0)
-    for function in (gulp, whitened, svcca, similarity.cca, similarity.linear_predictivity):
-        with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding, but are too small"):
-            function(dependent, y)
-    for name, options in (("cca", {}), ("gulp_distance", {"lam": 0.0}), ("partial_whitening_distance", {"a": 0.0})):
-        with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
-            similarity.pairwise({"deep": dependent, "other": y}, name, baseline=False, **options)
+        lambda x, y: similarity.predictivity_path(x, y, np.zeros(1), num_folds=2)[0],
+        lambda x, y: similarity.similarity_from_moments(streamed(x, y), "cca")[0, 1],
+        lambda x, y: similarity.predictivity_from_moments([streamed(x[:20], y[:20]), streamed(x[20:], y[20:])]),
+    ],
+    ids=["gulp", "whitened", "cca", "predictivity path", "streamed cca", "streamed predictivity"],
+)
+def test_a_scale_per_neuron_drops_no_direction(function):
+    x = X.astype(np.float32)
+    y = Y.astype(np.float32)
+    scaled = (X * 10.0 ** np.linspace(-3, 3, P)).astype(np.float32)
+    np.testing.assert_allclose(function(scaled, y), function(x, y), atol=2e-5)
+
+
+def test_a_repeated_neuron_adds_no_direction():
+    repeated = Y[:, [0, 1, 2, 2]]
+    np.testing.assert_allclose(similarity.pwcca(X, repeated), similarity.pwcca(X, Y[:, :3]), atol=2e-5)
+
+
+def dependent(noise):
+    """Return features whose first column differs from a combination of two others by `noise`, and other features."""
+    x, y = (np.tile(part.astype(np.float32), (8, 1)) for part in (X, Y))
+    x[:, 0] = 3 * x[:, 1] - x[:, 2]
+    x[:, 0] += np.float32(noise) * np.tile(Z[:, 0], 8)
+    return x, y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [GULP, WHITENED, partial(similarity.svcca, variance=1.0), similarity.cca, similarity.linear_predictivity],
+    ids=["gulp", "whitened", "svcca", "cca", "predictivity"],
+)
+def test_dropped_directions_are_counted(function):
+    with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding, but are too small"):
+        function(*dependent(2e-4))
+    if function is similarity.cca:
+        function(*dependent(0.0))  # an exact dependence loses nothing
+
+
+def test_dropped_directions_of_pairs_are_counted_by_name():
+    x, y = dependent(2e-4)
+    forms = (("cca", {}), ("gulp_distance", {"lam": 0.0}), ("partial_whitening_distance", {"a": 0.0}))
+    with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
+        similarity.pairwise({"deep": x, "other": y}, "cca", baseline=False)
+    for name, options in forms:
         with pytest.raises(ValueError, match="fewer features than samples less one"):
             similarity.pairwise([X[:5], Y[:5]], name, baseline=False, **options)
 
@@ -344,44 +416,65 @@ def test_maps_of_any_unit(scale):
         np.testing.assert_allclose(found.relative_stress, wanted.relative_stress, atol=1e-4)
 
 
-def test_nothing_over_nothing_is_no_number_and_a_degenerate_null_is_no_evidence():
-    """One active sample, or active samples that are orthogonal to each other: nothing is left but rounding."""
+def without_rest():
+    """Return representations of one active sample, and of samples that are orthogonal to each other, in float32."""
     single = np.zeros((SAMPLES, P))
     single[3] = RNG.standard_normal(P)
     square = np.linalg.qr(RNG.standard_normal((SAMPLES, SAMPLES)))[0]
     cases = [np.pad(x, ((0, 0), (0, SAMPLES - x.shape[1]))) for x in (single, 0.7 * np.eye(SAMPLES), 0.7 * square)]
-    cases, y = jnp.asarray(np.stack(cases), jnp.float32), jnp.asarray(Y, jnp.float32)
-    for form in (kernels.DEBIASED_CKA, of_sizes(kernels.DEBIASED_CKA, 40, 400, 400)):
-        assert np.isnan(jax.vmap(lambda x, form=form: compared(form, x, y))(cases)).all()
-    for x in cases:
-        moments = similarity.stream_moments([(x, y)])
+    return np.stack(cases).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [P, 400])
+def test_nothing_over_nothing_is_no_number(size):
+    """Nothing but rounding is left of such representations, over features and over samples."""
+    form = of_sizes(kernels.DEBIASED_CKA, SAMPLES, size, size)
+    y = jnp.asarray(Y, jnp.float32)
+    assert np.isnan(jax.vmap(lambda x: compared(form, x, y))(without_rest())).all()
+
+
+def test_nothing_over_nothing_of_moments_is_no_number():
+    for x in without_rest():
+        moments = similarity.stream_moments([(x, Y)])
         with pytest.warns(RuntimeWarning, match="debiased_cka is not defined for representation 0"):
             assert np.isnan(similarity.similarity_from_moments(moments)[0, 1])
-    for name in ("rsa", "debiased_rbf_cka"):
-        with pytest.warns(RuntimeWarning, match="is not defined for"):
-            found = similarity.pairwise([0.7 * np.eye(20), Y[:20]], name)
-        assert np.isnan(found.values[0, 1])
+
+
+@pytest.mark.parametrize("name", ["rsa", "debiased_rbf_cka"])
+def test_nothing_over_nothing_of_pairs_is_no_number(name):
+    wide = np.pad(Y[:20], ((0, 0), (0, 20 - Q)))
+    with pytest.warns(RuntimeWarning, match="is not defined for"):
+        found = similarity.pairwise([0.7 * np.eye(20), wide], name, baseline=False)
+    assert np.isnan(found.values[0, 1])
+
+
+def test_a_degenerate_null_is_no_evidence():
     orthogonal = np.linalg.qr(RNG.standard_normal((12, 12)))[0]
-    assert similarity.compare(orthogonal, Y[:12], "linear_cka", num_blocks=None).p_values == 1  # all orders score alike
+    wide = np.pad(Y[:12], ((0, 0), (0, 12 - Q)))
+    found = similarity.compare(orthogonal, wide, "linear_cka", num_blocks=None, baseline=False)
+    assert found.p_values == 1  # all orders score alike
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_predictivity_has_a_derivative_with_dead_neurons(alpha):
     x = X.copy()
     x[:, 0] = 0.7
-    value = lambda x, alpha=alpha: similarity.linear_predictivity(x, Y, alpha=alpha)  # noqa: E731
-    found = jax.grad(value)(jnp.asarray(x, jnp.float32))
+    value = lambda x, alpha=alpha: similarity.linear_predictivity(x, Y, alpha=alpha, num_folds=2)  # noqa: E731
+    found = jax.jit(jax.grad(value))(jnp.asarray(x, jnp.float32))
     assert np.isfinite(found).all()
     assert np.abs(found[:, 1:]).max() > 1e-3
     np.testing.assert_allclose(value(1e-15 * x, 1e-30 * alpha), value(x), atol=1e-5)
-    alone = np.zeros((20, 1))
-    alone[3] = 1
-    assert similarity.linear_predictivity(alone, Z[:20, :2]) > -0.5
+
+
+def test_predictivity_of_one_active_sample_has_a_bound():
+    x = np.zeros_like(X)
+    x[3, 0] = 1
+    assert similarity.linear_predictivity(x, Z[:, :Q]) > -0.5
 
 
 def test_ties_of_dense_numbers_of_sizes_of_zeros_and_of_numbers_that_are_none():
     dense = RNG.uniform(size=200_000).astype(np.float32)  # neighbours within rounding of the largest
-    np.testing.assert_allclose(ranks(dense), stats.rankdata(dense), atol=20)
+    np.testing.assert_allclose(jax.jit(ranks)(dense), stats.rankdata(dense), atol=20)
     assert abs(snapped(dense) - dense).max() < 1e-4
     values = np.float32([1e6, 2.0, 1.0, 2.000001, -1e-17, np.nan, np.inf, np.inf, -np.inf])
     tied = snapped(values, np.abs(np.nan_to_num(values, posinf=1.0, neginf=1.0)))
@@ -389,21 +482,32 @@ def test_ties_of_dense_numbers_of_sizes_of_zeros_and_of_numbers_that_are_none():
     np.testing.assert_array_equal(tied, values)
     np.testing.assert_array_equal(snapped(values)[4], 0.0)
     same = jnp.array([[3.0, 1.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
-    np.testing.assert_array_equal(jax.vmap(ranks)(same), [[4, 1.5, 1.5, 3], [2.5] * 4])
-    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(x * snapped(x)))(same), same)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(ranks))(same), [[4, 1.5, 1.5, 3], [2.5] * 4])
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(x * snapped(x))))(same), same)
     np.testing.assert_array_equal(snapped(np.arange(3)), np.arange(3))
 
 
+def in_clusters(apart):
+    """Return two representations of the same three clusters, of 13 and 14 samples, in float32."""
+    rng = np.random.default_rng(8)
+    labels = np.arange(SAMPLES) * 3 // SAMPLES
+    centres = apart * rng.standard_normal((3, P))
+    x = centres[labels] + rng.standard_normal((SAMPLES, P))
+    y = 0.2 * centres[labels] @ rng.standard_normal((P, P)) + rng.standard_normal((SAMPLES, P))
+    return x.astype(np.float32), y.astype(np.float32)
+
+
 @pytest.mark.parametrize("apart", [30.0, 1e4])
-def test_distances_within_clusters_that_are_far_apart(apart):
-    """Differences of products in float32 lose them: all pairs of a cluster were ties."""
-    labels = np.repeat(np.arange(4), 25)
-    centres = apart * RNG.standard_normal((4, 20))
-    x = centres[labels] + RNG.standard_normal((100, 20))
-    y = 0.2 * centres[labels] @ RNG.standard_normal((20, 30)) + RNG.standard_normal((100, 30))
-    x, y = x.astype(np.float32), y.astype(np.float32)
-    for kind in ("euclidean", "cosine"):
-        wanted = reference.rsa(x.astype(float), y.astype(float), kind, "spearman")
-        np.testing.assert_allclose(similarity.rsa(x, y, rdm=kind, comparison="spearman"), wanted, atol=1e-3)
+@pytest.mark.parametrize("kind", ["euclidean", "cosine"])
+def test_distances_within_clusters_that_are_far_apart(kind, apart):
+    """Differences of products in float32 lose these distances: all pairs of a cluster were ties."""
+    x, y = in_clusters(apart)
+    wanted = reference.rsa(x.astype(float), y.astype(float), kind, "spearman")
+    np.testing.assert_allclose(similarity.rsa(x, y, rdm=kind, comparison="spearman"), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("apart", [30.0, 1e4])
+def test_neighbours_within_clusters_that_are_far_apart(apart):
+    x, y = in_clusters(apart)
     wanted = reference.mutual_knn(x.astype(float), y.astype(float), 10)
     np.testing.assert_allclose(similarity.mutual_knn(x, y, num_neighbours=10), wanted, atol=5e-3)

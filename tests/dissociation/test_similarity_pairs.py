@@ -38,36 +38,29 @@ ITEMS = [LAYERS[name][member] for name in LAYERS for member in range(3)]
 
 
 ROWS = [0, 4, 8]
-"""One member of each layer, whose pairs with all are computed one by one."""
+"""One member of each layer, whose pairs with all are computed by the reference."""
 
 
-def by_hand(name, **options):
-    return np.array([[float(MEASURES[name](ITEMS[row], y, **options)) for y in ITEMS] for row in ROWS])
+def by_reference(name, **options):
+    measure = getattr(reference, name)
+    return np.array([[measure(ITEMS[row].astype(float), y.astype(float), **options) for y in ITEMS] for row in ROWS])
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "budgets"),
+    ("name", "options", "reference_options", "memory_budget"),
     [
-        ("debiased_cka", {}, (None, 1)),
-        ("rsa", {"comparison": "kendall"}, (None, 1)),
-        ("pwcca", {}, (None, 1)),
-        ("linear_predictivity", {"alpha": 2.0, "num_folds": 3}, (None, 1)),
-        ("soft_matching", {}, (None, 1)),
-        ("linear_cka", {}, "tiles"),
-        ("rsa", {}, "tiles"),
-        ("angular_similarity", {}, "tiles"),
+        ("debiased_cka", {}, {}, None),
+        ("linear_cka", {}, {}, 1),  # a piece per item
+        ("rsa", {"comparison": "cosine"}, {"comparison": "cosine"}, None),
+        ("linear_predictivity", {"alpha": 2.0, "num_folds": 2}, {"alpha": 2.0, "folds": 2}, None),
+        ("soft_matching", {}, {}, None),
     ],
 )
-def test_all_pairs_are_each_pair_whatever_the_memory_and_its_tiles(name, options, budgets, monkeypatch):
-    wanted, layers = by_hand(name, **options), LAYERS
-    if budgets == "tiles":
-        monkeypatch.setattr(tables, "PART", 32)
-        monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * NUMBER * NUMBER * 4)  # 2 x 2 pairs
-        jax.clear_caches()
-        budgets, layers = (None,), {name: np.tile(x, (1, 1, 9)) for name, x in LAYERS.items()}  # CKA over samples
-    for budget in budgets:
-        found = similarity.pairwise(layers, name, memory_budget=budget, members=True, baseline=False, **options)
-        np.testing.assert_allclose(np.asarray(found.values)[ROWS], wanted, atol=5e-6)
+def test_all_pairs_are_each_pair_whatever_the_memory(name, options, reference_options, memory_budget):
+    found = similarity.pairwise(
+        LAYERS, name, memory_budget=memory_budget, members=True, baseline=False, outputs=None, **options
+    )
+    np.testing.assert_allclose(np.asarray(found.values)[ROWS], by_reference(name, **reference_options), atol=5e-6)
     assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
     for last in ("layers[1]", "features"):
         np.testing.assert_array_equal(found.between(last, "logits"), found.values[3:6, 6:])
@@ -76,9 +69,27 @@ def test_all_pairs_are_each_pair_whatever_the_memory_and_its_tiles(name, options
     assert found.measure == name
 
 
+def test_pairs_of_an_asymmetric_measure_are_each_pair_in_pieces():
+    layers = {name: LAYERS[name] for name in ("layers[0]", "logits")}  # of one width
+    found = similarity.pairwise(layers, "pwcca", memory_budget=1, members=True, baseline=False, outputs=None)
+    places = [0, 1, 2, 6, 7, 8]
+    wanted = by_reference("pwcca")[[0, 2]][:, places]
+    np.testing.assert_allclose(np.asarray(found.values)[[0, 5]], wanted, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["linear_cka", "rsa", "angular_similarity"])
+def test_all_pairs_are_each_pair_whatever_the_tiles(name, monkeypatch):
+    monkeypatch.setattr(tables, "PART", 32)
+    monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * NUMBER * NUMBER * 4)  # 2 x 2 pairs
+    # CKA over samples. No other test has these widths, so its programs are compiled with the small tiles.
+    wide = {layer: np.tile(x, (1, 1, 9)) for layer, x in LAYERS.items()}
+    found = similarity.pairwise(wide, name, members=True, baseline=False, outputs=None)
+    np.testing.assert_allclose(np.asarray(found.values)[ROWS], by_reference(name), atol=5e-6)
+
+
 def test_a_second_call_compiles_nothing():
     def run():
-        similarity.pairwise(LAYERS["layers[0]"], "angular_similarity", members=True, num_blocks=5)
+        similarity.pairwise(LAYERS["layers[0]"], "angular_similarity", members=True, num_blocks=10)
         similarity.pairwise(LAYERS["layers[0]"], "rbf_cka", members=True, scale=RNG.random() + 0.5)
 
     assert compilations(run)
@@ -113,11 +124,12 @@ def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
 
 def test_custom_functions_and_lists_of_any_width():
     first_column = lambda x, y, *, power=1: jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power  # noqa: E731
-    given = [ITEMS[0], ITEMS[4], ITEMS[2][:, :2]]
+    given = [ITEMS[0], ITEMS[4], ITEMS[2]]  # of 7, 5 and 7 features
     found = similarity.pairwise(given, first_column, power=2, baseline=False)
     np.testing.assert_allclose(found.values, np.corrcoef([one[:, 0] for one in given]) ** 2, atol=1e-5)
     assert found.items == (("", 0), ("", 1), ("", 2))
-    named_as_argument = similarity.compare(*ITEMS[:2], "partial_whitening_distance", a=0.3)
+    only_values = {"baseline": False, "num_blocks": None, "p_values": False}
+    named_as_argument = similarity.compare(*ITEMS[:2], "partial_whitening_distance", a=0.3, **only_values)
     wanted = similarity.partial_whitening_distance(*ITEMS[:2], a=0.3)
     np.testing.assert_allclose(named_as_argument.values, wanted, atol=1e-5)
 
@@ -164,13 +176,14 @@ def test_axes_are_stated_or_refused(shape, stated, wanted):
 
 def test_one_number_per_sample_is_one_feature():
     outputs = LAYERS["logits"][..., 0]
-    wanted = similarity.pairwise(LAYERS | {"logits": outputs[..., None]}, "linear_cka", members=True)
-    found = similarity.pairwise(LAYERS | {"logits": outputs}, "linear_cka", members=True)
+    options = {"members": True, "baseline": False}
+    wanted = similarity.pairwise(LAYERS | {"logits": outputs[..., None]}, "linear_cka", **options)
+    found = similarity.pairwise(LAYERS | {"logits": outputs}, "linear_cka", **options)
     np.testing.assert_array_equal(found.values, wanted.values)
     assert found.items == wanted.items
     assert found.disagreement is None  # there are no classes
     np.testing.assert_array_equal(found.output_similarity, np.tile(found.between("logits"), (3, 3)))
-    pair = similarity.compare(outputs[0], ITEMS[3], "linear_cka")
+    pair = similarity.compare(outputs[0], ITEMS[3], "linear_cka", num_blocks=None, p_values=False)
     assert pair.values.shape == ()
     np.testing.assert_allclose(pair.values, found.between("features", "logits")[0, 0], rtol=1e-5)
 
@@ -178,9 +191,9 @@ def test_one_number_per_sample_is_one_feature():
 def test_functions_are_compared_beside_every_pair_of_representations():
     options = {"members": True, "baseline": False}
     found = similarity.pairwise(LAYERS, "linear_cka", **options)
-    for table in (found, similarity.compare(LAYERS, dict(LAYERS), "rsa", **options)):
+    for table in (found, similarity.compare(LAYERS, dict(LAYERS), "linear_cka", **options)):
         for name in ("disagreement", "jensen_shannon"):
-            own = np.array([[MEASURES[name](x, y) for y in ITEMS[6:]] for x in ITEMS[6:]])
+            own = np.array([[getattr(reference, name)(x, y) for y in ITEMS[6:]] for x in ITEMS[6:]])
             np.testing.assert_allclose(getattr(table, name), np.tile(own, (3, 3)), atol=1e-6)
         np.testing.assert_array_equal(table.output_similarity, np.tile(table.between("logits"), (3, 3)))
     without = similarity.pairwise(LAYERS, "linear_cka", outputs=None, **options)
@@ -190,7 +203,7 @@ def test_functions_are_compared_beside_every_pair_of_representations():
 def test_representations_that_say_nothing_are_named():
     dead = LAYERS | {"layers[1]": np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["layers[1]"])}
     with pytest.warns(RuntimeWarning, match=r"linear_cka is not defined for layers\[1\] 1, whose values are NaN"):
-        found = similarity.pairwise(dead, "linear_cka", members=True)
+        found = similarity.pairwise(dead, "linear_cka", members=True, baseline=False)
     assert np.isnan(found.values[4]).all()
     assert np.isfinite(np.delete(np.delete(np.asarray(found.values), 4, 0), 4, 1)).all()
 
@@ -226,28 +239,49 @@ def test_wrong_calls_are_refused_by_name():
             call()
 
 
-def test_p_values_below_what_moments_say_are_printed_as_that():
-    x = RNG.standard_normal((300, 3))
-    alike = similarity.compare(x, 2 * x)
+ALIKE = RNG.standard_normal((300, 3))
+"""Features of so many samples that a copy of them has a p-value below the smallest."""
+
+
+def test_a_p_value_below_what_moments_say_is_printed_as_that():
+    alike = similarity.compare(ALIKE, 2 * ALIKE, "linear_cka", num_blocks=None, baseline=False)
     assert alike.p_values == 1e-16
     assert "p_values=< 1e-16," in repr(alike)
-    many = similarity.pairwise(np.stack([x] * 5), "linear_cka", members=True, p_values=True)
+
+
+def test_p_values_below_what_moments_say_are_printed_as_that():
+    many = similarity.pairwise(np.stack([ALIKE] * 5), "linear_cka", members=True, p_values=True, baseline=False)
     assert many.corrected()[0, 1] == pytest.approx(1e-15)  # of ten pairs
     assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
 
 
 def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
-    one, other = ITEMS[0], ITEMS[4]
-    for pair in (similarity.compare(one, other), similarity.pairwise(one, "debiased_cka", other)):
+    one = ITEMS[0]
+    other = ITEMS[1]
+    for pair in (similarity.compare(one, other, "linear_cka"), similarity.pairwise(one, "linear_cka", other)):
         assert pair.p_values.shape == pair.low.shape == ()
-    for table in (similarity.compare(ITEMS[:2], [one]), similarity.pairwise([one, other], "debiased_cka")):
+    across = similarity.compare([one, other], [one], "linear_cka")
+    for table in (across, similarity.pairwise([one, other], "linear_cka")):
         assert table.p_values is table.low is table.estimate is None
-    full = similarity.compare([one, other], [one], p_values=True, num_blocks=20)
-    np.testing.assert_allclose([full.values[1, 0], full.low[1, 0]], [pair.values, pair.low], rtol=1e-4)
-    few = similarity.compare(one[:8].tolist(), other[:8].tolist(), "linear_cka")  # nested lists are one array
-    own = similarity.compare(one[:8], other[:8], "linear_cka", num_blocks=8)
-    np.testing.assert_allclose([few.values, few.standard_error], [own.values, own.standard_error])
-    assert similarity.compare(one[:4], other[:4]).low is None
+
+
+def test_tables_have_intervals_and_tests_on_request():
+    one = ITEMS[0]
+    other = ITEMS[1]
+    pair = similarity.compare(other, one, "linear_cka", baseline=False)
+    table = similarity.compare([one, other], [one], "linear_cka", p_values=True, num_blocks=20)
+    np.testing.assert_allclose(table.values[1, 0], pair.values, rtol=1e-4)
+    np.testing.assert_allclose(table.low[1, 0], pair.low, rtol=1e-4)
+    np.testing.assert_allclose(table.p_values[1, 0], pair.p_values, rtol=1e-4)
+
+
+def test_few_samples_have_as_many_blocks_or_no_interval():
+    one = ITEMS[0][:8]
+    other = ITEMS[4][:8]
+    few = similarity.compare(one.tolist(), other.tolist(), "linear_cka")  # nested lists are one array
+    blocks = similarity.compare(one, other, "linear_cka", num_blocks=8)
+    np.testing.assert_allclose([few.values, few.standard_error], [blocks.values, blocks.standard_error])
+    assert similarity.compare(one[:4], other[:4], baseline=False, p_values=False).low is None
 
 
 def test_p_values_are_corrected_and_pairs_once_each():
@@ -290,17 +324,24 @@ def smooth(n, width, rng):
 
 
 def test_what_depends_on_its_neighbours_is_tested_by_shifts():
-    rng, p_values = np.random.default_rng(3), []
+    rng = np.random.default_rng(3)
+    options = {"num_blocks": None, "baseline": False}
+    p_values = []
     for _ in range(12):
         pair = smooth(300, 3, rng), smooth(300, 3, rng)
-        shifted, free = (similarity.compare(*pair, num_blocks=None, blocks=b).p_values for b in inference.BLOCKS[::-1])
+        shifted = similarity.compare(*pair, "linear_cka", blocks="contiguous", **options).p_values
+        free = similarity.compare(*pair, "linear_cka", blocks="shuffled", **options).p_values
         assert shifted > free
         p_values.append(shifted)
     assert min(p_values) > 0.005
     assert np.mean(np.array(p_values) < 0.1) < 0.4
+
+
+def test_orders_of_a_time_series_are_all_of_its_shifts():
+    x = smooth(60, 3, np.random.default_rng(3))
     options = {"key": jax.random.key(0), "blocks": "contiguous", "num_draws": 999}
-    assert similarity.permutation_test("linear_cka", *pair, **options).num_draws == 299  # all shifts
-    shifts = np.asarray(random_orders(jax.random.key(1), 50, units_of(60), blocks="contiguous"))
+    assert similarity.permutation_test("linear_cka", x, x[::-1], **options).num_draws == 59
+    shifts = random_orders(jax.random.key(1), 50, units_of(60), blocks="contiguous")
     assert len(set(shifts[:, 0]) - {0}) == 50  # none is the order as it is
     np.testing.assert_array_equal((shifts - shifts[:, :1]) % 60, np.tile(np.arange(60), (50, 1)))
 
@@ -324,8 +365,8 @@ def test_blocks_are_left_out_whole_and_positions_and_repeats_stay_together():
 
 def test_many_samples_cost_no_matrix_over_them():
     x = RNG.standard_normal((50_000, 2)).astype(np.float32)
-    found = similarity.compare(x, x + RNG.standard_normal(x.shape), num_blocks=4, num_orders=19)
-    assert found.p_values == 1 / 20
+    found = similarity.compare(x, x + RNG.standard_normal(x.shape), "linear_cka", num_blocks=4, num_orders=4)
+    assert found.p_values == 1 / 5
     assert found.baseline.shape == ()
 
 
@@ -350,17 +391,24 @@ def test_moments_are_those_of_all_orders():
     np.testing.assert_allclose(found, reference.permutation_moments(one, other), rtol=1e-9)
 
 
-def test_p_values_of_tables_agree_with_random_orders():
-    """CKA has them from moments, other measures from orders of their own."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear_cka",  # from moments
+        pytest.param("debiased_rbf_cka", marks=pytest.mark.slow),
+        "rsa",  # from random orders
+        pytest.param("mutual_knn", marks=pytest.mark.slow),
+    ],
+)
+def test_p_values_of_tables_agree_with_random_orders(name):
     x = RNG.standard_normal((25, 3))
     stacked = np.stack([x, x + RNG.standard_normal(x.shape), 0.35 * x + RNG.standard_normal(x.shape)])
-    for name in ("debiased_rbf_cka", "mutual_knn"):
-        table = similarity.pairwise(stacked, name, members=True, p_values=True, num_orders=999)
-        drawn = similarity.permutation_test(name, x, stacked[2], num_draws=4999, key=jax.random.key(0))
-        error = np.sqrt(drawn.p_value * (1 - drawn.p_value) / 1000)
-        assert abs(table.p_values[0, 2] - drawn.p_value) < 4 * error + 0.01
-        np.testing.assert_allclose(table.baseline[0, 2], drawn.null_mean, atol=4 * drawn.null_sd / 70)
-        assert np.isnan(np.diagonal(table.p_values)).all()
+    table = similarity.pairwise(stacked, name, members=True, p_values=True, num_orders=999)
+    drawn = similarity.permutation_test(name, x, stacked[2], num_draws=4999, key=jax.random.key(0))
+    error = np.sqrt(drawn.p_value * (1 - drawn.p_value) / 1000)
+    assert abs(table.p_values[0, 2] - drawn.p_value) < 4 * error + 0.01
+    np.testing.assert_allclose(table.baseline[0, 2], drawn.null_mean, atol=4 * drawn.null_sd / 70)
+    assert np.isnan(np.diagonal(table.p_values)).all()
 
 
 def test_the_jackknife_of_a_mean_is_students_interval():
@@ -374,14 +422,18 @@ def test_the_jackknife_of_a_mean_is_students_interval():
     np.testing.assert_allclose(skewed.bias, data.var() - data.var(ddof=1), rtol=1e-2)  # exact in theory
 
 
-def test_rounding_beside_a_bound_is_no_bias_and_an_estimate_beyond_it_is_set_to_it_in_words():
+@pytest.mark.parametrize("name", ["debiased_cka", "angular_distance"])
+def test_rounding_beside_a_bound_is_no_bias(name):
     x = np.maximum(np.random.default_rng(1).standard_normal((1080, 4)), 0)
-    for measure in ("debiased_cka", "angular_distance"):
-        found = similarity.compare(x, x[:, ::-1], measure)  # a layer and its permuted neurons, in float32
-        np.testing.assert_array_equal([found.estimate, found.low, found.high], [MEASURES[measure].identical] * 3)
+    # A layer and its permuted neurons, in float32.
+    found = similarity.compare(x, x[:, ::-1], name, p_values=False, baseline=False)
+    np.testing.assert_array_equal([found.estimate, found.low, found.high], [MEASURES[name].identical] * 3)
+
+
+def test_an_estimate_beyond_a_bound_is_set_to_it_with_a_warning():
     noise = np.random.default_rng(0).standard_normal((2, 60, 4))
     with pytest.warns(RuntimeWarning, match="1 of 1 estimates of linear_cka left the range 0 to 1"):
-        found = similarity.compare(*noise, "linear_cka")
+        found = similarity.compare(*noise, "linear_cka", p_values=False, baseline=False)
     assert found.low == found.estimate == 0
 
 
@@ -453,7 +505,7 @@ def simulated(name, samples, maps, noise, pairs):
 @pytest.mark.parametrize(
     ("name", "samples", "features", "noise", "pairs"),
     [
-        ("linear_cka", 120, 8, 1.0, 400),  # .6 standard errors too high
+        ("linear_cka", 60, 5, 1.0, 400),  # .6 standard errors too high
         pytest.param("debiased_cka", 300, 5, 0.5, 1000, marks=pytest.mark.slow),
     ],
 )

@@ -24,21 +24,36 @@ def batches(*arrays):
     return [tuple(array[start:stop] for array in arrays) for start, stop in zip(CUTS, CUTS[1:], strict=False)]
 
 
-@pytest.mark.parametrize(("x64_on", "tolerance"), [(False, 1e-5), (True, 1e-12)])
-def test_streamed_measures_are_those_of_the_samples(x64_on, tolerance):
-    """Batches of other sizes and of other means."""
-    with jax.enable_x64(x64_on):
-        moments = similarity.stream_moments(batches(X, Y, Z))
-        for name in streaming.STREAMED:
-            found = np.asarray(similarity.similarity_from_moments(moments, name))
-            wanted = np.array([[getattr(reference, name)(a, b) for b in (X, Y, Z)] for a in (X, Y, Z)])
-            if x64_on and name in ("linear_cka", "debiased_cka", "cca_squared"):
-                baseline = similarity.pairwise([X, Y, Z], name).baseline
-                np.testing.assert_allclose(similarity.baseline_from_moments(moments, name), baseline, atol=1e-12)
-            if name == "procrustes_distance":
-                found, wanted = found**2, wanted**2
-            loose = 100 if name in ("cca", "cca_squared") else 1  # covariances square the condition number
-            np.testing.assert_allclose(found, wanted, atol=loose * tolerance * max(1, wanted.max()), err_msg=name)
+@pytest.fixture(scope="module")
+def moments_of_precision():
+    """Return the moments in batches of unequal sizes and means, by True for float64."""
+    moments = {}
+    for is_double in (False, True):
+        with jax.enable_x64(is_double):
+            moments[is_double] = similarity.stream_moments(batches(X, Y, Z))
+    return moments
+
+
+@pytest.mark.parametrize(("is_double", "tolerance"), [(False, 1e-5), (True, 1e-12)], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", streaming.STREAMED)
+def test_streamed_measures_are_those_of_the_samples(name, is_double, tolerance, moments_of_precision):
+    """Batches have unequal sizes and unequal means."""
+    with jax.enable_x64(is_double):
+        found = np.asarray(similarity.similarity_from_moments(moments_of_precision[is_double], name))
+    wanted = np.array([[getattr(reference, name)(a, b) for b in (X, Y, Z)] for a in (X, Y, Z)])
+    if name == "procrustes_distance":
+        found = found**2
+        wanted = wanted**2
+    loose = 100 if name in ("cca", "cca_squared") else 1  # covariances square the condition number
+    np.testing.assert_allclose(found, wanted, atol=loose * tolerance * max(1, wanted.max()))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "cca_squared"])
+def test_streamed_baselines_are_those_of_the_samples(name, moments_of_precision):
+    stacked = np.stack([np.pad(part, ((0, 0), (0, 5 - part.shape[1]))) for part in (X, Y, Z)])
+    baseline = similarity.pairwise(stacked, name, members=True).baseline
+    np.testing.assert_allclose(similarity.baseline_from_moments(moments_of_precision[True], name), baseline, atol=1e-12)
 
 
 @pytest.mark.usefixtures("x64")
@@ -55,12 +70,12 @@ def test_moments_merge_in_any_order():
 
 
 @pytest.mark.usefixtures("x64")
-def test_predictivity_of_folds():
-    folds = [similarity.stream_moments([(X[rows], Y[rows])]) for rows in splits.folds(len(X), 4)]
-    there = similarity.predictivity_from_moments(folds)
-    np.testing.assert_allclose(there, reference.linear_predictivity(X, Y, 0.0, 4), atol=1e-12)
-    back = similarity.predictivity_from_moments(folds, 1, 0, alpha=3.0)
-    np.testing.assert_allclose(back, reference.linear_predictivity(Y, X, 3.0, 4), atol=1e-12)
+@pytest.mark.parametrize(("source", "target", "alpha", "num_folds"), [(0, 1, 0.0, 3), (1, 0, 3.0, 2)])
+def test_predictivity_of_folds(source, target, alpha, num_folds):
+    folds = [similarity.stream_moments([(X[rows], Y[rows])]) for rows in splits.folds(len(X), num_folds)]
+    found = similarity.predictivity_from_moments(folds, source, target, alpha=alpha)
+    wanted = reference.linear_predictivity((X, Y)[source], (X, Y)[target], alpha, num_folds)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
 def test_large_means_cost_a_stream_no_digits():
@@ -98,12 +113,16 @@ def test_wrong_moments_are_refused_by_name():
 
 
 @pytest.mark.usefixtures("x64")
-def test_multidimensional_scaling():
+def test_multidimensional_scaling_of_a_plane_is_exact():
     plane = RNG.standard_normal((9, 2))
     exact = squareform(pdist(plane))
     for found in (similarity.classical_mds(exact), similarity.smacof(exact, key=jax.random.key(0))):
         np.testing.assert_allclose(squareform(pdist(np.asarray(found.points))), exact, atol=1e-6)
         assert found.relative_stress < 1e-6
+
+
+@pytest.mark.usefixtures("x64")
+def test_multidimensional_scaling_agrees_with_scikit_learn():
     distances = squareform(RNG.random(36))
     classical = similarity.classical_mds(distances)
     np.testing.assert_allclose(np.abs(classical.points), np.abs(reference.classical_mds(distances, 2)), atol=1e-9)

@@ -38,20 +38,28 @@ def test_equals_a_plain_loop(key):
     models, data = linear_members(key), regression(key)
     optimizer = optax.adam(optax.cosine_decay_schedule(0.1, 9))
     result = fit(models, make_step(noisy_error, optimizer), Epochs(data, 4), num_epochs=3, key=key)
-    slope, updated = jax.jit(jax.value_and_grad(noisy_weight_error)), jax.jit(optimizer.update)
-    key_of, permuted = jax.jit(jax.random.fold_in), jax.jit(lambda key: jax.random.permutation(key, 10))
+    key_of = jax.random.fold_in
+    permuted = jax.jit(lambda key, epoch: jax.random.permutation(key_of(key_of(key, 0), epoch), 10))
+    start = jax.jit(optimizer.init)
+
+    @jax.jit
+    def one_step(weight, state, batch, member, step):
+        step_key = key_of(key_of(key_of(key_of(key, 1), member), 0), step)
+        value, gradient = jax.value_and_grad(noisy_weight_error)(weight, batch, step_key)
+        update, state = optimizer.update(gradient, state)
+        return weight + update, state, value
+
     x, y = map(np.asarray, data)
     for m in range(3):
-        weight = jnp.asarray(np.asarray(models.weight)[m])
-        state, step = optimizer.init(weight), 0
+        weight = np.asarray(models.weight)[m]
+        state = start(weight)
+        step = 0
         for epoch in range(3):
-            order = np.asarray(permuted(key_of(key_of(key, 0), epoch)))
+            order = np.asarray(permuted(key, epoch))
             for chosen in (order[:4], order[4:8], order[8:]):
-                step_key = key_of(key_of(key_of(key_of(key, 1), m), 0), step)
-                value, gradient = slope(weight, (x[chosen], y[chosen]), step_key)
-                update, state = updated(gradient, state)
+                weight, state, value = one_step(weight, state, (x[chosen], y[chosen]), m, step)
                 np.testing.assert_allclose(result.history.loss[m, step], value, rtol=1e-4)
-                weight, step = weight + update, step + 1
+                step += 1
         np.testing.assert_allclose(weights(result)[m], weight, rtol=1e-4, atol=1e-5)
     assert result.models.name == "linear"
     assert not models.weight.is_deleted()
@@ -64,34 +72,53 @@ BOTH = dissociation.member_mesh(jax.devices("cpu")[:4], data=2)
 DATA = [("vmap", BOTH), ("scan", BOTH), ("unroll", BOTH)]
 
 
+def run_layout(layout, *, shared, size, models=None, keys=None):
+    """Train five linear members for ten steps."""
+    key = jax.random.key(20)
+    how = dict(zip(("member_map", "mesh", "members_per_batch"), layout, strict=False))
+    # Only members with own orders get a smaller last batch, which is a program of its own.
+    data = regression(key, samples=60 if shared else 64)
+    sampler = Epochs(data, size, drop_remainder=size < 10, shared=shared)
+    models = linear_members(key, members=5) if models is None else models
+    keys = (key if shared else jax.random.split(key, 5)) if keys is None else keys
+    return fit(models, make_step(noisy_error, optax.sgd(0.05)), sampler, num_steps=10, key=keys, **how)
+
+
+def assert_close(result, wanted, rtol=1e-5, atol=1e-6):
+    np.testing.assert_allclose(weights(result), wanted[0], rtol=rtol, atol=atol)
+    np.testing.assert_allclose(result.history.loss, wanted[1], rtol=rtol)
+
+
+@pytest.fixture(scope="module")
+def members_in_turn():
+    """Return the weights and losses of members that are trained sequentially, with one order of samples."""
+    result = run_layout(("scan",), shared=True, size=10)
+    return weights(result), result.history.loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=["at once", "in batches", "over devices"])
+def test_members_agree_with_members_in_turn(layout, members_in_turn):
+    assert_close(run_layout(layout, shared=True, size=10), members_in_turn)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shared", "size", "layouts"),
-    [(True, 10, LAYOUTS[:3]), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
-        (False, 10, LAYOUTS), (True, 8, DATA), (True, 9, DATA)
-    ))],
-    ids=["one order", "own orders", "over devices", "not divided"],
-)  # fmt: skip
-def test_members_agree_with_members_in_turn(key, shared, size, layouts):
+    [(False, 10, LAYOUTS), (True, 8, DATA), (True, 9, DATA)],
+    ids=["own orders", "over devices", "not divided"],
+)
+def test_members_with_any_orders_and_batches_agree_with_members_in_turn(shared, size, layouts):
     """Alone, at once, in batches, with members or batches over devices; without `vmap`, members have the same bits."""
-    # Only members with own orders get a smaller last batch, which is a program of its own.
-    models, data = linear_members(key, members=5), regression(key, samples=60 if shared else 64)
-    keys, step = key if shared else jax.random.split(key, 5), make_step(noisy_error, optax.sgd(0.05))
-
-    def run(layout, models=models, keys=keys):
-        how = dict(zip(("member_map", "mesh", "members_per_batch"), layout, strict=False))
-        sampler = Epochs(data, size, drop_remainder=size < 10, shared=shared)
-        return fit(models, step, sampler, num_steps=10, key=keys, **how)
-
-    def close(result, wanted, rtol=1e-5, atol=1e-6):
-        np.testing.assert_allclose(weights(result), wanted[0], rtol=rtol, atol=atol)
-        np.testing.assert_allclose(result.history.loss, wanted[1], rtol=rtol)
-
-    wanted = weights(first := run(("scan",))), first.history.loss
+    first = run_layout(("scan",), shared=shared, size=size)
+    wanted = weights(first), first.history.loss
     for layout in layouts:
-        close(run(layout), wanted, *(() if layout[0] == "vmap" or size < 10 else (0, 0)))
+        tolerance = () if layout[0] == "vmap" or size < 10 else (0, 0)
+        assert_close(run_layout(layout, shared=shared, size=size), wanted, *tolerance)
     if not shared:
-        alone = run(("scan",), jax.tree.map(lambda leaf: leaf[3:4], models), keys[3:4])
-        close(alone, [leaf[3:4] for leaf in wanted])
+        key = jax.random.key(20)
+        models = jax.tree.map(lambda leaf: leaf[3:4], linear_members(key, members=5))
+        alone = run_layout(("scan",), shared=False, size=size, models=models, keys=jax.random.split(key, 5)[3:4])
+        assert_close(alone, [leaf[3:4] for leaf in wanted])
 
 
 @pytest.mark.slow
@@ -118,24 +145,25 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch):
     np.testing.assert_allclose(run(100, "scan", "auto"), plain, rtol=1e-5, atol=1e-6)  # in turn: nothing to choose
 
 
-@pytest.mark.parametrize("member_map", ["scan", pytest.param("vmap", marks=pytest.mark.slow)])
-def test_chunks_leave_no_trace(key, monkeypatch, member_map):
+@pytest.mark.parametrize(
+    ("member_map", "size"), [("scan", 4), pytest.param("vmap", 3, marks=pytest.mark.slow)], ids=["scan", "vmap"]
+)
+def test_chunks_leave_no_trace(key, monkeypatch, member_map, size):
     models, data = linear_members(key), regression(key, samples=40)
 
     def run(seconds, longest):
+        # The longest chunk sets the size of a buffer, and the name makes a program of each of them.
+        named = Linear(models.weight, f"chunks of {longest} by {member_map}")
         monkeypatch.setattr(run_module, "CHUNK_SECONDS", seconds)
         for module in (chunk_module, run_module):
             monkeypatch.setattr(module, "MAX_CHUNK", longest)
         step = make_step(noisy_error, optax.adam(0.05))
-        result = fit(models, step, Epochs(data, 3), num_epochs=2, key=key, member_map=member_map)
+        result = fit(named, step, Epochs(data, size), num_epochs=2, key=key, member_map=member_map)
         return weights(result), result.history.loss
 
-    jax.clear_caches()
     whole = run(1e9, 512)
     jax.tree.map(np.testing.assert_array_equal, whole, run(0.0, 512))  # every chunk is one step
-    jax.clear_caches()  # the longest chunk sets the size of a buffer
     jax.tree.map(np.testing.assert_array_equal, whole, run(1e9, 3))
-    jax.clear_caches()
 
 
 def test_observation_is_of_the_state_before_the_update(key):
@@ -209,32 +237,41 @@ def test_metrics_are_kept_step_by_step(key, member_map):
     assert nothing.history.metrics["signs"].shape == (3, 0, 2, 4)
 
 
-def test_a_run_in_two_parts_equals_one(key):
+def drawn(key):
+    x_key, y_key = jax.random.split(key)
+    return jax.random.normal(x_key, (5, 4)), jax.random.normal(y_key, (5, 2))
+
+
+SAMPLERS = {"epochs": lambda data: Epochs(data, 4), "whole": FullBatch, "draws": lambda data: Online(drawn)}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_run_in_two_parts_equals_one(key, name):
     """The same bits, by epochs, by draws and by the whole, with Adam's averages and noise in the loss."""
     models, data = linear_members(key), regression(key)
     step = make_step(noisy_error, optax.adam(0.05))
-
-    def drawn(key):
-        x_key, y_key = jax.random.split(key)
-        return jax.random.normal(x_key, (5, 4)), jax.random.normal(y_key, (5, 2))
-
-    for sampler in (Epochs(data, 4), FullBatch(data), Online(drawn)):
-        whole = fit(models, step, sampler, num_steps=15, key=key)
-        first = fit(models, step, sampler, num_steps=7, key=key)
-        second = fit(first.state, step, sampler, num_steps=8, key=key)
-        parts = [first.history.loss, second.history.loss]
-        np.testing.assert_array_equal(whole.history.loss, np.concatenate(parts, axis=1))
-        assert (first.history.first_step, second.history.first_step) == (0, 7)
-        jax.tree.map(np.testing.assert_array_equal, whole.state, second.state)
+    sampler = SAMPLERS[name](data)
+    whole = fit(models, step, sampler, num_steps=15, key=key)
+    first = fit(models, step, sampler, num_steps=7, key=key)
+    second = fit(first.state, step, sampler, num_steps=8, key=key)
+    parts = [first.history.loss, second.history.loss]
+    np.testing.assert_array_equal(whole.history.loss, np.concatenate(parts, axis=1))
+    assert (first.history.first_step, second.history.first_step) == (0, 7)
+    jax.tree.map(np.testing.assert_array_equal, whole.state, second.state)
 
 
 def test_another_optimiser_begins_anew_and_the_same_goes_on(key):
     first = trained(key, optimizer=optax.adam(0.05), num_steps=5)
     kept = trained(key, first.state, optimizer=optax.adam(0.01), num_steps=1)
     np.testing.assert_array_equal(kept.state.opt_state[0].count, [6] * 3)
-    slope = jax.vmap(jax.grad(squared_error), (0, None, None))(first.models, regression(key), key)
-    by_hand = jax.vmap(optax.scale_by_adam().update)(slope, first.state.opt_state[0])[0]
-    np.testing.assert_allclose(weights(kept), weights(first) - 0.01 * by_hand.weight, rtol=1e-5, atol=1e-6)
+
+    @jax.jit
+    def update_of(models, state):
+        slope = jax.vmap(jax.grad(squared_error), (0, None, None))(models, regression(key), key)
+        return jax.vmap(optax.scale_by_adam().update)(slope, state)[0].weight
+
+    update = np.asarray(update_of(first.models, first.state.opt_state[0]))
+    np.testing.assert_allclose(weights(kept), weights(first) - 0.01 * update, rtol=1e-5, atol=1e-6)
     again = partial(trained, key, optimizer=optax.sgd(0.05, momentum=0.9), num_steps=5)
     momentum, fresh = again(first.state), again(first.models)
     np.testing.assert_array_equal(weights(momentum), weights(fresh))
