@@ -197,7 +197,7 @@ def column_units(x: np.ndarray) -> np.ndarray:
 
 def num_directions(x: np.ndarray, rtol: float) -> int:
     """Return the number of singular values that exceed a fraction of the largest."""
-    values = svdvals(x)
+    values = np.asarray(svdvals(x))
     return int(np.sum(values > rtol * values[0])) if values.size else 0
 
 

@@ -175,7 +175,8 @@ def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
         check_size(form, name, both[name].shape[0], both[name].shape[1])
         warn_dropped(form, name, both[name])
     sized = of_sizes(form, x.shape[0], x.shape[1], y.shape[1])
-    value = compared(sized, *in_common_dtype(x, y), form.labels_of(x.shape[0]))
+    first, second = in_common_dtype(x, y)
+    value = compared(sized, first, second, form.labels_of(x.shape[0]))
     # The search for equal rows costs a pass over the data, so it runs only after NaN.
     if not is_traced(value) and np.isnan(value):
         for name, array in both.items():

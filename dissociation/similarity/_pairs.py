@@ -221,6 +221,7 @@ def pairwise(
     few = log_numbers < np.log(inference.FEWEST_ORDERS)
     drawn = p_values and few.any(), baseline and (form.expected is None or not alike)
     steps: list[Step] = [("all", None)]
+    are_all = False
     if any(drawn):
         # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
         default = 199 if drawn[0] else 5 if alike else 20
