@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import compilations
+from similarity_reference import linear_cka
 
 from dissociation import member
 from dissociation.models import (
@@ -18,7 +19,7 @@ from dissociation.models import (
 )
 from dissociation.models._representations import Layers
 from dissociation.rewrites import layer_inputs
-from dissociation.similarity import compare, linear_cka, pairwise
+from dissociation.similarity import compare, pairwise
 
 pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 
@@ -95,21 +96,26 @@ def test_scalars():
     np.testing.assert_allclose(found["logits"], jax.vmap(scalar)(X[:, 0]), rtol=1e-5)
 
 
-def test_members_and_derivatives():
-    models = eqx.filter_vmap(lambda key: MLP(4, 5, 3, 3, key=key))(jax.random.split(jax.random.key(0), 3))
+def test_members():
+    make = eqx.filter_jit(eqx.filter_vmap(lambda key: MLP(4, 5, 3, 3, key=key)))
+    models = make(jax.random.split(jax.random.key(0), 3))
     found = member_representations(models, X)
     assert list(found) == names(3)
     one = representations(member(models, 1), X)
     for name, array in found.items():
         np.testing.assert_allclose(array[1], one[name], atol=1e-6)
+
+
+def test_derivatives():
     alone = eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0))
-    slope = eqx.filter_grad(lambda model: jnp.sum(representations(model, X)["layers[0]"]))(alone)
+    slope = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(representations(model, X)["layers[0]"])))(alone)
     positive = np.asarray(representations(alone, X)["layers[0]"]) > 0
     np.testing.assert_allclose(slope.layers[0].bias, positive.sum(0), rtol=1e-5)
     # A custom rule, as that of a ReLU at 0, is kept.
     plain = eqx.nn.MLP(4, 3, 5, 2, use_bias=False, key=jax.random.key(0))
     for call in (jax.vmap(plain), lambda x: representations(plain, x)["logits"]):
-        np.testing.assert_array_equal(jax.grad(lambda x, call=call: jnp.sum(call(x)))(jnp.zeros_like(X)), 0)
+        slope = jax.jit(jax.grad(lambda x, call=call: jnp.sum(call(x))))
+        np.testing.assert_array_equal(slope(np.zeros_like(X)), 0)
 
 
 def test_stacked_models_and_single_examples_are_refused():
@@ -218,26 +224,29 @@ def permuted(model, order, rows):
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"),
+    ("make", "shape", "compared"),
     [
-        (lambda key: Convolved(1, True, key), (1, 8)),
-        (lambda key: Convolved(2, False, key), (1, 8, 6)),
-        (lambda key: Tokens(False, key), (6, 4)),
-        (lambda key: Tokens(True, key), (4, 6)),
+        (lambda key: Convolved(1, True, key), (1, 8), "first"),
+        (lambda key: Convolved(2, False, key), (1, 8, 6), "nothing"),
+        (lambda key: Tokens(False, key), (6, 4), "nothing"),
+        (lambda key: Tokens(True, key), (4, 6), "logits"),
     ],
 )
-def test_channels_are_last_wherever_the_program_has_them(make, shape):
+def test_channels_are_last_wherever_the_program_has_them(make, shape, compared):
     """Channels in another order, of the first layer and of logits, are the same representation."""
     model, x = make(jax.random.key(0)), jax.random.normal(jax.random.key(1), (7, *shape))
     order, rows = np.array([3, 1, 4, 0, 2]), np.array([2, 0, 1])
     one, other = (representations(each, x) for each in (model, permuted(model, order, rows)))
     first = next(iter(one))
     for name, moved in ((first, order), ("logits", rows)):
-        np.testing.assert_allclose(other[name], np.asarray(one[name])[..., moved], atol=1e-5)
+        arrays = [np.asarray(found[name]) for found in (one, other)]
+        np.testing.assert_allclose(arrays[1], arrays[0][..., moved], atol=1e-5)
+        assert np.abs(arrays[0] - arrays[1]).max() > 0.01
+    if compared != "nothing":
+        name = first if compared == "first" else "logits"
         sides = [Layers({name: found[name]}, found.ranks) for found in (one, other)]
         options = {"positions": "samples", "num_blocks": None, "p_values": False, "baseline": False}
         np.testing.assert_allclose(compare(*sides, "linear_cka", **options).values, 1, atol=1e-4)
-        assert np.abs(one[name] - other[name]).max() > 0.01
     assert one.ranks == {name: array.ndim - 1 for name, array in one.items()}
 
 
@@ -255,7 +264,15 @@ def test_an_unknown_axis_of_channels_is_not_stated():
         pairwise(found, "linear_cka", positions="samples")
 
 
-@pytest.mark.parametrize(("model", "seeds"), [(MLP, 1), (CNN, 3), (Transformer, 3)])
+@pytest.mark.parametrize(
+    ("model", "seeds"),
+    [
+        (MLP, 1),
+        (MLP, 2),
+        pytest.param(CNN, 3, marks=pytest.mark.slow),
+        pytest.param(Transformer, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_of_all_models_are_compared_for_one_seed_and_for_several(model, seeds):
     options = {"size": 8, "heads": 2, "patch": 14} if model is Transformer else {}
     make = lambda key: model(width=6, classes=3, key=key, **options)  # noqa: E731
@@ -263,11 +280,13 @@ def test_layers_of_all_models_are_compared_for_one_seed_and_for_several(model, s
     if seeds == 1:
         found = representations(make(jax.random.key(1)), x)
     else:
-        found = member_representations(eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), seeds)), x)
+        models = [eqx.partition(make(jax.random.key(seed)), eqx.is_array) for seed in range(seeds)]
+        arrays = jax.tree.map(lambda *leaves: np.stack(leaves), *(model[0] for model in models))
+        found = member_representations(eqx.combine(arrays, models[0][1]), x)
     table = pairwise(found, "linear_cka", positions="neurons", baseline=False)
     assert table.items == tuple((name, seed) for name in found for seed in range(seeds))
     assert table.num_samples == 9
     assert table.disagreement.shape == table.values.shape
     first, *_, last = (array if seeds > 1 else array[None] for array in found.values())
-    wanted = linear_cka(first[0].reshape(9, -1), last[-1].reshape(9, -1))
+    wanted = linear_cka(*(np.asarray(side).reshape(9, -1) for side in (first[0], last[-1])))
     np.testing.assert_allclose(table.values[0, -1], wanted, atol=1e-5)

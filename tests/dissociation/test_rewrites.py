@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ZOO, Normalised, change, made, one
+from zoo import ZOO, Normalised, change, made, numpy_draws, one
 
 from dissociation import bmap
 from dissociation.models import BilinearNetwork
@@ -103,11 +103,10 @@ def test_rows_made_by_different_weights_are_scaled_alike(number):
 
 def test_rewrites_follow_one_another():
     model, inputs, groups = one("perceptron")
-    first, second = groups["layers[0]"], groups["layers[1]"]
+    first = groups["layers[0]"]
     whole = (
         duplicate(first, 2.0)
         | permute(first, key=jax.random.key(0))
-        | scale(second, 7.0)
         | add_nuisance(first, 4, key=jax.random.key(1))
         | scale(first, 0.1)
     )
@@ -115,10 +114,15 @@ def test_rewrites_follow_one_another():
     rewritten = whole(model)
     assert rewritten.layers[0].weight.shape == (20, 5)
     assert change(model, rewritten, inputs) < 1e-5
-    same = compose([whole, compose([])])(model)
-    np.testing.assert_array_equal(same.layers[0].weight, rewritten.layers[0].weight)
     with pytest.raises(ValueError, match="`permutation` must have 20 entries"):
         permute(first, np.arange(8))(rewritten)
+
+
+def test_a_composition_of_nothing_changes_nothing():
+    model, _, groups = one("perceptron")
+    rewrite = permute(groups["layers[0]"], key=jax.random.key(0))
+    same = compose([rewrite, compose([])])(model)
+    np.testing.assert_array_equal(same.layers[0].weight, rewrite(model).layers[0].weight)
 
 
 def test_rewrites_are_pure():
@@ -133,15 +137,20 @@ def test_rewrites_are_pure():
 
 
 def test_what_layers_see():
-    """Also layers in loops."""
     model, inputs = made("perceptron")
     hidden = jax.vmap(lambda x: jax.nn.relu(model.layers[0](x)))(inputs)
     seen = layer_inputs(model, inputs, ".layers[1].weight")
     np.testing.assert_allclose(seen.rows, hidden, atol=1e-6)
     assert seen.axes == (1,)
+
+
+def test_what_layers_of_tokens_see():
     model, inputs = made("transformer")
     stream = layer_inputs(model, inputs, ".blocks[0].second.weight")
     assert stream.rows.shape == (6 * 5, 24)
+
+
+def test_what_convolutions_see():
     model, inputs = made("convolutional")
     weight = model.encoder.convolutions[1].weight  # [5, 5, in, out]
     patches = layer_inputs(model, inputs, ".encoder.convolutions[1].weight")
@@ -152,13 +161,17 @@ def test_what_layers_see():
     np.testing.assert_allclose((patches.rows[:196] @ weight.reshape(400, 32)).reshape(14, 14, 32), wanted, atol=1e-5)
     with pytest.raises(ValueError, match="`path` must be one of .encoder"):
         layer_inputs(model, inputs, "weight")
+
+
+def test_what_layers_in_loops_see():
     model, inputs = made("gated recurrent")
+    step = eqx.filter_jit(model.cell)
     states = []
     for signal in inputs:
         state = jnp.zeros(6)
         for value in signal:
             states.append(state)
-            state = model.cell(value, state)
+            state = step(value, state)
     seen = layer_inputs(model, inputs, ".cell.weight_hh")
     assert seen.axes == (1,)
     np.testing.assert_allclose(seen.rows, np.stack(states), atol=1e-6)
@@ -206,13 +219,25 @@ def every_rewrite():
     yield from ((what, make()) for what, make in all_rewrites(group))
 
 
-def test_stacked_members_are_mapped_over_or_refused():
-    models = eqx.filter_vmap(SQUARE)(jax.random.split(jax.random.key(0), 4))
-    arrays, rest = eqx.partition(models, eqx.is_array)
-    every = dict(every_rewrite())
+@pytest.fixture(scope="module")
+def stacked():
+    """Four stacked members, and every rewrite of one of them."""
+    with numpy_draws():
+        models = eqx.filter_jit(eqx.filter_vmap(SQUARE))(jax.random.split(jax.random.key(0), 4))
+        return models, dict(every_rewrite())
+
+
+def test_stacked_members_are_refused(stacked):
+    models, every = stacked
     for rewrite in every.values():
         with pytest.raises(ValueError, match="`model` must have an array .*map rewrites over stacked members by"):
             rewrite(models)
+
+
+@pytest.mark.slow  # two programs of all rewrites
+def test_stacked_members_are_mapped_over(stacked):
+    models, every = stacked
+    arrays, rest = eqx.partition(models, eqx.is_array)
 
     @jax.jit
     def run(own):
@@ -221,10 +246,13 @@ def test_stacked_members_are_mapped_over_or_refused():
 
     mapped, alone = jax.vmap(run)(arrays), run(jax.tree.map(lambda leaf: leaf[1], arrays))
     for what in every:
-        for stacked, own in zip(*map(jax.tree.leaves, (mapped[what], alone[what])), strict=True):
-            np.testing.assert_allclose(stacked[1], own, atol=1e-5, err_msg=what)
+        for several, own in zip(*map(jax.tree.leaves, (mapped[what], alone[what])), strict=True):
+            np.testing.assert_allclose(several[1], own, atol=1e-5, err_msg=what)
+
+
+def test_pairs_of_models_and_states_are_mapped_over():
     make = eqx.nn.make_with_state(Normalised)
-    pairs = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))
+    pairs = eqx.filter_jit(eqx.filter_vmap(make))(jax.random.split(jax.random.key(0), 3))
     hidden = neuron_groups(make(jax.random.key(1)), jnp.ones(5))["first"]
     mapped, _ = bmap(scale(hidden, 2.0))(pairs)
     np.testing.assert_allclose(2 * mapped.last.weight, pairs[0].last.weight, rtol=1e-6)
@@ -241,8 +269,9 @@ def test_a_null_space_belongs_to_the_weights_that_it_was_found_for():
         move(model.layers[1])
 
 
-def test_groups_are_checked_by_permuting():
-    model, inputs, groups = one("transformer")
+@pytest.mark.parametrize("name", ["residual", pytest.param("transformer", marks=pytest.mark.slow)])
+def test_groups_are_checked_by_permuting(name):
+    model, inputs, groups = one(name)
     found = check_groups(model, inputs, key=jax.random.key(0))
     assert list(found) == list(groups)
     assert all(certificate.max_rel_change < 1e-5 for certificate in found.values())
@@ -291,19 +320,29 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     with monkeypatch.context() as patch:  # members and other seeds of one architecture are not looked into anew
         patch.setattr(rewrites, "neuron_groups", None)
         scale(group, 2.0)(with_activation(relu, 1))
-    made = [with_activation(lambda x: x, seed) for seed in (0, 1)]  # functions that are equal and not the same
-    (linear,) = neuron_groups(made[0], x[0]).values()
+
+
+def test_functions_that_are_equal_and_not_the_same_have_the_same_symmetries():
+    x = jax.random.normal(jax.random.key(1), (12, 5))
+    model = with_activation(relu)
+    models = [with_activation(lambda x: x, seed) for seed in (0, 1)]  # functions that are equal and not the same
+    (linear,) = neuron_groups(models[0], x[0]).values()
     turn = rotate(linear, key=jax.random.key(0))
-    assert change(made[1], turn(made[1]), x) < 1e-5
+    assert change(models[1], turn(models[1]), x) < 1e-5
     with pytest.raises(ValueError, match="only sums and matrix products"):
         turn(model)
     scaled = rotate(linear, np.diag(10.0 ** np.arange(-12, 12, 3)))  # well conditioned but for its scales
-    assert change(made[1], scaled(made[1]), x) < 1e-5
+    assert change(models[1], scaled(models[1]), x) < 1e-5
     for singular in (np.ones((8, 8)), np.zeros((8, 8)), np.ones((8, 8)) + 1e-5 * np.eye(8)):
         with pytest.raises(ValueError, match="`matrix` must be invertible, with a condition number below 8.4e.03"):
             rotate(linear, singular)
     with pytest.raises(ValueError, match="`matrix` must be finite"):
         rotate(linear, np.full((8, 8), np.nan))
+
+
+def test_other_layers_of_the_same_shapes_refuse_a_rewrite():
+    x = jax.random.normal(jax.random.key(1), (12, 5))
+    model = with_activation(relu)
     weights = {name: jax.random.normal(jax.random.key(i), (5, 5)) for i, name in enumerate("abv")}
     largest = lambda p, x: jnp.maximum(x @ p["a"], x @ p["b"]) @ p["v"]  # noqa: E731
     (maxout,) = neuron_groups(weights, x[0], call=largest).values()

@@ -126,7 +126,7 @@ def training(offset=0.0, scale=1.0, decimals=None):
         return jnp.sum(model) if decimals is None else jnp.round(jnp.sum(model), decimals)
 
     options = {"num_steps": 6, "key": jax.random.key(0), "save": Save(observe, [6])}
-    return fit(jnp.ones((2, 3)), make_step(loss, optax.adam(0.1)), Epochs(X, 3), **options)
+    return fit(jnp.ones((2, 3)), make_step(loss, optax.adam(0.1)), Epochs(X, 2), **options)
 
 
 def test_equal_programs_compile_once():

@@ -30,7 +30,8 @@ def with_metrics(model, batch, key):
 def test_a_state_survives_transformations_and_compiles_once(key):
     models, data = linear_members(key), regression(key)
     step = make_step(noisy_error, optax.adam(0.05))
-    mapped = jax.vmap(lambda state: step(state, data, key)[0])(eqx.filter_vmap(step.init)(models))
+    start = eqx.filter_jit(eqx.filter_vmap(step.init))(models)
+    mapped = jax.jit(jax.vmap(lambda state: step(state, data, key)[0]))(start)
     assert (mapped.model.name, mapped.step.tolist()) == ("linear", [1, 1, 1])
     traces = []
     run = jax.jit(lambda state: traces.append(1) or step(state, data, key)[0])
@@ -63,20 +64,32 @@ def test_hyperparameters_are_numbers_of_the_state(key):
 
 
 def test_batch_statistics_are_carried_by_every_member(key):
-    models, aux = eqx.filter_vmap(eqx.nn.make_with_state(Normalised))(jax.random.split(key, 3))
-    x, y = regression(key, samples=12)
-    x, optimizer = 2 * x + 1, optax.adam(0.05)
+    member_keys = jax.random.split(key, 3)
+    models, aux = eqx.filter_jit(eqx.filter_vmap(eqx.nn.make_with_state(Normalised)))(member_keys)
+    x, y = map(np.asarray, regression(key, samples=12))
+    x = 2 * x + 1
+    optimizer = optax.adam(0.05)
     step, sampler = make_step(normalised_error, optimizer), Epochs((x, y), 4, shuffle=False)
     result = fit(models, step, sampler, num_steps=9, key=key, aux=aux)
     state, losses = result.state, result.history.loss
-    slopes = eqx.filter_jit(eqx.filter_value_and_grad(normalised_error, has_aux=True))
+    slopes = eqx.filter_value_and_grad(normalised_error, has_aux=True)
+
+    @eqx.filter_jit
+    def start(key):
+        model, carried = eqx.nn.make_with_state(Normalised)(key)
+        return model, carried, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def one_step(model, carried, opt_state, batch):
+        (value, carried), slope = slopes(model, carried, batch, None)
+        updates, opt_state = optimizer.update(slope, opt_state)
+        return eqx.apply_updates(model, updates), carried, opt_state, value
+
     for m in range(3):
-        model, carried = eqx.nn.make_with_state(Normalised)(jax.random.split(key, 3)[m])
-        opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        model, carried, opt_state = start(member_keys[m])
         for at, i in enumerate([0, 4, 8] * 3):
-            (value, carried), slope = slopes(model, carried, (x[i : i + 4], y[i : i + 4]), None)
-            updates, opt_state = optimizer.update(slope, opt_state)
-            model = eqx.apply_updates(model, updates)
+            batch = x[i : i + 4], y[i : i + 4]
+            model, carried, opt_state, value = one_step(model, carried, opt_state, batch)
             np.testing.assert_allclose(losses[m, at], value, rtol=1e-4)
         found = jax.tree.map(lambda leaf, m=m: leaf[m], (state.model.head.weight, state.aux))
         close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
@@ -84,7 +97,7 @@ def test_batch_statistics_are_carried_by_every_member(key):
 
 
 def test_the_callers_aux_outlives_the_call(key):
-    model, aux = eqx.nn.make_with_state(Normalised)(key)
+    model, aux = eqx.filter_jit(eqx.nn.make_with_state(Normalised))(key)
     step = make_step(normalised_error, optax.sgd(0.1))
     state = step.init(model, aux=aux)
     first, second = (step(state, regression(key), key)[0] for _ in range(2))
@@ -128,8 +141,8 @@ def test_micro_batches_average_to_the_whole(key):
     np.testing.assert_allclose(parts.history.metrics["twice"], whole.history.metrics["twice"], rtol=1e-5)
     # A part draws with a key of its own: the mean of four draws, not one draw.
     step = make_step(lambda w, batch, key: jax.random.normal(key) + 0 * w, optax.sgd(0.1), micro_batches=4)
-    _, info = step(step.init(jnp.asarray(1.0)), jnp.ones(8), key)
-    draws = jax.vmap(jax.random.normal)(jax.random.split(key, 4))
+    _, info = jax.jit(lambda w, key: step(step.init(w), jnp.ones(8), key))(1.0, key)
+    draws = np.asarray(jax.jit(lambda key: jax.vmap(jax.random.normal)(jax.random.split(key, 4)))(key))
     assert info.loss == pytest.approx(float(draws.mean()), rel=1e-5)
     assert np.std(draws) > 0.1
 
@@ -201,7 +214,7 @@ def test_optimisers_get_the_value(optimizer, options, key):
         updates, state = update(slope, state, weights, **more)
         return optax.apply_updates(weights, updates), state, value
 
-    weights, state, values = start, optimizer.init(start), []
+    weights, state, values = start, jax.jit(optimizer.init)(start), []
     for _ in range(8):
         weights, state, value = one(weights, state)
         values.append(value)

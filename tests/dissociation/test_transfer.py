@@ -63,7 +63,7 @@ def test_wrong_use():
             measures.transfer_errors(*make_data(), **{"key": None} | options)
 
 
-@pytest.mark.parametrize("probe", ["converged", "gradient"])
+@pytest.mark.parametrize("probe", [pytest.param("converged", marks=pytest.mark.slow), "gradient"])
 def test_sorted_rows_transfer_as_well_as_shuffled_ones(probe):
     """Of features that say something and of features that do not, for budgets below the size of a class, too."""
     options = {"fractions": (0.2, 0.5, 1.0), "num_splits": 5, "probe": probe, "num_buckets": 1}

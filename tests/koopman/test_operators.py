@@ -60,6 +60,20 @@ LARGE_ALPHA = pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
 LOW_RANK = pytest.mark.filterwarnings("ignore:`rank` .* exceeds")
 
 
+def defined(kind, x, y, alpha):
+    """Return the matrix of an estimator of rank 3, before shrinkage is undone, from its definition."""
+    c_x = x.T @ x / len(x)
+    c_xy = x.T @ y / len(x)
+    regular = c_x + alpha * np.eye(len(c_x))
+    if kind is PrincipalComponents:
+        _, vectors = np.linalg.eigh(c_x)
+        return vectors[:, -3:] @ vectors[:, -3:].T @ np.linalg.solve(regular, c_xy)
+    values, turn = np.linalg.eigh(regular)
+    root = (turn / np.sqrt(values)) @ turn.T
+    left = np.linalg.svd(root @ c_xy)[0][:, :3]
+    return root @ left @ left.T @ root @ c_xy
+
+
 @LARGE_ALPHA
 @pytest.mark.parametrize("alpha", [0.0, 1e-2])
 def test_estimators_are_their_definitions(alpha, x64):
@@ -72,17 +86,9 @@ def test_estimators_are_their_definitions(alpha, x64):
     for _ in range(4):  # each step regresses what the ones before left over
         iterated = iterated + np.linalg.solve(regular, c_xy - c_x @ iterated)
     np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y)), iterated, atol=1e-10)
-    _, vectors = np.linalg.eigh(c_x)
-    project = vectors[:, -3:] @ vectors[:, -3:].T
-    np.testing.assert_allclose(
-        operator_matrix(fit(PrincipalComponents(3, alpha), x, y), True), project @ exact, atol=1e-10
-    )
-    values, turn = np.linalg.eigh(regular)
-    root = (turn / np.sqrt(values)) @ turn.T
-    left = np.linalg.svd(root @ c_xy)[0][:, :3]
-    reduced = root @ left @ left.T @ root @ c_xy
-    operator = fit(ReducedRank(3, alpha), x, y)
-    np.testing.assert_allclose(operator_matrix(operator, True), reduced, atol=1e-10)
+    for kind in (PrincipalComponents, ReducedRank):
+        operator = fit(kind(3, alpha), x, y)
+        np.testing.assert_allclose(operator_matrix(operator, True), defined(kind, x, y, alpha), atol=1e-10)
     basis = operator.encode.matrix
     np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
 
@@ -103,27 +109,36 @@ def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
         x, y = lagged_pairs(np.float32(scale) * states)
         with pytest.raises(ValueError, match="`x` must have a mean square from .* to .*Scale the data"):
             fit_kind(kind, x, y, route=route)
-    with jax.enable_x64(True):
-        found = fit_kind(kind, *lagged_pairs(1e25 * states.astype(float)), route=route)
-        np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=1e-3)
+
+
+def test_float64_holds_larger_squares(x64):
+    states = linear_trajectory(d=3)[1]
+    wanted, found = (fit(Ridge(), *lagged_pairs(unit * states)) for unit in (1.0, 1e25))
+    np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=1e-3)
+
+
+@pytest.mark.parametrize("data", ["known", "traced", "moments"])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_default_regularisation_follows_the_data(kind, data):
+    states = linear_trajectory()[1].astype(np.float32)
+    wanted = np.asarray(eigenvalues(fit_kind(kind, *lagged_pairs(states))))
+    plain = partial(fit_kind, kind)
+    fit_data = {"known": plain, "traced": jax.jit(plain), "moments": lambda x, y: plain(moments(x, y))}[data]
+    for scale in (1e-3, 1e3):
+        x, y = (np.asarray(a, np.float32) for a in lagged_pairs(scale * states))
+        alpha = (5 * 2.0**-23) ** 2 * np.sum(x.astype(float) ** 2) / len(x)
+        found = fit_data(x, y)
+        np.testing.assert_allclose(eigenvalues(found), wanted, atol=1e-5)
+        np.testing.assert_allclose(found.alpha, alpha, rtol=1e-4 if data == "moments" else 1e-5)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
-def test_the_default_regularisation_follows_the_data(kind):
+def test_a_given_alpha_is_in_units_of_the_data(kind):
     states = linear_trajectory()[1].astype(np.float32)
-    wanted = eigenvalues(fit_kind(kind, *lagged_pairs(states)))
-    for scale in (1e-3, 1e3):
-        x, y = lagged_pairs(scale * states)
-        for found in (fit_kind(kind, x, y), jax.jit(partial(fit_kind, kind))(x, y), fit_kind(kind, moments(x, y))):
-            np.testing.assert_allclose(eigenvalues(found), wanted, atol=1e-5)
-        alpha = (5 * 2.0**-23) ** 2 * float(jnp.sum(x**2)) / len(x)
-        np.testing.assert_allclose(fit_kind(kind, x, y).alpha, alpha, rtol=1e-5)
-        np.testing.assert_allclose(fit_kind(kind, moments(x, y)).alpha, alpha, rtol=1e-4)
-        # The negative control: a number is in units of C_x.
-        if scale < 1:
-            with pytest.warns(UserWarning, match=r"`alpha` \(1e-06\) suppresses . directions .* that predict"):
-                fixed = eigenvalues(fit_kind(kind, x, y, alpha=1e-6))
-            assert np.abs(np.abs(fixed) - np.abs(wanted)).max() > 0.1
+    wanted = np.asarray(eigenvalues(fit_kind(kind, *lagged_pairs(states))))
+    with pytest.warns(UserWarning, match=r"`alpha` \(1e-06\) suppresses . directions .* that predict"):
+        fixed = eigenvalues(fit_kind(kind, *lagged_pairs(1e-3 * states), alpha=1e-6))
+    assert np.abs(np.abs(fixed) - np.abs(wanted)).max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -140,34 +155,42 @@ def test_an_alpha_that_suppresses_what_predicts_is_named(strength, rank, alpha, 
     assert not warned(lambda: jax.jit(lambda alpha: fit(Ridge(alpha), x, x).core)(30.0))
 
 
+def misses_intercept(kind, streamed, path, **options):
+    """Return if a fit of consecutive states warns of a missing intercept."""
+    x, y = path[:-1], path[1:]
+    if streamed:
+        said = warned(lambda: fit_kind(kind, moments(x, y, **options)))
+    else:
+        said = warned(lambda: fit_kind(kind, x, y, **options))
+    return any("A column of ones lowers" in words for words in said)
+
+
 @pytest.mark.parametrize(
     ("kind", "streamed"), [("ridge", False), ("ridge", True), ("pcr", False), ("reduced_rank", True)]
 )
 def test_a_missing_intercept_is_named(kind, streamed, x64):
     rng = np.random.default_rng(1)
     path = linear_trajectory(300)[1]
-
-    def said(path, **options):
-        x, y = path[:-1], path[1:]
-        if streamed:
-            found = warned(lambda: fit_kind(kind, moments(x, y, **options)))
-        else:
-            found = warned(lambda: fit_kind(kind, x, y, **options))
-        return any("A column of ones lowers" in words for words in found)
-
+    said = partial(misses_intercept, kind, streamed)
     assert not said(path)
     assert said(path + 3.0)
     assert not said(path + 3.0, center=True)
     assert not said(np.column_stack([path + 3.0, np.ones(len(path))]))
-    assert not said(np.column_stack([path + 3.0, 1 - path[:, :1], path[:, :1]]))  # ones are in the span
+    assert not said(np.column_stack([path[:, :4] + 3.0, 1 - path[:, :1], path[:, :1]]))  # ones are in the span
     for _ in range(3):
         noise = rng.normal(size=(301, 5))
         assert not said(noise - noise.mean(0))
-    step, exact = rng.normal(size=(301, 2)), np.array([0.9, 0.5]) ** np.arange(60)[:, None]
-    for offset in (1e3, 1e6, 1e7) if kind == "ridge" else ():  # moments in float64 hold up to about 1e7
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_missing_intercept_far_from_zero_is_named(streamed, x64):
+    said = partial(misses_intercept, "ridge", streamed)
+    step = np.random.default_rng(1).normal(size=(301, 2))
+    exact = np.array([0.9, 0.5]) ** np.arange(60)[:, None]
+    for offset in (1e3, 1e6, 1e7):  # moments in float64 hold up to about 1e7
         assert said(step + offset) or (streamed and offset > 1e6)
         assert said(exact + offset) or offset > 1e6
-        assert offset > 1e6 or not said(np.column_stack([step + offset, np.full(301, 0.1)]))
+        assert offset > 1e6 or not said(np.column_stack([step[:, 0] + offset, np.full(301, 0.1)]))
 
 
 def test_overlapping_residuals_are_no_missing_intercept(x64):
@@ -177,16 +200,31 @@ def test_overlapping_residuals_are_no_missing_intercept(x64):
         assert not warned(lambda path=path: fit(Ridge(), path[:-100], path[100:]))
 
 
+def cycle_of_four(dtype):
+    """Pairs of a deterministic cycle, whose operator has four singular values 1."""
+    states = np.eye(4, dtype=dtype)[np.arange(41) % 4]
+    return states[:-1], states[1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "dtype"),
+    [
+        (ReducedRank, 1, np.float64),
+        (ReducedRank, 2, np.float32),
+        (ReducedRank, 3, np.float64),
+        (PrincipalComponents, 2, np.float32),
+        (PrincipalComponents, 3, np.float64),
+    ],
+)
+def test_a_rank_that_cuts_through_equal_singular_values_is_named(kind, rank, dtype, precision):
+    x, y = cycle_of_four(dtype)
+    with pytest.warns(UserWarning, match=rf"Singular values {rank} and {rank + 1} agree.*rank {rank} .*Use rank"):
+        fit(kind(rank), x, y)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_rank_that_cuts_through_equal_singular_values_is_named(dtype, precision):
-    # A cycle of four states among noise: its operator has four singular values 1.
-    x = np.eye(4, dtype=dtype)[np.arange(41) % 4]
-    x, y = x[:-1], x[1:]
-    for rank in (1, 2, 3):
-        words = rf"Singular values {rank} and {rank + 1} agree.*rank {rank} .*Use rank"
-        for kind in (ReducedRank, PrincipalComponents):
-            with pytest.warns(UserWarning, match=words):
-                fit(kind(rank), x, y)
+def test_a_rank_between_unequal_singular_values_is_not_named(dtype, precision):
+    x, y = cycle_of_four(dtype)
     fit(ReducedRank(4), x, y)
     scale = np.asarray([1, 0.7, 0.7, 0.4], dtype)
     target = y @ np.diag(scale)
@@ -198,13 +236,14 @@ def test_a_rank_that_cuts_through_equal_singular_values_is_named(dtype, precisio
     fit(ReducedRank(2), x, apart)
 
 
-@pytest.mark.parametrize(("solver", "d"), [("krylov", 3), ("krylov", 8), ("krylov", 40), ("randomized", 40)])
-def test_solvers_agree(solver, d, x64):
-    x, y = lagged_pairs(linear_trajectory(d=d)[1])
-    tol = 1e-6 if solver == "krylov" else 1e-2
-    for kind, route in ((ReducedRank, "auto"), (PrincipalComponents, "qr"), (PrincipalComponents, "covariance")):
-        one, other = (fit(kind(3, solver=by), x, y, route=route) for by in ("dense", solver))
-        np.testing.assert_allclose(operator_matrix(other), operator_matrix(one), atol=tol)
+@pytest.mark.parametrize(("solver", "d"), [("krylov", 3), ("krylov", 40), ("randomized", 40)])
+@pytest.mark.parametrize(
+    ("kind", "route"), [(ReducedRank, "auto"), (PrincipalComponents, "qr"), (PrincipalComponents, "covariance")]
+)
+def test_iterative_solvers_find_the_definitions(kind, route, solver, d, x64):
+    x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory(d=d)[1]))
+    found = operator_matrix(fit(kind(3, solver=solver), x, y, route=route))
+    np.testing.assert_allclose(found, defined(kind, x, y, 0.0), atol=1e-6 if solver == "krylov" else 1e-2)
 
 
 @LARGE_ALPHA
@@ -224,17 +263,17 @@ def test_streamed_moments_fit_as_the_data_do(kind, center):
     np.testing.assert_allclose(predict(found, x[:4], 2), predict(whole, x[:4], 2), atol=5e-3)
 
 
+@pytest.mark.parametrize(("dtype", "n"), [(float, 100), (np.float32, 1000)])
 @pytest.mark.parametrize("constant", [0.1, 7e5, 1e-9])
-def test_a_constant_feature_about_its_mean_is_zero(constant, x64):
+def test_a_constant_feature_about_its_mean_is_zero(constant, dtype, n, x64):
     """The rounding of its mean was an eigenvalue 1 of moments."""
-    for dtype, n in ((float, 100), (np.float32, 1000)):
-        x = np.random.default_rng(0).normal(size=(n, 2))
-        x, y = (np.column_stack([a, np.full(n, constant)]).astype(dtype) for a in (x, 0.7 * x))
-        halves = (moments(x[at], y[at], center=True) for at in (slice(30), slice(30, None)))
-        for data in ((x, y), (moments(x, y, center=True),), (merge_moments(*halves),)):
-            operator = fit(Ridge(), *data, center=len(data) == 2)
-            np.testing.assert_allclose(eigenvalues(operator), [0.7, 0.7, 0.0], atol=1e-5)
-            assert "1 of 3 directions dropped" in repr(operator)
+    x = np.random.default_rng(0).normal(size=(n, 2))
+    x, y = (np.column_stack([a, np.full(n, constant)]).astype(dtype) for a in (x, 0.7 * x))
+    halves = (moments(x[at], y[at], center=True) for at in (slice(30), slice(30, None)))
+    for data in ((x, y), (moments(x, y, center=True),), (merge_moments(*halves),)):
+        operator = fit(Ridge(), *data, center=len(data) == 2)
+        np.testing.assert_allclose(eigenvalues(operator), [0.7, 0.7, 0.0], atol=1e-5)
+        assert "1 of 3 directions dropped" in repr(operator)
 
 
 TIME = np.arange(4000)
@@ -329,14 +368,13 @@ def test_affine_maps_are_exact(name, streamed, x64):
     np.testing.assert_allclose(np.abs(found.eigenvalues), moduli, atol=1e-9)
     np.testing.assert_allclose(found.residuals, 0, atol=1e-6)  # a drift is none
     np.testing.assert_allclose(risk(operator, x, y), 0, atol=1e-18 * np.max(x**2))
-    np.testing.assert_allclose(jnp.var(right_eigenfunctions(operator, x, found)[:, 0]), 1, rtol=1e-9)
+    np.testing.assert_allclose(np.var(np.asarray(right_eigenfunctions(operator, x, found))[:, 0]), 1, rtol=1e-9)
     if name in ("decay", "growth"):  # psi is proportional to x - 2, and the constant's mode is the fixed point
-        values = np.asarray(right_eigenfunctions(operator, np.asarray([[2.0], [3.0], [5.0]])).real[:, 0])
+        values = np.real(right_eigenfunctions(operator, np.asarray([[2.0], [3.0], [5.0]])))[:, 0]
         np.testing.assert_allclose(values / values[1], [0, 1, 3], atol=1e-9)
         np.testing.assert_allclose(held.constant, 2, rtol=1e-9)
-        ahead = (
-            right_eigenfunctions(operator, start) * found.eigenvalues[None] ** 4 @ held.amplitudes + held.constant[None]
-        )
+        growth = np.asarray(right_eigenfunctions(operator, start)) * np.asarray(found.eigenvalues) ** 4
+        ahead = growth @ np.asarray(held.amplitudes) + np.asarray(held.constant)
         np.testing.assert_allclose(ahead, predict(operator, start, 5), rtol=1e-9)
     if name == "decay":  # without the intercept the step is no linear one: the negative control
         with pytest.warns(UserWarning, match="A column of ones"):
@@ -353,8 +391,16 @@ def test_images_as_observables():
 
 
 @LOW_RANK
-@pytest.mark.parametrize(("samples", "width", "rank"), [(400, 70, 20), (140, 66, 65), (8, 20, 8)])
-@pytest.mark.parametrize(("kind", "route"), [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "covariance")])
+@pytest.mark.parametrize(
+    ("kind", "route", "samples", "width", "rank"),
+    [
+        ("ridge", "qr", 400, 70, 20),
+        ("reduced_rank", "covariance", 400, 70, 20),
+        ("pcr", "covariance", 140, 66, 65),
+        ("ridge", "qr", 8, 20, 8),
+        ("pcr", "covariance", 8, 20, 8),
+    ],
+)
 def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route, x64):
     """The zeros of a covariance of deficient rank come out at up to a few rounding units of the largest eigenvalue."""
     rng = np.random.default_rng(samples)
@@ -367,8 +413,8 @@ def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route,
 
 
 def test_a_singular_covariance_is_named():
-    x, y = lagged_pairs(linear_trajectory()[1])
-    x, y = (jnp.concatenate([a, a[:, :1]], 1) for a in (x, y))
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
+    x, y = (np.concatenate([a, a[:, :1]], 1) for a in (x, y))
     with pytest.raises(ValueError, match="Ridge needs rank 6, C_x has rank 5 of 6. Pass alpha > 0"):
         fit(Ridge(0.0), x, y)
     for estimator in (Ridge(), PrincipalComponents(2), ReducedRank(2)):  # alpha follows the data: to zero
@@ -379,7 +425,10 @@ def test_a_singular_covariance_is_named():
     inside = jax.jit(lambda x, y: fit(ReducedRank(6, 0.0), x, y))(x, y)
     assert np.isfinite(inside.core).all()
     assert int(inside.effective_rank) == 5
-    for third in (0.0, 1.0):  # latent functions not in use are columns of zeros, of which no warning speaks
+
+
+def test_latent_functions_not_in_use_are_zero():
+    for third in (0.0, 1.0):  # of which no warning speaks
         x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
         x[:, 2] = third * x[:, 1]
         np.testing.assert_allclose(np.diagonal(fit(Ridge(1e-3), x, 0.5 * x).gram_x), [1, 1, 0], atol=2e-3)
@@ -401,64 +450,75 @@ AUTO = {
     "reduced rank krylov": (partial(ReducedRank, 5, solver="krylov"), 70),
     "reduced rank of many": (partial(ReducedRank, 5), 260),
 }
+AUTO_CASES = [
+    pytest.param(*case, id=name, marks=[pytest.mark.slow] * name.endswith(("krylov", "many")))
+    for name, case in AUTO.items()
+]
 
 
-@pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
-def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d, x64):
+@pytest.mark.parametrize("route", ["auto", "covariance"])
+@pytest.mark.parametrize(("estimator", "d"), AUTO_CASES)
+def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d, route, x64):
     x, y = wide_pairs(d, 3 * d)
-    exact = fit(estimator(), x, y, route="qr")
+    alpha = (d * 2.0**-52) ** 2 * np.sum(x**2) / len(x)  # the default; given, the next test has the same programs
+    exact = fit(estimator(alpha), x, y, route="qr")
+    quick = fit(estimator(alpha), x, y, route=route)
     H = operator_matrix(exact)
-    for route in ("auto", "covariance"):
-        quick = fit(estimator(), x, y, route=route)
-        G = operator_matrix(quick)
-        # What they predict, for which directions that hardly vary mean nothing.
-        assert not np.array_equal(G, H)
-        assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
-        np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
-        np.testing.assert_allclose(quick.gram_x + quick.penalty, np.eye(len(quick.gram_x)), atol=1e-6)
+    G = operator_matrix(quick)
+    # What they predict, for which directions that hardly vary mean nothing.
+    assert not np.array_equal(G, H)
+    assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
+    np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
+    gram = np.asarray(quick.gram_x) + np.asarray(quick.penalty)
+    np.testing.assert_allclose(gram, np.eye(len(gram)), atol=1e-6)
 
 
 @LARGE_ALPHA
 @LOW_RANK
-@pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
-def test_below_that_the_features_are_factored(estimator, d):
-    """As by QR, bit for bit in float32 and for few features or pairs; else "auto" has both routes in one program."""
+@pytest.mark.parametrize(("estimator", "d"), AUTO_CASES)
+def test_below_that_the_features_are_factored(estimator, d, x64):
+    """As by QR, whatever `alpha` is: undone shrinkage sees the data through it."""
 
     def assert_near(array, wanted):
         np.testing.assert_allclose(array, wanted, rtol=0, atol=1e-12 * np.max(np.abs(wanted), initial=1e-300))
 
-    with jax.enable_x64(True):
-        x, y = wide_pairs(d, 3 * d, decades=6)
-        # Whatever `alpha` is: undone shrinkage sees the data through it.
-        same = [fit(estimator(1e-8 * np.sum(x**2) / len(x)), x, y, route=by) for by in ("auto", "qr")]
-        jax.tree.map(assert_near, *map(eqx.filter, same, [eqx.is_array] * 2))
-        few = [fit(estimator(1.0), x[: d + 9], y[: d + 9], route=by) for by in ("auto", "qr")]
-        jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, few, [eqx.is_array] * 2))
-    single = [fit(estimator(1.0), np.float32(x), np.float32(y), route=by) for by in ("auto", "qr")]
-    jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, single, [eqx.is_array] * 2))
+    x, y = wide_pairs(d, 3 * d, decades=6)
+    same = [fit(estimator(1e-8 * np.sum(x**2) / len(x)), x, y, route=by) for by in ("auto", "qr")]
+    jax.tree.map(assert_near, *map(eqx.filter, same, [eqx.is_array] * 2))
 
 
 @LARGE_ALPHA
-@pytest.mark.parametrize("axes", [(None, None, 0), (0, 0, None), (0, 0, 0)])
+@LOW_RANK
+@pytest.mark.parametrize(("d", "number", "dtype"), [(70, 79, np.float64), (63, 200, np.float64), (70, 210, np.float32)])
+def test_few_features_or_pairs_and_float32_are_factored_bit_for_bit(d, number, dtype, precision):
+    """Else "auto" has both routes in one program."""
+    x, y = (part.astype(dtype) for part in wide_pairs(d, number))
+    same = [fit(ReducedRank(5, 1.0), x, y, route=by) for by in ("auto", "qr")]
+    jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, same, [eqx.is_array] * 2))
+
+
+@LARGE_ALPHA
+@pytest.mark.parametrize("axes", [(None, None, 0), pytest.param((0, 0, None), marks=pytest.mark.slow), (0, 0, 0)])
 def test_members_of_a_sweep_decide_together(axes, x64):
     """With data of one member that need it all go by QR; else a sweep equals its members in turn."""
 
     def matrix(x, y, alpha, route="auto"):
         return (o := fit(ReducedRank(4, alpha), x, y, route=route)).encode.matrix @ o.dual.matrix.T
 
-    x, y = wide_pairs(260, 600, seeds=2)
-    thin = [np.stack([part[0] * np.logspace(0, -6, 260), part[1]]) for part in (x, y)]
+    x, y = wide_pairs(70, 160, seeds=2)
+    thin = [np.stack([part[0] * np.logspace(0, -6, 70), part[1]]) for part in (x, y)]
     alphas = np.array([1e-5, 1e-3]) * np.sum(x**2) / x.shape[1] / 2
     given, thin = (
         [part if axis == 0 else jnp.asarray(part[0]) for part, axis in zip((*data, alphas), axes, strict=True)]
         for data in ((x, y), thin)
     )
-    sweep = jax.vmap(matrix, axes)
+    sweep = jax.jit(jax.vmap(matrix, axes))
+    one = jax.jit(matrix)
     members = [[part if axis is None else part[i] for part, axis in zip(given, axes, strict=True)] for i in (0, 1)]
-    alone = [matrix(*member) for member in members]
-    assert np.linalg.norm(jax.jit(sweep)(*given) - np.stack(alone)) < 1e-7 * np.linalg.norm(alone)
+    alone = np.stack([one(*member) for member in members])
+    assert np.linalg.norm(np.asarray(sweep(*given)) - alone) < 1e-7 * np.linalg.norm(alone)
     exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*thin)
-    np.testing.assert_array_equal(jax.jit(sweep)(*thin), exact)
+    np.testing.assert_array_equal(sweep(*thin), exact)
 
 
 @pytest.mark.parametrize("center", [False, True])
@@ -479,12 +539,12 @@ def test_snapshots_in_columns_are_hinted_at_once():
     snapshots = states.T.astype(np.float32)  # [3, 21]
     pairs = lagged_pairs(snapshots)
     diagnostics._hint_once.cache_clear()
-    for quiet in (lambda: fit(PrincipalComponents(2), *pairs), lambda: fit(Ridge(), *pairs, kernel=Linear())):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "There are fewer pairs")
-            quiet()
-            fit(Ridge(), *lagged_pairs(snapshots.T))
-            jax.jit(lambda x, y: fit(Ridge(), x, y))(*pairs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "There are fewer pairs")
+        fit(PrincipalComponents(2), *pairs)
+        fit(Ridge(), *pairs, kernel=Linear())
+        fit(Ridge(), *lagged_pairs(snapshots.T))
+        jax.eval_shape(lambda x, y: fit(Ridge(), x, y), *pairs)
     with pytest.warns(UserWarning, match=r"fewer pairs than directions .*\[features, time\], pass the transpose x.T"):
         fit(Ridge(), *pairs)
     with warnings.catch_warnings():
@@ -504,13 +564,15 @@ def test_columns_that_principal_components_do_not_see_are_named(x64):
         fit(Ridge(), x * 1e160, y * 1e160)
 
 
-def test_a_linear_kernel_is_explicit_features_by_default(x64):
+@pytest.mark.parametrize(("has_kernel", "num_centres"), [(False, 0), (True, 0), (True, 30)])
+def test_a_linear_kernel_is_explicit_features_by_default(has_kernel, num_centres, x64):
     """A tone 300 times weaker than another had modulus .99886 with one, and 1 with the other."""
     x = np.stack([np.cos(0.3 * TIME[:200]), np.sin(0.3 * TIME[:200])], 1)
     x = np.concatenate([x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1)
-    for options in ({}, {"kernel": Linear()}, {"kernel": Linear(), "centres": x[:30]}):
-        found = eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], **options))
-        np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
+    kernel = Linear() if has_kernel else None
+    centres = x[:num_centres] if num_centres else None
+    found = eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], kernel=kernel, centres=centres))
+    np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
 
 
 def test_an_estimator_with_an_array_of_its_own_is_refused():
