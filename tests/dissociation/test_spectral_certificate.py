@@ -28,9 +28,14 @@ def float64(tree):
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), float), tree)
 
 
+@eqx.filter_jit
+def logits_of(model, x):
+    return jax.vmap(model)(x)
+
+
 def labelled(model, count=12, seed=0):
     x = np.random.default_rng(seed).normal(size=(count, model.embed.shape[1])).astype(np.float32)
-    return x, np.asarray(eqx.filter_jit(jax.vmap(model))(x)).argmax(1)
+    return x, np.asarray(logits_of(model, x)).argmax(1)
 
 
 def certify(model, x, labels):
@@ -59,12 +64,11 @@ def test_the_point_found_lies_on_the_boundary(options):
         np.testing.assert_allclose(np.linalg.norm(found.step, axis=1), found.radius + found.allowance, rtol=1e-12)
         assert (found.allowance > 0).all()
         assert (found.allowance < 1e-10 * found.radius).all()
-        logits_of = eqx.filter_jit(jax.vmap(model))
-        logits = np.asarray(logits_of(x + found.step))
+        logits = np.asarray(logits_of(model, x + found.step))
         own, rival = (logits[np.arange(12), index] for index in (labels, found.rival))
         np.testing.assert_allclose(own, rival, atol=1e-9)
         for length, kept in ((1.001, False), (0.999, True)):
-            moved = np.asarray(logits_of(x + length * found.step))
+            moved = np.asarray(logits_of(model, x + length * found.step))
             assert ((moved.argmax(1) == np.asarray(labels)) == kept).all()
 
 
