@@ -1,12 +1,13 @@
 """Datasets of xarray with named axes, and files that restore them bit for bit."""
 
 import dataclasses
+import errno
 import importlib
 import io
 import json
+import math
 import os
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import xarray
 
 _AXES, _REST = "axes", "labelled"
-_RESERVED = (_AXES, _REST, "file", "allow_pickle")
+_RESERVED = (_AXES, _REST)
 """Names that arrays in an `.npz` file cannot have."""
 
 
@@ -132,19 +133,29 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
             h5py and NumPy.
 
     Raises:
-        ValueError: If the path ends otherwise.
+        ValueError: If the path ends otherwise, or a name is reserved or holds a slash.
+        TypeError: If it is no dataset.
         ImportError: If h5netcdf is not installed.
         OSError: If the file cannot be written.
     """
+    import xarray
+
+    if not isinstance(dataset, xarray.Dataset):
+        fail_kind("dataset", "be an xarray.Dataset", f"an object of type {type(dataset).__name__}")
     target = Path(path)
     arrays = {str(name): array.values for name, array in dataset.variables.items()}
     if target.suffix == ".npz":
+        for name in arrays:
+            check_name("dataset", name)
         dims = {name: array.dims for name, array in dataset.variables.items()}
         units = {name: array.attrs["units"] for name, array in dataset.variables.items() if "units" in array.attrs}
         rest = {"coords": list(dataset.coords), "units": units, "attrs": dataset.attrs}
         texts = {_AXES: np.asarray(json.dumps(dims)), _REST: np.asarray(json.dumps(rest))}
-        with replacing(target) as file:
-            np.savez_compressed(file, **arrays, **texts)  # pyright: ignore[reportArgumentType]
+        with replacing(target) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            # NumPy's `savez` would take names for its own arguments.
+            for name, array in {**arrays, **texts}.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
     elif target.suffix == ".nc":
         _netcdf()
         rest = json.dumps({"dtypes": {name: array.dtype.str for name, array in arrays.items()}, "attrs": dataset.attrs})
@@ -174,17 +185,31 @@ def load_results(path: str | os.PathLike[str]) -> "xarray.Dataset":
     source = Path(path)
     if source.suffix not in (".npz", ".nc"):
         fail("path", "end in .npz or .nc", source.name)
+    if source.exists() and not source.is_file() and not source.is_dir():
+        raise OSError(errno.EINVAL, "It must be a regular file, got a device or a pipe", str(source))
     source.open("rb").close()  # a missing or unreadable file is not a broken one
     if source.suffix == ".nc":
         _netcdf()
-    broken = (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error, OSError)
     try:
         return _read_npz(source) if source.suffix == ".npz" else _read_netcdf(source)
-    except broken as error:
+    except Exception as error:
         raise RefusedFile(f"{source} is broken, or not a file of results: {reason_of(error)}.") from error
 
 
+def check_sizes(path: str | os.PathLike[str]) -> None:
+    """Raise if an array of an `.npz` file is larger than its entry, before memory is taken for it."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            with archive.open(info) as entry:
+                version = np.lib.format.read_magic(entry)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(entry)
+            if math.prod(shape) * dtype.itemsize > info.file_size:
+                raise ValueError(f"{info.filename} announces shape {shape} of {dtype}, more than it holds")
+
+
 def _read_npz(path: Path) -> "xarray.Dataset":
+    check_sizes(path)
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     dims, rest = json.loads(str(arrays.pop(_AXES))), json.loads(str(arrays.pop(_REST, "{}")))

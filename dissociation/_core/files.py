@@ -8,6 +8,7 @@ import re
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,9 +25,21 @@ def reason_of(error: Exception) -> str:
         return f"it lacks {error}"
     if isinstance(error, json.JSONDecodeError):
         return f"what it says of its arrays is no JSON ({error})"
-    if "pickle" in str(error):  # NumPy advises to trust it
+    if str(error).startswith(("Object arrays cannot be loaded", "Cannot load file containing pickled")):
+        # NumPy advises to trust it.
         return "it holds Python objects, which are not read, or no arrays at all"
     return str(error).rstrip(".") or type(error).__name__
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str], advice: str = "", what: str = "is broken") -> Iterator[None]:
+    """Turn any error but those of the operating system into a `RefusedFile` with the path, the reason and advice."""
+    try:
+        yield
+    except (RefusedFile, OSError):
+        raise
+    except Exception as error:
+        raise RefusedFile(f"{path} {what}: {reason_of(error)}. {advice}".rstrip()) from error
 
 
 @contextmanager
@@ -80,10 +93,23 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def _lock(descriptor: int) -> None:
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""Errors of file systems that have no locks, as some mounts of Lustre and NFS."""
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file; return False where the file system has no locks."""
     import fcntl  # here, because systems without it can still read files
 
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _remove_scratches(target: Path) -> None:
@@ -91,8 +117,8 @@ def _remove_scratches(target: Path) -> None:
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
         if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{target.name}")):
             with suppress(OSError), open(path, "ab", opener=_without_links) as file:
-                _lock(file.fileno())
-                path.unlink()
+                if _lock(file.fileno()):
+                    path.unlink()
 
 
 def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
@@ -104,6 +130,8 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
 @contextmanager
 def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
     """Hold the lock file `lock` until the block or the process ends.
+
+    Where the file system has no locks, nothing is held, and a warning says so.
 
     Raises:
         OSError: If another process holds it; the message names `subject`.
@@ -125,7 +153,10 @@ def _lock_file(path: Path, subject: object) -> TextIO:
     while True:
         file = open(path, "a+", opener=_without_links)  # noqa: SIM115
         try:
-            _lock(file.fileno())
+            if not _lock(file.fileno()):
+                message = f"The file system of {path} has no locks: nothing keeps another process from using {subject}."
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                return file
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return file

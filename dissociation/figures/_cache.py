@@ -3,8 +3,6 @@
 import json
 import os
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation._core import checks
-from dissociation._core.datasets import as_json
-from dissociation._core.files import RefusedFile, locked, reason_of, replacing, write_bytes
+from dissociation._core.datasets import as_json, check_sizes
+from dissociation._core.files import RefusedFile, locked, reading, replacing, write_bytes
 from dissociation.training import _checkpoint as checkpoint
 from dissociation.training import _distributed as distributed
 from dissociation.training._progress import MeterFactory, open_meter
@@ -37,12 +35,10 @@ def read_part(path: Path, digest: str) -> Arrays:
         RefusedFile: If the file is broken, was changed or renamed, or has another digest.
         OSError: If it cannot be opened.
     """
-    try:
+    with reading(path, "Delete it to compute this part again."):
+        check_sizes(path)
         with open(path, "rb") as opened, np.load(opened) as file:
             arrays = dict(file)
-    except (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        advice = "Delete it to compute this part again."
-        raise RefusedFile(f"{path} is broken: {reason_of(error)}. {advice}") from error
     run, checksum = (str(arrays.pop(name, "")) for name in (_RUN, _CHECKSUM))
     if run != digest:
         raise RefusedFile(f"{path} belongs to another run. Delete it to compute this part again.")
@@ -82,11 +78,9 @@ def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path, advice = Path(folder) / IDENTITY, "Delete or move its folder to start from scratch."
     if not path.is_file():
         raise FileNotFoundError(f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}.")
-    try:
+    with reading(path, advice):
         kept = json.loads(path.read_bytes())
         identity, digest = dict(kept["identity"]), kept["digest"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise RefusedFile(f"{path} is broken. {advice}") from error
     if digest != digest_of(identity):
         raise RefusedFile(f"{path} was changed since it was written. {advice}")
     return identity

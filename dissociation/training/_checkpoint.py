@@ -4,13 +4,15 @@ A reader finds the old file or the new one, and checksums detect changes. Typed 
 their implementation.
 """
 
+import errno
 import glob
 import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from dissociation._core import checks
 from dissociation._core.conversion import to_device
-from dissociation._core.files import RefusedFile, replacing
+from dissociation._core.files import RefusedFile, reading, replacing
 
 MAGIC = b"dissociation checkpoint 2\n"
 
@@ -48,11 +50,25 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the header that was given to `save`."""
-    return _read_meta(Path(path).read_bytes(), path)[0]["user"]
+    with _reading(path):
+        return dict(_read_meta(Path(path).read_bytes(), path)[0]["user"])
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
     """Read a tree with the structure of `like`."""
+    with _reading(path):
+        return _restored(path, like)
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError(errno.EINVAL, "It must be a regular file, got a device or a pipe", os.fspath(path))
+    with reading(path, _ADVICE, "is damaged"):
+        yield
+
+
+def _restored(path: str | os.PathLike[str], like: Any) -> Any:
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
     wanted, values = dict(_storable_leaves(like)), {}

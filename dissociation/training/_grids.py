@@ -472,17 +472,24 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
     if not path.exists():
         return {"format": FORMAT, "identity": identity}
     advice = "Name another folder, or pass fresh=True."
-    try:
+    with files.reading(path, advice, "is broken, or of another version of this package"):
         manifest = json.loads(path.read_text())
-        stored, _ = dict(manifest["identity"]), (manifest["plan"], manifest["layout"])
+        stored = dict(manifest["identity"])
+        members = sorted(member for group in _plan_of(manifest).groups for member in group)
+        if members != list(range(len(members))):
+            raise ValueError("its groups do not hold each member once")
+        Partition(1, "auto", "auto", "auto").resumed(manifest["layout"])
         if manifest.get("format") != FORMAT:
-            raise ValueError
-    except (ValueError, KeyError, TypeError) as error:
-        raise files.RefusedFile(f"{path} is broken, or of another version of this package. {advice}") from error
+            raise ValueError(f"its format is {manifest.get('format')}, not {FORMAT}")
     if different := [name for name in identity if stored.get(name) != identity[name]]:
         differ = checks.that_differ(different)
         raise files.RefusedFile(f"`folder` must hold the same sweep, got {folder}, whose {differ}. {advice}")
     return manifest
+
+
+def _plan_of(manifest: dict[str, Any]) -> Plan:
+    stored = manifest["plan"]
+    return Plan(**{**stored, "groups": tuple(map(tuple, stored["groups"]))})
 
 
 class _Folder(NamedTuple):
@@ -503,8 +510,7 @@ class _Folder(NamedTuple):
             if self.path is not None:
                 path, contents = self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode()
                 distributed.on_main(lambda: files.write_bytes(path, contents))
-        stored = self.manifest["plan"]
-        return Plan(**{**stored, "groups": tuple(map(tuple, stored["groups"]))})
+        return _plan_of(self.manifest)
 
     def how(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return mapping and mesh with "auto" entries from the manifest."""

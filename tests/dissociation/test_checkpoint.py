@@ -1,9 +1,13 @@
+import json
+import zlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dissociation._core.files import RefusedFile
 from dissociation.training import _checkpoint as checkpoint
 
 
@@ -106,3 +110,30 @@ def test_fingerprint_sees_every_value(key):
     prints |= {checkpoint.fingerprint(changed), checkpoint.fingerprint(tree(key) | {"numbers": (3, 2.5, False)})}
     assert len(prints) == 4
     assert checkpoint.fingerprint(tree(key)) in prints
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "object"},
+        {"shape": [7]},
+        {"shape": "text"},
+        {"kind": "key", "implementation": "unknown", "dtype": "uint32"},
+        {"bytes": None},
+        {"dtype": "no dtype"},
+    ],
+)
+def test_a_header_that_is_well_formed_and_wrong_is_of_its_file(tmp_path, change):
+    path = tmp_path / "file"
+    checkpoint.save(path, {"x": jnp.arange(4.0)})
+    contents = path.read_bytes()
+    start = len(checkpoint.MAGIC) + 12
+    end = start + int.from_bytes(contents[start - 12 : start - 4], "little")
+    meta = json.loads(contents[start:end])
+    meta["leaves"][0].update(change)
+    header = json.dumps(meta).encode()
+    sizes = len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(4, "little")
+    path.write_bytes(checkpoint.MAGIC + sizes + header + contents[end:])
+    with pytest.raises(RefusedFile, match=f"^{path}") as refused:
+        checkpoint.restore(path, {"x": jnp.zeros(4)})
+    assert "Delete" in str(refused.value) or "wanted" in str(refused.value)

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -142,3 +144,21 @@ def test_a_lock_is_no_link(tmp_path):
     with pytest.raises(OSError, match="symbolic links: '.*.lock'"), files.locked(lock, "the run"):
         pass
     assert target.read_bytes() == b"the user's"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_files_are_written_and_a_warning_says_that_nothing_guards_them(tmp_path, monkeypatch, number):
+    def refused(*_):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    files.write_bytes(tmp_path / "a", b"contents")
+    assert (tmp_path / "a").read_bytes() == b"contents"
+    living = tmp_path / ".a.01234567.tmp"  # perhaps of another process
+    living.touch()
+    files.write_bytes(tmp_path / "a", b"other")
+    assert living.exists()
+    words = "has no locks: nothing keeps another process from using the run"
+    with pytest.warns(RuntimeWarning, match=words), files.locked(tmp_path / "lock", "the run"):
+        pass
+    assert not (tmp_path / "lock").exists()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import zipfile
 from unittest.mock import Mock
 
 import jax.numpy as jnp
@@ -133,12 +135,52 @@ def test_wrong_files_raise(everything, tmp_path, suffix):
 OTHER = xarray.Dataset({"a": ("k", [1.0])})
 
 
+def announced(path):
+    """Write an array whose header announces more numbers than follow."""
+    with zipfile.ZipFile(path, "w") as archive, archive.open("a.npy", "w") as entry:
+        header = {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
+        np.lib.format.write_array_header_1_0(entry, header)
+        entry.write(bytes(80))
+
+
+def described(path, **rest):
+    np.savez(path, a=np.zeros(2), axes=np.array('{"a": ["x"]}'), labelled=np.array(json.dumps(rest)))
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".nc"])
+@pytest.mark.parametrize("name", ["allow_pickle", "file", "mode", "compression"])
+def test_names_are_no_arguments(tmp_path, name, suffix):
+    dataset = xarray.Dataset({name: ("x", np.arange(2.0))})
+    found = load_results(save_results(dataset, tmp_path / f"a{suffix}"))
+    xarray.testing.assert_identical(found, dataset)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "axes", "labelled"])
+def test_names_that_no_file_can_hold_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="`dataset` must have names other than axes, labelled, without a slash"):
+        save_results(xarray.Dataset({name: ("x", np.ones(2))}), tmp_path / "a.npz")
+    assert not (tmp_path / "a.npz").exists()
+    with pytest.raises(TypeError, match="`dataset` must be an xarray.Dataset, got an object of type dict"):
+        save_results({"a": 1}, tmp_path / "a.npz")
+
+
+def test_a_pipe_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "pipe.npz"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="It must be a regular file, got a device or a pipe"):
+        load_results(path)
+
+
 @pytest.mark.parametrize(
     ("name", "write", "reason"),
     [
         ("x.nc", lambda path: path.write_bytes(b""), "not a file of results: "),
-        ("x.npz", lambda path: path.write_bytes(b""), "not a file of results: No data left"),
-        ("x.npz", lambda path: path.write_text("words"), "it holds Python objects, which are"),
+        ("x.npz", lambda path: path.write_bytes(b""), "not a file of results: File is not a zip file"),
+        ("x.npz", lambda path: path.write_text("words"), "not a file of results: File is not a zip file"),
+        ("x.npz", lambda path: np.save(path.open("wb"), np.zeros(2)), "not a file of results: File is not a zip file"),
+        ("x.npz", announced, "a.npy announces shape (1000000000000,) of float64, more than it holds"),
+        ("x.npz", lambda path: np.savez(path, axes=np.array("[" * 100_000)), "maximum recursion depth exceeded"),
+        ("x.npz", lambda path: described(path, attrs=[1]), "is broken, or not a file of results: "),
         ("x.npz", lambda path: np.savez(path, a=np.array([{}], object)), "it holds Python objects, which are"),
         ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "not a file of results: it lacks 'axes'"),
         ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "not a file of results: it lacks 'labelled'"),
