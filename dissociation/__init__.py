@@ -11,8 +11,9 @@ from dissociation._core.lazy import attach
 
 __all__ = [
     "load", "fit_classifiers", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take", "map_members",
-    "bmap", "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "duplicate", "certify",
-    "representations", "MEASURES", "compare", "linear_cka", "show", "save_results", "load_results",
+    "bmap", "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "rotate", "duplicate", "add_nuisance",
+    "null_perturb", "certify", "representations", "MEASURES", "compare", "pairwise", "linear_cka", "debiased_cka",
+    "show", "save_results", "load_results",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from dissociation.recipes._mnist import fit_classifiers
     from dissociation.rewrites._certificate import certify
     from dissociation.rewrites._groups import neuron_groups
-    from dissociation.rewrites._growth import duplicate
-    from dissociation.rewrites._rewrites import permute, scale
-    from dissociation.similarity._kernels import linear_cka
+    from dissociation.rewrites._growth import add_nuisance, duplicate
+    from dissociation.rewrites._rewrites import null_perturb, permute, rotate, scale
+    from dissociation.similarity._kernels import debiased_cka, linear_cka
     from dissociation.similarity._measures import MEASURES
-    from dissociation.similarity._pairs import compare
+    from dissociation.similarity._pairs import compare, pairwise
     from dissociation.training._bmap import bmap
     from dissociation.training._fitting import fit
     from dissociation.training._grids import fit_grid

@@ -1,6 +1,7 @@
 """Import the public names of a package at their first use."""
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ DISTRIBUTION = "dissociation"
 def attach(package: str, **removed: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package, which import a public name at its first use.
 
-    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. A name in `removed` raises an
-    `ImportError` with its text.
+    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. Its folders are imported too. A
+    name in `removed` raises an `ImportError` with its text, and one that is elsewhere with the place.
     """
     homes: dict[str, str] = {}
 
@@ -36,8 +37,15 @@ def attach(package: str, **removed: str) -> tuple[Callable[[str], Any], Callable
                 value = getattr(importlib.import_module(homes[name]), name)
             except AttributeError as error:  # Python would say that the package lacks the name
                 raise ImportError(f"{homes[name]} cannot be imported: {error}") from error
+        elif not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
+            value = importlib.import_module(f"{package}.{name}")
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            from dissociation._core.hints import hint
+
+            missing = f"module {package!r} has no attribute {name!r}"
+            if found := hint(package, name):
+                raise ImportError(f"{missing}. {found}.")
+            raise AttributeError(missing)
         setattr(module, name, value)
         return value
 

@@ -1,0 +1,64 @@
+"""Names that are found, and answers to those that are elsewhere."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import dissociation
+import koopman
+from dissociation._core.hints import PEERS, exports, hint
+
+
+@pytest.mark.parametrize("package", ["dissociation", "koopman"])
+def test_folders_are_attributes_in_a_fresh_process(package):
+    folders = [dotted for dotted in exports() if dotted.startswith(f"{package}.")]
+    assert folders
+    lines = [f"import {package}", *(f"assert {dotted}.__name__ == {dotted!r}" for dotted in folders)]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+def test_exports_are_those_of_the_folders():
+    for dotted, names in exports().items():
+        assert sorted(names) == sorted(importlib.import_module(dotted).__all__)
+
+
+def test_every_answer_names_what_exists():
+    """Dotted names in answers resolve."""
+    for answer in PEERS.values():
+        for dotted in re.findall(r"(?:dissociation|koopman)(?:\.\w+)+", answer):
+            module, _, name = dotted.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), dotted
+        folder = re.match(r"((?:dissociation|koopman)(?:\.\w+)*)\.\w+ or (\w+)$", answer)
+        if folder:
+            assert hasattr(importlib.import_module(folder[1]), folder[2])
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "words"),
+    [
+        (dissociation, "match_weights", "has no attribute 'match_weights'. It is in dissociation.rewrites."),
+        (koopman, "lorenz63", "It is in koopman.datasets."),
+        (koopman, "permute", "It is in dissociation and in dissociation.rewrites."),
+        (dissociation, "cka", "See dissociation.similarity.linear_cka or debiased_cka."),
+        (dissociation, "EDMD", "See koopman.fit"),
+        (dissociation.similarity, "debiased_ckaa", "Perhaps dissociation.similarity.debiased_cka."),
+        (dissociation, "fit_gird", "Perhaps dissociation.fit_grid."),
+    ],
+)
+def test_a_name_that_is_elsewhere_is_answered(package, name, words):
+    with pytest.raises(ImportError, match=re.escape(words)):
+        getattr(package, name)
+    with pytest.raises(ImportError, match=re.escape(words)):
+        exec(f"from {package.__name__} import {name}")
+
+
+@pytest.mark.parametrize(
+    "name", ["__wrapped__", "_ipython_display_", "load_tests", "pytest_plugins", "setup_module", "x"]
+)
+def test_other_names_are_missing_as_python_has_it(name):
+    for package in (dissociation, koopman, dissociation.rewrites):
+        assert not hasattr(package, name)
+        assert hint(package.__name__, name) is None
