@@ -61,22 +61,30 @@ def interrupt_at(step):
 
 def test_a_run_that_a_callback_stopped_stays_stopped(key, tmp_path):
     seen = []
+    sampler = Epochs(regression(key), 4)
 
     def log(step, records):
         seen.append(step)
         return np.bool_(step >= 6)
 
-    def run(at, **changes):
-        options = {"num_steps": 12, "callbacks": [log], "checkpoint": tmp_path / "run"} | changes
-        return trained(key, sampler=Epochs(regression(key), 4), save=Save(at=at), **options)
+    def run(at):
+        path = tmp_path / "run"
+        return trained(key, sampler=sampler, save=Save(at=at), num_steps=12, callbacks=[log], checkpoint=path)
 
     first, again = run(range(0, 13, 3)), run(range(0, 13, 3))
     assert first.num_steps == again.num_steps == 6
     assert seen == [0, 3, 6]
     same_run(first, again)
     assert run([0, 9, 12]).num_steps == 9  # not called at step 6
-    whole = run(None, callbacks=[])
-    np.testing.assert_array_equal(weights(whole), weights(run(None, callbacks=[], checkpoint=None)))
+
+
+@pytest.mark.slow
+def test_a_run_that_a_callback_stopped_goes_on_without_it(key, tmp_path):
+    run = partial(trained, key, sampler=Epochs(regression(key), 4), num_steps=12)
+    path = tmp_path / "run"
+    stopped = run(save=Save(at=[0, 9, 12]), callbacks=[lambda step, records: np.bool_(step >= 6)], checkpoint=path)
+    assert stopped.num_steps == 9
+    np.testing.assert_array_equal(weights(run(checkpoint=path)), weights(run()))
 
 
 @pytest.fixture
@@ -88,11 +96,17 @@ def interruptible():
     signal.signal(signal.SIGTERM, before[1])
 
 
+@pytest.fixture(scope="module")
+def noisy_run_of_25_steps():
+    return noisy_run(jax.random.key(20))(num_steps=25)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch, interruptible, number):
+def test_a_signal_while_a_chunk_runs_loses_nothing(
+    key, tmp_path, monkeypatch, interruptible, noisy_run_of_25_steps, number
+):
     # The chunk's input state is donated: at that moment the host holds nothing that could be saved.
     train = partial(noisy_run(key), num_steps=25)
-    whole = train()
     run, path, chunks, terminated = run_module.run_tasks, tmp_path / "run", [], []
 
     def handle(number, frame):
@@ -117,7 +131,7 @@ def test_a_signal_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch, i
     assert signal.getsignal(signal.SIGTERM) is handle
     assert 8 < checkpoints.read_header(path)["step"] < 25
     monkeypatch.setattr(run_module, "run_tasks", run)
-    same_run(whole, train(checkpoint=path))
+    same_run(noisy_run_of_25_steps, train(checkpoint=path))
 
 
 def shrunk(state, by=0.9):
@@ -204,11 +218,13 @@ def test_a_trace_of_another_version_says_so(key, tmp_path, stopped_run, monkeypa
         resumable(key, path)
 
 
+@pytest.mark.slow
 def test_a_second_phase_resumes_as_the_first_does(key, tmp_path):
     """Begun at a state of 5 steps, interrupted at 11, ended at 20."""
     step, sampler, path = make_step(noisy_error, optax.adam(0.05)), Epochs(regression(key), 4), tmp_path / "run"
-    begun = fit(linear_members(key), step, sampler, num_steps=5, key=key)
-    options = {"num_steps": 15, "key": key, "save": Save(lambda m, s, k: m.weight, range(5, 21, 3))}
+    save = Save(lambda m, s, k: m.weight)
+    begun = fit(linear_members(key), step, sampler, num_steps=5, key=key, save=save)
+    options = {"num_steps": 15, "key": key, "save": Save(save.observe, range(5, 21, 3))}
     whole = fit(begun.state, step, sampler, **options)
     with pytest.raises(KeyboardInterrupt):
         fit(begun.state, step, sampler, checkpoint=path, callbacks=[interrupt_at(11)], **options)
@@ -219,10 +235,10 @@ def test_a_second_phase_resumes_as_the_first_does(key, tmp_path):
     assert steps == [14, 17, 20]
     assert whole.history.observed_at.tolist() == list(range(5, 21, 3))
     assert whole.history.loss.shape == (3, 15)
-    new = fit(begun.models, step, sampler, num_steps=0, key=key)
+    new = fit(begun.models, step, sampler, num_steps=0, key=key, save=save)
     other = begun.state.replace(opt_state=new.state.opt_state)
     with pytest.raises(ValueError, match="begin differ"):
-        fit(other, step, sampler, checkpoint=path, num_steps=15, key=key, save=Save(options["save"].observe))
+        fit(other, step, sampler, checkpoint=path, num_steps=15, key=key, save=save)
 
 
 def noisy_normalised_error(model, state, batch, key):
@@ -282,7 +298,8 @@ def test_early_stops_and_tables_resume(key, tmp_path):
 
 def test_batches_of_the_host_resume_at_the_right_step(key, tmp_path):
     """After an error, before which all is kept."""
-    data, broken, begun, path = regression(key, samples=64), True, [], tmp_path / "run"
+    data = [np.asarray(part) for part in regression(key, samples=64)]
+    broken, begun, path = True, [], tmp_path / "run"
 
     def start(step):
         begun.append(step)
@@ -396,6 +413,7 @@ def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):
 TWO = dissociation.member_mesh(jax.devices("cpu")[:2])
 
 
+@pytest.mark.slow  # programs of two layouts
 @pytest.mark.parametrize(
     "first",
     [
