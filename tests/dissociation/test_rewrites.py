@@ -423,3 +423,18 @@ def test_a_model_of_other_constants_has_groups_of_its_own(order):
                 continue
             np.testing.assert_allclose(call(moved, X), call(other, X), rtol=1e-5, atol=1e-6)
     assert tried
+
+
+def test_a_group_may_lie_along_both_axes_of_one_array():
+    """Hidden units of a recurrent network: rows and columns of the weights that map them to themselves."""
+    draws = np.random.default_rng(0)
+    model = {name: draws.normal(size=size).astype(np.float32) for name, size in (("h", (4, 4)), ("x", (4, 2)))}
+
+    def run(model, x):
+        hidden = jnp.tanh(model["x"] @ x)
+        hidden = jnp.tanh(model["h"] @ hidden + model["x"] @ x)
+        return jnp.sum(hidden**2, keepdims=True)
+
+    inputs = draws.normal(size=(8, 2)).astype(np.float32)
+    (certificate,) = rewrites.check_groups(model, inputs, key=jax.random.key(0), call=run).values()
+    assert certificate.max_abs_change < 1e-5

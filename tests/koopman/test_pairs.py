@@ -407,3 +407,13 @@ def test_float64_rounds_large_integers_with_a_word(x64):
         lagged_pairs(large)
     with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
         moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
+
+
+def test_the_mean_step_of_moments_keeps_digits_that_the_means_lose():
+    x = (1e4 + np.random.default_rng(0).normal(size=(300, 2))).astype(np.float32)
+    y = (x + np.float32(0.01) * np.arange(300, dtype=np.float32)[:, None] / 300).astype(np.float32)
+    first, second, third = (moments(x[i : i + 100], y[i : i + 100], center=True) for i in (0, 100, 200))
+    operator = fit(Ridge(1e-3), merge_moments(merge_moments(first, second), third))
+    step = y.astype(float).mean(0) - x.astype(float).mean(0)
+    expected = step @ np.asarray(operator.encode.matrix, float)
+    np.testing.assert_allclose(operator.drift, expected, rtol=1e-2)
