@@ -45,7 +45,7 @@ PEERS = {
     "vamp": "koopman.fit with ReducedRank; koopman.vamp_score",
     "weight_matching": "dissociation.rewrites.match_weights",
 }
-"""Where to find what peers call by other names, in lower case."""
+"""Place of what peers call by other names, in lower case."""
 
 
 @functools.cache

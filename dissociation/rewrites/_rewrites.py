@@ -423,8 +423,8 @@ def check_groups(
     with closing(open_meter(progress, len(groups), "permuting groups")) as meter:
         meter.advance(0, "compiling")
         scores = jax.random.uniform(key, (sum(group.size * group.copies for group in groups.values()),))
-        sources = leaves
-        if not any(map(is_traced, (*leaves, key))):
+        sources = list(map(to_device, leaves))
+        if not any(map(is_traced, (*leaves, scores))):
             # Permuting on the host compiles nothing for the axes of each group.
             sources, scores = jax.device_get((leaves, scores))
         for number, group in enumerate(groups.values(), 1):
