@@ -266,7 +266,8 @@ def orders_of(
         kinds += [kinds_of(np.asarray(one.arrays[0])[0], units) for one in sets if len(one.labels) == 1]
         numbers = [log_number(each) for each in kinds]
         fewest = int(np.argmin(numbers))
-        if numbers[fewest] <= np.log(count + 1.5):
+        # If all samples are equal, there is no other order to list.
+        if np.log(1.5) < numbers[fewest] <= np.log(count + 1.5):
             orders = all_orders(units, kinds[fewest])
             of_first = len(sets) == 2 and len(sets[0].labels) == 1 and fewest == 1
             return np.argsort(orders, 1) if of_first else orders, True

@@ -216,8 +216,8 @@ def pairwise(
     # Moments and expected values hold for exchangeable samples.
     alike = blocks == "shuffled" and each == 1
     by_moments = form.gram is not None and alike and inference.FEWEST <= number <= inference.MOST
-    rows = units_of(number, known.repeats, each)
-    log_numbers = inference.log_orders(sets, rows) if p_values and by_moments else np.zeros(())
+    moved = units_of(number, known.repeats, each)
+    log_numbers = inference.log_orders(sets, moved) if p_values and by_moments else np.zeros(())
     few = log_numbers < np.log(inference.FEWEST_ORDERS)
     drawn = p_values and few.any(), baseline and (form.expected is None or not alike)
     steps: list[Step] = [("all", None)]
@@ -227,7 +227,7 @@ def pairwise(
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         key = jax.random.key(0) if key is None else key
-        orders, are_all = inference.orders_of(sets, key, count, rows, blocks=blocks)
+        orders, are_all = inference.orders_of(sets, key, count, moved, blocks=blocks)
         steps.append(("orders", orders))
     steps += [("blocks", rows) for rows in kept]
     (values, *expected), *found = tables(known, form, first, second, steps, budget=memory_budget, progress=progress)

@@ -95,3 +95,12 @@ def test_moments_give_no_p_value_below_one_over_the_number_of_orders():
     labels = np.repeat([0.0, 1.0], [12, 13])[:, None]
     y = 100 * labels + 0.01 * np.random.default_rng(0).normal(size=(25, 3))
     assert float(compare(labels, y, "linear_cka", num_blocks=None).p_values) >= 1 / math.comb(25, 12)
+
+
+@pytest.mark.parametrize("name", ["linear_cka", "rsa"])
+def test_equal_samples_have_no_other_order_and_no_p_value(name):
+    y = np.random.default_rng(0).normal(size=(30, 3))
+    for pair in ((np.ones((30, 2)), y), (y, np.ones((30, 2)))):
+        with pytest.warns(RuntimeWarning, match="is not defined for"):
+            found = compare(*pair, name, num_blocks=None)
+        assert np.isnan(found.p_values)
