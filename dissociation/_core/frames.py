@@ -1,50 +1,52 @@
 """Convert frames of pandas and arrays of xarray to trajectories."""
 
-import re
 import warnings
 from typing import Any
 
 import numpy as np
 
 from dissociation._core.checks import fail, fail_kind
+from dissociation._core.columns import Reading, advice_on, are_even, doubts_of, labels_of
 
-_TIMES = ("time", "times", "t", "step", "date", "datetime", "timestamp")
-_RUNS = ("run", "trajectory", "traj", "trial", "episode", "session", "subject", "id")
-_EITHER = ("ts", "frame", "day", "animal", "mouse", "patient", "seed")  # or names of states
-_UNITS = r"\s*[\[(].*[\])]|[\s_.-]+(id|no|nr|idx|index|s|sec|seconds|ms|us|ns|min|h|hours)$"
-_SPLIT = "pass a list of frames, [run for _, run in frame.groupby(...)], or an index of two levels, run and time"
+_SPLIT = "name the runs by run=, or pass a list of frames, [run for _, run in frame.groupby(...)]"
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
-def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
+def as_trajectories(name: str, value: Any, reading: Reading, *, one: bool = False) -> Any:
     """Return frames as arrays in order of time, one per run; other values unchanged."""
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
     if not any(map(is_table, parts)):
+        for argument in ("time", "run", "columns"):
+            if getattr(reading, argument) is not None:
+                fail(argument, f"be None unless `{name}` is a frame", repr(getattr(reading, argument)))
         return value
-    if len(orders := {order: None for part in parts if (order := _states(part))}) > 1:
+    if len(orders := {order: None for part in parts if (order := _states(part, reading))}) > 1:
         fail(name, "hold frames of the same columns in one order", " and ".join(str(list(order)) for order in orders))
     runs, steps = [], []
     for i, part in enumerate(parts):
-        runs += _runs(f"{name}[{i}]" if several else name, part, several, steps) if is_table(part) else [part]
+        label = f"{name}[{i}]" if several else name
+        if not is_table(part):
+            runs.append(part)
+        elif hasattr(part, "dims"):
+            runs += _runs_of_dimensions(label, part, reading, several, steps)
+        else:
+            runs += _runs_of_rows(label, part, reading, steps)
+    _check_one_step(name, steps)
+    if one and len(runs) > 1 and not several:
+        fail(name, "be one trajectory", f"{len(runs)} runs", "Pass one at a time, frame.loc[[run]]")
+    split = reading.run is not None or getattr(getattr(value, "index", None), "nlevels", 1) > 1
+    return runs if several or (split and not one) else runs[0]
+
+
+def _check_one_step(name: str, steps: list[Any]) -> None:
+    """Raise unless all runs have one time step."""
     for kind, step, spread in steps:
         first, other, varies = steps[0]
         # Mean steps of two trajectories may differ as much as the steps within one.
         if kind == first and abs(step - other) > max(spread, varies) + 1e-6 * max(step, other):
             unit = " s" if kind == "dates" else ""
             fail(name, "have one time step", f"{other:.6g}{unit} and {step:.6g}{unit}", f"Resample them; {_ROWS}")
-    if one and len(runs) > 1 and not several:
-        fail(name, "be one trajectory", f"{len(runs)} runs", "Pass one at a time, frame.loc[[run]]")
-    listed = several or (getattr(getattr(value, "index", None), "nlevels", 1) > 1 and not one)
-    return runs if listed else runs[0]
-
-
-def _states(table: Any) -> tuple[Any, ...]:
-    """Return the labels of a table's states; empty without labels."""
-    if not is_table(table) or not hasattr(table, "dims"):
-        return tuple(getattr(table, "columns", ()))
-    own = [table.indexes[dim] for dim in table.dims if dim in table.indexes and not _meaning(dim, table.indexes[dim])]
-    return tuple(own[0]) if len(own) == 1 else tuple(map(tuple, own))
 
 
 def is_table(value: Any) -> bool:
@@ -52,109 +54,150 @@ def is_table(value: Any) -> bool:
     return hasattr(value, "iloc") or (hasattr(value, "dims") and hasattr(value, "ndim"))
 
 
-def _meaning(label: Any, values: Any = None) -> str:
-    """Return the meaning of an axis by its name or dtype: "time", "run" or ""."""
-    if hasattr(values, "asi8"):  # dates, periods, spans of time
-        return "time"
-    name = re.sub(_UNITS, "", str(label).strip().lower())
-    return "time" if name in _TIMES else "run" if name in _RUNS else ""
+def _states(table: Any, reading: Reading) -> tuple[Any, ...]:
+    """Return the labels of a table's states; empty without labels."""
+    named = (reading.time, *reading.runs)
+    if is_table(table) and hasattr(table, "dims"):
+        named = ("time", *named)
+        own = [table.indexes[dim] for dim in table.dims if dim in table.indexes and dim not in named]
+        return tuple(own[0]) if len(own) == 1 else tuple(map(tuple, own))
+    if reading.columns is not None:
+        return tuple(reading.columns)
+    return tuple(label for label in getattr(table, "columns", ()) if label not in named)
 
 
-def _runs(name: str, table: Any, listed: bool, steps: list[Any]) -> list[np.ndarray]:
-    if hasattr(table, "dims"):
-        means = {_meaning(dim, table.indexes.get(dim)): dim for dim in table.dims}
-        count = sum(_meaning(dim, table.indexes.get(dim)) == "time" for dim in table.dims)
-        if count != 1 or "run" in means or (table.ndim > 2 and not listed):
-            advice = "Rename one to 'time'; for several runs pass list(array), for one [array]; or array.to_numpy()"
-            fail(name, "be of dimensions (time, state), or a list of such arrays", f"dimensions {table.dims}", advice)
-        if means["time"] in table.indexes:
-            _check_steps(name, table.indexes[means["time"]], steps)
-        return [table.transpose(means["time"], ...).to_numpy()]
-    values, index = _numbers(name, table), table.index
-    if index.nlevels == 1:
-        if _meaning(index.name, index) == "run":
-            advice = f"For several trajectories {_SPLIT}; for one trajectory, {_ROWS}"
-            fail(name, "have an index of times", f"one of runs, named {index.name!r}", advice)
-        _check_steps(name, index, steps)
-        return [values]
-    means = list(map(_meaning, index.names, index.levels))
-    times = [level for level, meaning in enumerate(means) if meaning == "time"]
-    if not times:  # numbers of no other meaning
-        kinds = zip(means, index.levels, strict=True)
-        times = [i for i, (meaning, level) in enumerate(kinds) if not meaning and level.dtype.kind in "iuf"]
-    if len(times) != 1:
-        advice = "Name it, frame.rename_axis(['run', 'time']), or drop the other levels, frame.droplevel"
-        fail(name, "have one level of times in its index", f"{len(times)} that may be, of {list(index.names)}", advice)
-    others = index.droplevel(times[0])
-    codes = [codes for level, codes in enumerate(index.codes) if level != times[0]]
+def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> list[np.ndarray]:
+    """Return the states of each run of a frame, [time, states]."""
+    series = not hasattr(table, "columns")
+    table = table.to_frame() if series else table
+    for argument, label in (("time", reading.time), *(("run", run) for run in reading.runs)):
+        if label is not None and label not in table.columns and label not in table.index.names:
+            known = [*table.columns, *(level for level in table.index.names if level is not None)]
+            fail(argument, f"be a column or an index level of `{name}`, of {known}", repr(label))
+    named = (reading.time, *reading.runs)
+    runs = [labels_of(table, run) for run in reading.runs]
+    time = None if reading.time is None else labels_of(table, reading.time)
+    levels = [i for i, level in enumerate(table.index.names) if level is None or level not in named]
+    wanted = (time is None) + (not runs)
+    if table.index.nlevels > 1 and levels and wanted:
+        if len(levels) != wanted:
+            advice = "Pass time= and run=" if reading.takes_names else "Use lagged_pairs(frame, time=..., run=...)"
+            fail(name, "have an index of two levels, run and time", f"levels {list(table.index.names)}", advice)
+        runs = runs or [table.index.get_level_values(levels[0])]
+        time = table.index.get_level_values(levels[-1]) if time is None else time
+    elif levels and time is None:
+        time = table.index
+    codes = [run.factorize()[0] for run in runs] or [np.zeros(len(table), int)]
+    if any((code < 0).any() for code in codes):
+        fail("run", f"have a label in every row of `{name}`", "missing ones")
     _, first, run = np.unique(np.stack(codes, 1), axis=0, return_index=True, return_inverse=True)
-    rows = [np.flatnonzero(run.ravel() == key) for key in np.argsort(first)]
-    for at in rows:
-        _check_steps(f"{name}[{others[at[0]]!r}]", index.get_level_values(times[0])[at], steps)
-    return [values[at] for at in rows]
+    run = run.reshape(-1)
+    values = _numbers(name, table, reading, run if runs else None)
+    found = []
+    for key in np.argsort(first):
+        rows = np.flatnonzero(run == key)
+        label = f"[{runs[0][rows[0]]!r}]" if runs else ""
+        if time is not None:
+            if reading.time is not None:
+                rows = rows[np.asarray(time[rows].argsort(kind="stable"))]
+            _check_steps(f"{name}{label}", time[rows], steps)
+        found.append(values[rows, 0] if series else values[rows])
+    return found
 
 
-def _numbers(name: str, table: Any) -> np.ndarray:
-    columns, dtypes = (table.columns, table.dtypes) if hasattr(table, "columns") else ([table.name], [table.dtype])
-    kinds = {label: getattr(dtype, "kind", "O") for label, dtype in zip(columns, dtypes, strict=True)}
+def _runs_of_dimensions(name: str, array: Any, reading: Reading, listed: bool, steps: list[Any]) -> list[np.ndarray]:
+    """Return the states of each run of an array of xarray, [time, ...]."""
+    time = "time" if reading.time is None else reading.time
+    for dim in (time, *reading.runs):
+        if dim not in array.dims:
+            advice = f"Pass time=, one of {array.dims}" if reading.takes_names else "Rename it"
+            fail(name, f"have a dimension {dim!r}", f"dimensions {array.dims}", f"{advice}, or pass array.to_numpy()")
+    if array.ndim - len(reading.runs) > 2 and not listed:
+        advice = "For several runs pass run=, or list(array); for one [array]; or array.to_numpy()"
+        fail(name, "be of dimensions (time, state), or a list of such arrays", f"dimensions {array.dims}", advice)
+    if time in array.indexes:
+        array = array if reading.time is None else array.sortby(time)
+        _check_steps(name, array.indexes[time], steps)
+    ordered = array.transpose(*reading.runs, time, ...).to_numpy()
+    return list(ordered.reshape(-1, *ordered.shape[len(reading.runs) :]))
+
+
+def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) -> np.ndarray:
+    """Return the states of a frame, [rows, states]."""
+    if missing := [label for label in reading.columns or () if label not in table.columns]:
+        fail("columns", f"be columns of `{name}`, of {list(table.columns)}", missing)
+    states = table[list(_states(table, reading))] if table.columns.is_unique else table
+    if reading.columns is None:
+        check_columns(name, states, reading=reading, whole=table, run=run)
+    kinds = {label: getattr(dtype, "kind", "O") for label, dtype in zip(states.columns, states.dtypes, strict=True)}
     if wrong := [label for label, kind in kinds.items() if kind not in "biuf"]:
-        advice = f"Use frame.set_index({wrong}) if they are runs or times, or drop them"
+        advice = "Drop them, or select the states by columns=[...]" if reading.takes_names else "Drop them"
         fail_kind(name, "hold real numbers in every column", f"text, dates or objects in {wrong}", advice)
-    check_columns(name, table)
-    values = np.asarray(table)  # of objects, if numbers are of several kinds or missing
-    return table.to_numpy(float, na_value=np.nan) if values.dtype == object else values
+    values = np.asarray(states)  # of objects, if numbers are of several kinds or missing
+    return states.to_numpy(float, na_value=np.nan) if values.dtype == object else values
 
 
-def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, axis: str = "") -> None:
-    """Raise if columns, or later dimensions of an array, may hold runs or times."""
-    own = _states(table)
+def check_columns(
+    name: str,
+    table: Any,
+    known: dict[str, Any] | None = None,
+    axis: str = "",
+    *,
+    reading: Reading,
+    whole: Any = None,
+    run: np.ndarray | None = None,
+) -> None:
+    """Raise if columns of a frame, or later dimensions of an array, may hold runs or times."""
+    own = _states(table, Reading())
     first, other = (known if known is not None else {}).setdefault(f"columns {axis}", (own, name))
     if own != first and set(own) == set(first):
         fail(name, f"have its columns in the order of `{other}`", list(own), f"Use frame[{list(first)}]")
     if hasattr(table, "dims"):
-        if labels := [dim for dim in table.dims[1:] if _meaning(dim, table.indexes.get(dim))]:
-            advice = "Use lagged_pairs, or array.transpose; if they are states, pass array.to_numpy()"
-            fail(name, "have states along all dimensions but the first", f"runs or times along {labels}", advice)
+        if labels := [dim for dim in table.dims[1:] if dim == "time" or hasattr(table.indexes.get(dim), "asi8")]:
+            advice = f"Use {'lagged_pairs, or ' * reading.in_time}array.transpose; if they are states, array.to_numpy()"
+            fail(name, "have states along all dimensions but the first", f"times along {labels}", advice)
         return
     columns = getattr(table, "columns", ())
-    if labels := [label for label in getattr(columns, "names", ()) if _meaning(label, columns)]:
-        advice = "Pass [frame[[run]] for run in frame], or frame.T; if they are states, pass frame.to_numpy()"
-        fail(name, "have states for columns", f"columns of runs or times, named {labels[0]!r}", advice)
-    if len(columns) > 1 and (labels := [label for label in columns if _meaning(label) or _may_be(label, table)]):
-        runs = any(_meaning(level) == "run" for level in getattr(table.index, "names", ()))
-        call = f"frame.set_index({labels}{', append=True' if runs else ''})"
-        advice = f"Use {call}; if they are states, pass frame.to_numpy()"
-        fail(name, "hold states alone in its columns", f"what looks like runs or times in {labels}", advice)
-
-
-def _may_be(label: Any, table: Any) -> bool:
-    """Return True if a column has an ambiguous name, and integers or increasing numbers."""
-    if re.sub(_UNITS, "", str(label).strip().lower()) not in _EITHER:
-        return False
-    values = np.asarray(table[label])
-    return values.dtype.kind in "iu" or (values.dtype.kind == "f" and bool((np.diff(values) > 0).all()))
+    if hasattr(columns, "asi8"):
+        advice = "Pass frame.T; if they are states, pass frame.to_numpy()"
+        fail(name, "have states for columns", "columns of dates", advice)
+    if len(columns) < 2 or len(table) < 2:
+        return
+    doubts = doubts_of(table, run)
+    if reading.time is not None or reading.run is not None:
+        doubts = doubts._replace(wraps=[], labels=[])
+    words = ("clocks", "clocks that start again", "runs", "labels that come back")
+    got = [f"{text} in {labels}" for text, labels in zip(words, doubts, strict=True) if labels]
+    if got:
+        wanted = "hold states alone in its columns" if reading.in_time else "hold features alone in its columns"
+        fail(
+            name,
+            wanted,
+            f"{', '.join(got)}, by their values",
+            advice_on(doubts, table if whole is None else whole, reading),
+        )
 
 
 def _check_steps(name: str, index: Any, found: list[Any]) -> None:
     index = index.to_timestamp() if hasattr(index, "to_timestamp") and hasattr(index, "start_time") else index
     times = np.asarray(getattr(index, "asi8", index))
+    labels = "" if index.name is None else f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r}). "
     if times.dtype.kind not in "iuf":
-        fail_kind(
-            name, "have an index of numbers or dates", f"one of {index.dtype}", f"Use pandas.to_datetime; {_ROWS}"
-        )
+        advice = f"{labels}Times take pandas.to_datetime; {_ROWS}"
+        fail_kind(name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
     if len(times) < 2:
         return
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
     if not (steps > 0).all():
         at = int(np.argmin(steps > 0))
-        advice = f"If time starts again with each of several trajectories, {_SPLIT}; for one trajectory, {_ROWS}"
+        advice = (
+            f"{labels}If time starts again with each of several trajectories, {_SPLIT}; for one trajectory, {_ROWS}"
+        )
         fail(name, "have an index that increases", f"{index[at + 1]} after {index[at]}", advice)
     with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
         warnings.simplefilter("ignore")
         calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
-    # A clock's rounding is less than a tenth of a step.
-    off = np.append(0, np.cumsum(steps)) / steps.mean() - np.arange(len(times))
-    if np.abs(off).max() > 0.1 and not calendar:
+    if not calendar and not are_even(times):
         most, usual = (int(np.argsort(steps)[at]) for at in (-1, len(steps) // 2))
         got = f"{index[most + 1]} after {index[most]}, where {index[usual + 1]} comes after {index[usual]}"
         advice = f"Cut it at gaps into a list of trajectories, or fill them; {_ROWS}"
@@ -178,3 +221,42 @@ def check_same_rows(given: dict[str, Any]) -> None:
             elif len(index) == len(known[1]) and not index.equals(known[1]) and set(index) == set(known[1]):
                 wanted = f"have its rows in the order of `{known[0]}`"
                 fail(name, wanted, "the same labels in another order", "Use frame.loc[other.index]")
+
+
+def take_groups(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments whose `groups`, if the name of a column, level or coordinate, is replaced by its labels."""
+    label, found = given.get("groups"), []
+    if not isinstance(label, str):
+        return given
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [without(part) for part in value]
+        if not is_table(value):
+            return value
+        rest, labels = _without(value, label)
+        found.extend([] if labels is None else [labels])
+        return rest
+
+    rest = {name: without(value) for name, value in given.items() if name != "groups"}
+    if not found:
+        wanted = "be one label per sample, or the name of a column, index level or coordinate of a frame"
+        fail("groups", wanted, repr(label))
+    if any(not np.array_equal(labels, found[0]) for labels in found):
+        fail("groups", "be the same in all frames, whose rows are the same samples", f"others in {label!r}")
+    return rest | {"groups": found[0]}
+
+
+def _without(table: Any, label: str) -> tuple[Any, np.ndarray | None]:
+    """Return a table without its labels of rows of one name, and these labels, or None if it has none."""
+    if hasattr(table, "dims"):
+        if label not in table.coords or table.coords[label].dims != table.dims[:1]:
+            return table, None
+        return table.drop_vars(label), table.coords[label].to_numpy()
+    if label in getattr(table, "columns", ()):
+        return table.drop(columns=label), table[label].to_numpy()
+    if label in table.index.names:
+        return table.reset_index(drop=True), table.index.get_level_values(label).to_numpy()
+    return table, None

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Key, Shaped, jaxtyped
 
 from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
+from dissociation._core.columns import Reading
 from dissociation._core.conversion import (
     as_array,
     as_classes,
@@ -30,7 +31,7 @@ from dissociation._core.conversion import (
     to_device,
     warn_narrowed,
 )
-from dissociation._core.frames import as_trajectories, check_columns, check_same_rows, is_table
+from dissociation._core.frames import as_trajectories, check_columns, check_same_rows, is_table, take_groups
 from dissociation._core.types import InTime, Labels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -54,6 +55,8 @@ def validated(
         return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
     parameters = inspect.signature(function).parameters.values()
     positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    takes_names = {"time", "run", "columns"} <= set(positions)
+    in_time = function.__module__.startswith("koopman")
     takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
     run = _with_copies(function) if hasattr(function, "lower") else function
 
@@ -71,8 +74,10 @@ def validated(
         given = dict(zip(positions, args, strict=False)) | kwargs
         # An axis of one name has one length in all arguments. Shapes are always checked, values only if they are
         # known.
-        bound = _Bound([], {})
+        names = {name: given.get(name) for name in ("time", "run", "columns")} if takes_names else {}
+        bound = _Bound([], {}, Reading(**names, takes_names=takes_names, in_time=in_time))
         check_same_rows(given)
+        given = take_groups(given)
         for name in filter(given.__contains__, pixels):
             check_pixels(name, given[name])
         for name, rule in rules():
@@ -129,6 +134,7 @@ class _Bound(NamedTuple):
 
     arrays: list[tuple[str, str, tuple[str, tuple[int, ...]]]]  # names, descriptions, axes and shapes
     columns: dict[str, Any]  # labels of frames' columns
+    reading: Reading
 
     def check(self) -> None:
         """Raise unless axes of one name have one length."""
@@ -178,10 +184,11 @@ class _Rule(NamedTuple):
         if type(value) in self.exact or isinstance(value, self.plain):
             return value
         if self.in_time:
-            value = as_trajectories(name, value, one=not self.items)
+            value = as_trajectories(name, value, bound.reading, one=not self.items)
         if self.items and holds_arrays(value):
             return [
-                self._admit_array(f"{name}[{i}]", item, self.items, _Bound([], {}), 0) for i, item in enumerate(value)
+                self._admit_array(f"{name}[{i}]", item, self.items, _Bound([], {}, bound.reading), 0)
+                for i, item in enumerate(value)
             ]
         if self.keys:
             return as_key(name, value, self.keys)
@@ -205,7 +212,7 @@ class _Rule(NamedTuple):
     def _admit_array(self, name: str, value: Any, forms: tuple[_Form, ...], bound: _Bound, deepest: int | None) -> Any:
         """Return numbers in the first form that fits. Nested lists may have `deepest` axes, or any number."""
         if is_table(value):
-            check_columns(name, value, bound.columns, forms[0].dims.rpartition(" ")[2])
+            check_columns(name, value, bound.columns, forms[0].dims.rpartition(" ")[2], reading=bound.reading)
         array = as_array(name, value, self.words, bare=True, may_be_empty=self.may_be_empty)
         if deepest is not None:
             refuse_nested(name, value, array, deepest)

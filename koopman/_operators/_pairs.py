@@ -45,6 +45,9 @@ def lagged_pairs(
     *,
     max_lag: int | None = None,
     trajectory_axis: int | None = None,
+    time: Any = None,
+    run: Any = None,
+    columns: Any = None,
 ) -> Pairs:
     """Return pairs (x_t, x_{t+lag}) of one or many trajectories.
 
@@ -52,11 +55,15 @@ def lagged_pairs(
         trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any lengths and one
             state shape, such as `[images]`; or with `trajectory_axis` one array of equally long ones. Lists of numbers
             or of rows of numbers are one trajectory. A frame is one trajectory if its index has even steps, and one per
-            run if its index is (run, time).
+            run if its index is (run, time). Columns that rise as clocks do, or that may label runs, raise an error. An
+            array of xarray has a dimension "time".
         lag: Steps from x to y, at least 1.
         max_lag: Largest lag. With it `lag` may be traced, as in a `jax.vmap` over lags, and each trajectory gives the
             pairs of its first time - max_lag states. Successors, then floating point, are NaN at a lag out of range.
         trajectory_axis: Axis of trajectories in the array, 0 for `koopman.datasets`; the first other axis is time.
+        time: Column, index level or dimension of times of a frame. Rows are sorted by it within runs.
+        run: Column, index level or dimension that labels runs, or a list of them.
+        columns: Columns that are states; by default all that are not named.
 
     Returns:
         All pairs, by trajectory and time.
@@ -112,7 +119,14 @@ def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Ar
 
 @validated(empty=("trajectory",))
 def delay_embed(
-    trajectory: Trajectories, num_delays: int, *, stride: int = 1, trajectory_axis: int | None = None
+    trajectory: Trajectories,
+    num_delays: int,
+    *,
+    stride: int = 1,
+    trajectory_axis: int | None = None,
+    time: Any = None,
+    run: Any = None,
+    columns: Any = None,
 ) -> Real[Array, "*trajectories rows features"] | list[Real[Array, "_ features"]]:
     """Return the rows (x_t, x_{t - s}, ..., x_{t - (q - 1) s}): the Hankel matrix of each trajectory.
 
@@ -121,6 +135,9 @@ def delay_embed(
         num_delays: q, states in a row, 1 or more.
         stride: s, steps between them, 1 or more.
         trajectory_axis: Axis of trajectories in the array.
+        time: Times of a frame, as in `lagged_pairs`.
+        run: Runs of a frame, as in `lagged_pairs`.
+        columns: States of a frame, as in `lagged_pairs`.
 
     Returns:
         [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of arrays for a list of trajectories, and a

@@ -1,0 +1,199 @@
+"""Meanings of columns by their values: clocks, runs, and labels that come back."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FEWEST = 8
+"""Rows from which on rising columns and repeated integers are not due to chance."""
+
+
+class Reading(NamedTuple):
+    """Parts of a frame that a call names, and the calls that advice may give."""
+
+    time: Any = None
+    run: Any = None
+    columns: Any = None
+    takes_names: bool = False
+    """True if the function has these arguments."""
+    in_time: bool = True
+    """True if the package reads trajectories."""
+
+    @property
+    def runs(self) -> list[Any]:
+        """Return the names of runs."""
+        if self.run is None:
+            return []
+        return list(self.run) if isinstance(self.run, list | tuple) else [self.run]
+
+    def call(self, run: Any, time: Any, columns: Any) -> str:
+        """Return the words that advise a call."""
+        names = {"run": run, "time": time, "columns": columns}
+        given = ", ".join(f"{name}={value!r}" for name, value in names.items() if value is not None)
+        return f"pass {given}" if self.takes_names else f"use lagged_pairs(frame, {given})"
+
+
+class Doubts(NamedTuple):
+    """Labels of columns that may be no states."""
+
+    clocks: list[Any]
+    """Dates, and numbers that rise in every row of a run."""
+    wraps: list[Any]
+    """Numbers that rise, but start again near their least within what may be one run."""
+    runs: list[Any]
+    """Text or integers, each in one block of two rows or more."""
+    labels: list[Any]
+    """Text, or few integers, that come back."""
+
+
+def doubts_of(table: Any, run: Any = None) -> Doubts:
+    """Return the doubts about the columns of a frame; `run` has the codes of its rows' runs, if they are known."""
+    found = Doubts([], [], [], [])
+    number = len(table)
+    order = np.arange(number) if run is None else np.argsort(run, kind="stable")
+    starts = np.zeros(number - 1, bool) if run is None else np.diff(run[order]) != 0
+    columns = list(_known(table, order))
+    counts = 0
+    for label, kind, values in columns:
+        if kind in "fM":
+            continue
+        codes = np.unique(values, return_inverse=True)[1]
+        changes = np.diff(codes) != 0
+        blocks = np.diff(np.flatnonzero(np.concatenate([[True], changes, [True]])))
+        distinct = int(codes.max()) + 1
+        counts += kind != "O" and distinct < number
+        if distinct > 1 and len(blocks) == distinct and blocks.min() > 1:
+            found.runs.append(label)
+            starts = starts | changes
+        elif distinct > 1 and (kind == "O" or (number >= FEWEST and 4 * distinct <= number)):
+            found.labels.append(label)
+    for label, kind, values in columns:
+        if kind == "M":
+            found.clocks.append(label)
+        elif kind in "iuf" and label not in found.runs and number >= FEWEST and (rises := _rise(values, starts)):
+            (found.clocks if rises == "always" else found.wraps).append(label)
+            if label in found.labels:
+                found.labels.remove(label)
+    if 2 * counts > len(columns):  # as in a table of counts or pixels
+        return found._replace(labels=[label for label in found.labels if table[label].dtype.kind not in "biu"])
+    return found
+
+
+def _known(table: Any, order: np.ndarray) -> Iterator[tuple[Any, str, np.ndarray]]:
+    """Yield label, kind and values of the columns without missing values: "M" for dates, "O" for text and objects."""
+    for label in table.columns if table.columns.is_unique else ():
+        column = table[label]
+        kind = getattr(column.dtype, "kind", "O")
+        if kind in "mM" or hasattr(column.array, "asi8"):
+            yield label, "M", np.arange(len(order))
+        elif kind not in "biuf":
+            yield label, "O", column.astype(str).to_numpy()[order]
+        elif not column.isna().any():
+            yield label, kind, np.asarray(column.array, float if kind == "f" else None)[order]
+
+
+def _rise(values: np.ndarray, starts: np.ndarray) -> str:
+    """Return "always" for numbers that rise in every row but at starts, "again" if they also start again, or ""."""
+    head = np.diff(values[:FEWEST].astype(float))
+    if np.sum(head <= 0) > FEWEST // 2:
+        return ""  # as for most columns
+    steps = np.diff(values.astype(float))
+    rises, falls = (steps > 0) & ~starts, (steps <= 0) & ~starts
+    if rises.sum() < FEWEST - 1:
+        return ""
+    if not falls.any():
+        return "always"
+    span = np.ptp(values.astype(float))
+    near = values.min() + min(max(0.1 * span, 1.01 * np.median(steps[rises])), 0.25 * span)
+    return "again" if 4 * falls.sum() <= rises.sum() and (values[1:][falls] <= near).all() else ""
+
+
+def rises_within(run: np.ndarray, times: np.ndarray) -> bool:
+    """Return True if numbers rise from row to row of each run."""
+    order = np.argsort(run, kind="stable")
+    rising = np.diff(times[order].astype(float)) > 0
+    return bool((rising | (np.diff(run[order]) != 0)).all()) and bool(rising.any())
+
+
+def are_even(times: np.ndarray) -> bool:
+    """Return True if numbers have even steps but for rounding, which is less than a tenth of a step."""
+    steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
+    off = np.append(0, np.cumsum(steps)) / steps.mean() - np.arange(len(times))
+    return bool(np.abs(off).max() <= 0.1)
+
+
+def advice_on(doubts: Doubts, table: Any, reading: Reading) -> str:
+    """Return the calls that read a frame, whose columns are in doubt, as trajectories or as states."""
+    marked = [label for part in doubts for label in part]
+    others = [label for label in table.columns if label not in (*marked, reading.time, *reading.runs)]
+    if not reading.in_time:
+        labels = [*doubts.runs, *doubts.labels]
+        groups = f". Rows of one label depend on each other: groups={labels[0]!r}, where it is taken" if labels else ""
+        return f"Select the features, frame[{others}]; if all are, pass frame.to_numpy(){groups}"
+    numbers = [label for label in table.columns if label not in (reading.time, *reading.runs)]
+    numbers = [label for label in numbers if table[label].dtype.kind in "biuf"]
+    as_states = f"columns={numbers}" if reading.takes_names and len(numbers) < 9 else "frame.to_numpy()"
+    as_states = f"If {marked} are states, pass {as_states}"
+    pairs = _pairs(doubts, table, reading)
+    if not pairs and doubts.wraps and not reading.runs:
+        label = doubts.wraps[0]
+        begins = f"frame.assign(run=(frame[{label!r}].diff() <= 0).cumsum())"
+        return (
+            f"If a run begins where {label!r} starts again, {reading.call('run', label, None)} of {begins}. {as_states}"
+        )
+    runs = [*reading.runs, *doubts.runs, *doubts.labels]
+    alone = (next(iter(runs), None), None if runs else next(iter(doubts.clocks), None))
+    calls = []
+    for run, time in [pair for pair in pairs if pair in (pairs[0], pairs[0][::-1])] or [alone]:
+        uneven = time is not None and not _even_within(table, run, time)
+        left = None if set(marked) <= {run, time} and not uneven else others
+        named = run if reading.run is None else reading.run
+        why = f" to count rows as steps, because those of {time!r} are uneven" if uneven else ""
+        calls.append(reading.call(named, None if uneven else time, left) + why)
+    words = ", or, if rows are in the order of time, ".join(calls)
+    if alone[0] in doubts.labels and not pairs:
+        return f"If {alone[0]!r} labels runs, {words}. {as_states}"
+    return f"{words[0].upper()}{words[1:]}. {as_states}"
+
+
+def _pairs(doubts: Doubts, table: Any, reading: Reading) -> list[tuple[Any, Any]]:
+    """Return the labels of runs and clocks that rise within these runs; those that start again in each run first."""
+    levels = [level for level in table.index.names if level is not None]
+    integers = [label for label in table.columns if table[label].dtype.kind in "iu"]
+    doubted = [*doubts.clocks, *doubts.wraps]
+    repeated = [label for label in doubted if label in integers and table[label].duplicated().any()]
+    runs = reading.runs[:1] or [*doubts.runs, *levels, *doubts.labels, *repeated]
+    others = [label for label in table.columns if label not in doubted]
+    times = [*doubts.wraps, *doubts.clocks, *levels, *doubts.runs, *others]
+    times = times if reading.time is None else [reading.time]
+    numbers = {time: _numbers(table, time) for time in times}
+    numbers = {time: values for time, values in numbers.items() if values.dtype.kind in "iuf" and len(values) > 1}
+    falls = {time: bool((np.diff(values.astype(float)) <= 0).any()) for time, values in numbers.items()}
+    codes = {run: labels_of(table, run).factorize()[0] for run in runs}
+    pairs = [
+        (r, t)
+        for r in runs
+        for t in numbers
+        if r != t and (rises_within(codes[r], numbers[t]) or (len(table) >= FEWEST and _even_within(table, r, t)))
+    ]
+    return sorted(pairs, key=lambda pair: not falls[pair[1]])
+
+
+def _even_within(table: Any, run: Any, time: Any) -> bool:
+    """Return True if numbers have even steps within every run, in their order."""
+    times = _numbers(table, time)
+    codes = np.zeros(len(times), int) if run is None else labels_of(table, run).factorize()[0]
+    parts = [np.sort(times[codes == code]) for code in np.unique(codes)]
+    long = [part for part in parts if len(part) > 2]
+    return bool(long) and all(part[0] < part[-1] and are_even(part) for part in long)
+
+
+def labels_of(table: Any, label: Any) -> Any:
+    """Return a column or an index level of a frame as an index."""
+    return table.set_index(label).index if label in table.columns else table.index.get_level_values(label)
+
+
+def _numbers(table: Any, label: Any) -> np.ndarray:
+    values = labels_of(table, label)
+    return np.asarray(getattr(values, "asi8", values))
