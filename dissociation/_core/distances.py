@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dissociation._core.linalg import product, scale_of
 
@@ -66,22 +66,25 @@ def cosine_distances_with_size(
     return jnp.where(unknown, 1.0, distances), jnp.where(far, 0.5 + x.shape[1] ** 0.5 / 256, size)
 
 
-def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
-    """Return the median over pairs i < j, the mean if the median is 0, or 1."""
+def typical(distances: Float[Array, "n n"], among: Bool[Array, "n n"] | None = None) -> Float[Array, ""]:
+    """Return the median over pairs i < j, or those `among` them, the mean if the median is 0, or 1."""
     number = distances.shape[0]
     if number < 2:
         return jnp.ones((), distances.dtype)
-    both = distances.reshape(-1)[1:].reshape(number - 1, number + 1)[:, :-1]  # i != j: every pair twice
-    middle, mean = median(both), jnp.mean(both)
+    if among is None:
+        distances = distances.reshape(-1)[1:].reshape(number - 1, number + 1)[:, :-1]  # i != j: every pair twice
+    middle, mean = median(distances, among), jnp.mean(distances, where=among)
     return jnp.where(middle > 0, middle, jnp.where(mean > 0, mean, jnp.where(jnp.isnan(mean), jnp.nan, 1.0)))
 
 
-def median(values: Float[Array, "*b"]) -> Float[Array, ""]:
-    """Return `jnp.median` of non-negative numbers, found bit by bit."""
-    number, width = values.size, jnp.finfo(values.dtype).bits
+def median(values: Float[Array, "*b"], among: Bool[Array, "*b"] | None = None) -> Float[Array, ""]:
+    """Return `jnp.median` of non-negative numbers, or those `among` them, found bit by bit."""
+    number, width = values.size if among is None else jnp.sum(among), jnp.finfo(values.dtype).bits
     kind = {16: jnp.int16, 32: jnp.int32, 64: jnp.int64}[width]
     # The bits of non-negative floats have the order of the numbers, so counting replaces a sort.
     bits = lax.bitcast_convert_type(lax.stop_gradient(values), kind)
+    if among is not None:
+        bits = jnp.where(among, bits, jnp.iinfo(kind).max)
 
     def closer(index: Array, least: Array) -> Array:
         higher = least | (jnp.asarray(1, kind) << (width - 2 - index).astype(kind))

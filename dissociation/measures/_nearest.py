@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from scipy.special import gammaln
 
 from dissociation._core.checks import check_choice, check_classes, check_count, fail, is_traced
 from dissociation._core.conversion import to_device
+from dissociation._core.groups import group_numbers, one_per_group, warn_repeated
 from dissociation._core.linalg import product
 from dissociation._core.results import Result
 from dissociation._core.splits import permutation
@@ -26,6 +28,8 @@ _TIES = 0.01
 _BENT = 0.25
 # Largest fraction of samples of a reliable estimate whose class is too small for halves.
 _SMALL = 0.1
+# Largest number of choices of one sample of each group.
+_CHOICES = 10
 
 ESTIMATORS = ("entropies", "kraskov")
 """Differences of weighted Kozachenko-Leonenko entropies, or Kraskov's estimator."""
@@ -115,11 +119,11 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
 
 
 @validated
-@partial(jax.jit, static_argnames=("estimator", "num_neighbours", "block"))
 def information(
     x: Float[Array | np.ndarray, "n p"],
     z: Float[Array | np.ndarray, "n d"],
     *,
+    groups: Any = None,
     estimator: str = "entropies",
     num_neighbours: int = 5,
     block: int = 250,
@@ -133,6 +137,8 @@ def information(
     Args:
         x: Samples, [n, p].
         z: Samples, [n, d], converted to the dtype of x.
+        groups: Label of each sample's group, integers or text, if samples depend on each other, as copies of a stimulus
+            do. The result is the mean over up to 10 choices of one sample of each group, in turn, reliable if most are.
         estimator: "entropies" for H(X) + H(Z) - H(X, Z), or "kraskov" for Kraskov's first estimator with the larger
             Euclidean distance, with a smaller error in few dimensions and a bias in more. It computes both.
         num_neighbours: Neighbours k. In 4 + 4 dimensions 10 or 20 in place of 5 reduce the error by a third or a half.
@@ -143,8 +149,28 @@ def information(
         Kraskov, Stoegbauer and Grassberger (2004), Estimating mutual information, eq. 8.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    check_neighbours(num_neighbours, len(x))
-    number, width, count = x.shape[0], x.shape[1] + z.shape[1], num_neighbours
+    if groups is None:
+        check_neighbours(num_neighbours, len(x))
+        warn_repeated([x, z], "estimates and errors are those of independent samples")
+        return _information(to_device(x), to_device(z), estimator, num_neighbours, block)
+    choices = one_per_group(group_numbers(groups, len(x)), _CHOICES)
+    if num_neighbours >= choices.shape[1]:
+        fail("groups", f"be more than `num_neighbours` ({num_neighbours})", choices.shape[1])
+    return _mean_information(to_device(x), to_device(z), to_device(choices), estimator, num_neighbours, block)
+
+
+@partial(jax.jit, static_argnames=("estimator", "count", "block"))
+def _mean_information(x: Array, z: Array, choices: Array, estimator: str, count: int, block: int) -> Estimate:
+    """Return the mean over choices [choices, groups] of samples."""
+    found = jax.lax.map(lambda rows: _information(x[rows], z[rows], estimator, count, block), choices)
+    kept = found.reliable
+    mean = [jnp.mean(part, where=kept) for part in (found.value, found.error)]
+    return _where(jnp.mean(kept) > 0.5, *mean)
+
+
+@partial(jax.jit, static_argnames=("estimator", "count", "block"))
+def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> Estimate:
+    number, width = x.shape[0], x.shape[1] + z.shape[1]
     both = jnp.concatenate([x, z.astype(x.dtype)], 1)[permutation(number)]
     ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
     # Normal scores make a strong linear relation of several coordinates slightly nonlinear.

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, check_positive, fail, is_traced, warn
 from dissociation._core.conversion import to_device
+from dissociation._core.groups import group_numbers, warn_repeated
 from dissociation._core.linalg import no_derivative
 from dissociation._core.types import Count, OneHot, PRNGKey, Scalar
 from dissociation._core.validation import validated
@@ -39,6 +40,7 @@ def crossval_softmax_predict(
     *,
     ridge: Scalar = 1.0,
     folds: str = "stratified",
+    groups: Any = None,
     key: PRNGKey | None = None,
     num_samples: Count | None = None,
     tol: Scalar | None = None,
@@ -59,6 +61,8 @@ def crossval_softmax_predict(
         num_splits: Folds, from 2 to n.
         ridge: Positive penalty on the weights; traced. The intercept is not penalised.
         folds: One of `FOLDS`.
+        groups: Label of each sample's group, integers or text, if samples depend on each other, as copies of a stimulus
+            do. Folds hold whole groups, stratified by the class of a group's first sample.
         key: Random key that shuffles samples before they are distributed. Results keep the given order.
         num_samples: Leading samples in use, at the cost of all n; traced. Later rows of the result are zero.
         tol: Bound of the `gap` of `SoftmaxFit`; default 1e-5 in float32 and 1e-9 in float64. Probabilities err by its
@@ -81,7 +85,7 @@ def crossval_softmax_predict(
     >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
-    fit, ids = _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)
+    fit, ids = _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
         advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
@@ -101,6 +105,7 @@ def crossval_softmax_fit(
     *,
     ridge: Scalar = 1.0,
     folds: str = "stratified",
+    groups: Any = None,
     key: PRNGKey | None = None,
     num_samples: Count | None = None,
     tol: Scalar | None = None,
@@ -116,12 +121,12 @@ def crossval_softmax_fit(
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
-    return _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)[0]
+    return _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)[0]
 
 
-def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
+def _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
     """Return the fit, and the fold of every sample."""
-    x, y, count = _prepare(x, y, num_splits, num_samples, folds)
+    x, y, groups, count = _prepare(x, y, groups, num_splits, num_samples, folds)
     # Without a penalty the minimum for separable data is at infinity.
     check_positive("ridge", ridge)
     if tol is None:
@@ -129,7 +134,7 @@ def _converged(x, y, num_splits, ridge, folds, key, num_samples, tol, max_steps)
     check_positive("tol", tol)
     check_count("max_steps", max_steps, minimum=1)
     scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
-    return _in_turn(minimise, x, y, count, key, *scalars, num_splits=num_splits, folds=folds, limit=max_steps)
+    return _in_turn(minimise, x, y, groups, count, key, *scalars, num_splits=num_splits, folds=folds, limit=max_steps)
 
 
 @validated
@@ -141,6 +146,7 @@ def crossval_gradient_predict(
     num_steps: Count = 200,
     step_size: Scalar | None = None,
     folds: str = "stratified",
+    groups: Any = None,
     key: PRNGKey | None = None,
     num_samples: Count | None = None,
 ) -> Float[Array, "n classes"]:
@@ -160,17 +166,18 @@ def crossval_gradient_predict(
         step_size: Step of all folds for the mean loss; traced; default 1 / L of each fold. Known steps above 2 / L of
             all samples warn.
         folds: One of `FOLDS`.
+        groups: Label of each sample's group, as in `crossval_softmax_predict`.
         key: Random key that shuffles samples before they are distributed.
         num_samples: Leading samples in use; later rows of the result are zero.
 
     References:
         Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
     """
-    x, y, count = _prepare(x, y, num_splits, num_samples, folds)
+    x, y, groups, count = _prepare(x, y, groups, num_splits, num_samples, folds)
     _check_descent(x, count, num_steps, step_size)
     # For a size of 0 `descend_fixed` takes 1 / L of each fold.
     scalars = jnp.asarray(num_steps, jnp.int32), jnp.asarray(0.0 if step_size is None else step_size, x.dtype)
-    return _in_turn(descend_fixed, x, y, count, key, *scalars, num_splits=num_splits, folds=folds)[0]
+    return _in_turn(descend_fixed, x, y, groups, count, key, *scalars, num_splits=num_splits, folds=folds)[0]
 
 
 @validated
@@ -195,11 +202,12 @@ def _check_descent(x: Array, count: Count, num_steps: Count, step_size: Scalar |
 
 
 def _prepare(
-    x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, num_samples: Count | None, folds: str
-) -> tuple[Array, Array, Array]:
-    """Return the checked arrays and the number of samples in use."""
-    x = to_device(x)
+    x: Array | np.ndarray, y: Array | np.ndarray, groups: Any, num_splits: int, num_samples: Count | None, folds: str
+) -> tuple[Array, Array, Array | None, Array]:
+    """Return the checked arrays, the group of each sample, and the number of samples in use."""
     size = x.shape[0]
+    groups = _read_groups(groups, x, y)
+    x = to_device(x)
     if y.shape[1] < 2:
         fail("y", "have at least 2 classes", f"shape {y.shape}", "Pass one-hot labels")
     check_choice("folds", folds, FOLDS)
@@ -210,15 +218,32 @@ def _prepare(
         num_samples = size
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
         fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
+    if not any(map(is_traced, (groups, num_samples))):
+        _check_groups(groups, [int(num_samples)], num_splits)
     features = no_derivative(x, "A cross-validated probe, as a function of its features,")
-    return features, to_device(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
+    return features, to_device(y, x.dtype), groups, jnp.asarray(num_samples, jnp.int32)
+
+
+def _read_groups(groups: Any, x: Any, y: Any) -> Array | None:
+    """Return the number of each sample's group, or None with a warning of samples that repeat others."""
+    if groups is None:
+        warn_repeated([x, y], "copies of a held-out sample are fitted")
+        return None
+    return groups if is_traced(groups) else to_device(group_numbers(groups, x.shape[0]), jnp.int32)
+
+
+def _check_groups(groups: Array | None, counts: Sequence[int], num_splits: int) -> None:
+    """Raise unless the first samples, by their numbers `counts`, are in a group per fold at least."""
+    for count in [] if groups is None else counts:
+        if (number := len(np.unique(np.asarray(groups)[:count]))) < num_splits:
+            fail("groups", f"be at least `num_splits` ({num_splits})", f"{number} of the {count} samples in use")
 
 
 # Jitted here because single operations at a new length would compile dozens of programs.
 @partial(jax.jit, static_argnames=("solver", "num_splits", "folds", "limit"))
-def _in_turn(solver, x, y, count, key, *scalars, num_splits: int, folds: str, **options) -> tuple[Any, Array]:
+def _in_turn(solver, x, y, groups, count, key, *scalars, num_splits: int, folds: str, **options) -> tuple[Any, Array]:
     """Return what the solver returns, and the fold of every sample."""
-    ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
+    ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds, groups)
     # Mapped members are solved sequentially, each with its number of iterations.
     return sequential_vmap(partial(solver, num_splits=num_splits, **options))(x, y, ids, *scalars), ids
 
@@ -232,6 +257,7 @@ def transfer_errors(
     fractions: Sequence[float] = tuple(k / 20 for k in range(1, 21)),
     num_splits: int = 10,
     folds: str = "stratified",
+    groups: Any = None,
     probe: str = "converged",
     ridge: Scalar = 1.0,
     num_steps: Count = 200,
@@ -250,6 +276,8 @@ def transfer_errors(
         fractions: Budgets as fractions of n in (0, 1], in any order, of at least `num_splits` samples.
         num_splits: Folds of the cross-validation.
         folds: "stratified" or "contiguous".
+        groups: Label of each sample's group, as in `crossval_softmax_predict`. A `key` shuffles groups, so that budgets
+            hold whole groups but for the last one.
         probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.
@@ -263,6 +291,7 @@ def transfer_errors(
     check_choice("probe", probe, ("converged", "gradient"))
     check_count("num_splits", num_splits, minimum=2)
     check_count("num_buckets", num_buckets, minimum=1)
+    numbers = _read_groups(groups, features, labels)
     x, y, size = to_device(features), to_device(labels), features.shape[0]
     if probe == "converged":
         check_positive("ridge", ridge)
@@ -276,7 +305,7 @@ def transfer_errors(
     if not counts:
         fail("fractions", "name at least one budget", fractions)
     if key is not None:
-        x, y = _shuffled(key, x, y)
+        x, y, numbers = _shuffled(key, x, y, numbers)
     elif not is_traced(labels):
         known = np.asarray(labels)
         missing = np.flatnonzero(np.any(known, 0) & ~np.any(known[: min(counts)], 0))
@@ -284,12 +313,14 @@ def transfer_errors(
             wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
             fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
 
+    if not is_traced(numbers):
+        _check_groups(numbers, [min(counts)], num_splits)
     order = sorted(range(len(counts)), key=counts.__getitem__)
     errors = []
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
         members = [counts[i] for i in group]
         # The solver runs on the rows of the group's largest budget, and masks those beyond each smaller one.
-        errors.append(_errors(predict, x, y, members[-1], to_device(np.array(members), jnp.int32)))
+        errors.append(_errors(predict, x, y, numbers, members[-1], to_device(np.array(members), jnp.int32)))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
     if not is_traced(ordered) and np.any(np.isnan(ordered)):
         number = int(np.sum(np.isnan(ordered)))
@@ -310,18 +341,27 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
 
 
 @jax.jit
-def _shuffled(key: PRNGKey, features: Array, labels: Array) -> tuple[Array, Array]:
+def _shuffled(key: PRNGKey, features: Array, labels: Array, groups: Array | None) -> tuple[Array, Array, Array | None]:
+    """Return samples in another order; groups stay together, and are numbered by the place of their first sample."""
     order = jax.random.permutation(key, len(features))
-    return features[order], labels[order]
+    if groups is None:
+        return features[order], labels[order], None
+    order = jnp.argsort(jnp.argsort(order)[groups], stable=True)  # by a random place of each group
+    numbers = groups[order]
+    place = jax.ops.segment_min(jnp.arange(len(order), dtype=numbers.dtype), numbers, num_segments=len(order))
+    return features[order], labels[order], place[numbers]
 
 
 @eqx.filter_jit
-def _errors(predict: eqx.Partial, features: Array, labels: Array, largest: int, counts: Array) -> Array:
+def _errors(
+    predict: eqx.Partial, features: Array, labels: Array, groups: Array | None, largest: int, counts: Array
+) -> Array:
     """Return the errors of a probe on the first `counts[i]` samples for every i, at most `largest`, sequentially."""
     x, y = features[:largest], labels[:largest]
+    own = None if groups is None else groups[:largest]
 
     def error(count: Array) -> Array:
-        chances = predict(x, y, num_samples=count)
+        chances = predict(x, y, groups=own, num_samples=count)
         right = jnp.argmax(chances, -1) == jnp.argmax(y, -1)
         wrong = 1.0 - jnp.sum(right & (jnp.arange(x.shape[0]) < count)) / count.astype(x.dtype)
         return jnp.where(jnp.any(jnp.isnan(chances)), jnp.nan, wrong)

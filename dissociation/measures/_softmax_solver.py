@@ -42,9 +42,21 @@ class SoftmaxFit(NamedTuple):
     __repr__ = printed
 
 
-def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | None, folds: str) -> Array:
-    """Return the fold of each sample, by the given or a shuffled order; `num_splits` past `count`."""
+def fold_of_samples(
+    labels: Array, num_splits: int, count: Array, key: Array | None, folds: str, groups: Array | None = None
+) -> Array:
+    """Return the fold of each sample, by the given or a shuffled order; `num_splits` past `count`.
+
+    A group, numbered in the order of its first sample, is in the fold that its first sample has among such samples.
+    """
     index = jnp.arange(labels.shape[0], dtype=jnp.int32)
+    if groups is not None:
+        first = jax.ops.segment_min(index, groups, num_segments=len(index))[groups]
+        leads = first == index
+        # The first samples of groups come first, in their order.
+        order = jnp.argsort(~leads, stable=True)
+        fold = fold_of_samples(labels[order], num_splits, jnp.sum(leads & (index < count)), key, folds)
+        return jnp.where(index < count, jnp.zeros_like(index).at[order].set(fold)[first], num_splits)
     used, place = index < count, index
     if key is not None:
         place = _ranks(jnp.where(used, jax.random.uniform(key, labels.shape), 2.0))

@@ -62,6 +62,17 @@ class Form(NamedTuple):
     sides: str = "xy"  # representations that must be narrow, and whose ranks are cut
     # From the number of rows to integers [rows] that stay with each row when others are left out, such as its fold.
     labels: Callable[[int], np.ndarray] | None = None
+    # The form for samples in groups, whose labels are these: it leaves out pairs within a group.
+    apart: "Form | None" = None
+    outside: int = 0  # fewest samples outside of any group
+
+    def grouped(self, groups: np.ndarray | None) -> "Form":
+        """Return the form for samples in groups [n]: numbers of samples and folds become those of groups."""
+        form = self.apart or self
+        if groups is None or form.labels is None:
+            return self if groups is None else form
+        of_groups = form.labels(int(groups.max()) + 1)
+        return form._replace(labels=lambda number: of_groups[groups])
 
     def prepared(self, x: Array, labels: Array | None) -> Any:
         """Return a prepared representation, with the labels of its rows."""
@@ -74,7 +85,8 @@ class Form(NamedTuple):
 
 def of_sizes(form: Form, n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Form:
     """Return the form over features, or the form over samples if it exists and takes fewer multiplications."""
-    form = form._replace(narrow=False, cut="", labels=None)  # programs do not depend on them
+    # Programs do not depend on these.
+    form = form._replace(narrow=False, cut="", labels=None, apart=None, outside=0)
     p, q = max(p, q), min(p, q)
     if form.gram is None or n * (items * p + pairs) >= p * (items * p + pairs * q):
         return form
@@ -213,6 +225,18 @@ def check_size(form: Form, name: str, number: int, width: int, left: str = "") -
     if form.narrow and width >= number - 1:
         advice = "As many features as samples span all of them. Reduce the features (`svcca`)"
         fail(name, "have fewer features than samples less one", f"{width} features of {number} samples{left}", advice)
+
+
+def check_groups(form: Form, groups: np.ndarray, left: str = "") -> None:
+    """Raise unless samples in groups [n] are in enough groups, none of which is too large."""
+    sizes = np.bincount(groups)
+    number = int(np.count_nonzero(sizes))
+    if form.labels is not None and number < form.minimum:
+        fail("groups", f"be at least {form.minimum}", f"{number}{left}")
+    inside, outside = int(sizes.max()), len(groups) - int(sizes.max())
+    if form.outside and outside < max(form.outside, inside + 1):
+        wanted = f"leave at least {max(form.outside, inside + 1)} samples outside of the largest, of {inside} samples"
+        fail("groups", wanted, f"{outside}{left}")
 
 
 def refuse_constant(name: str, x: Any) -> None:

@@ -53,6 +53,8 @@ def entries(matrix: Array) -> Array:
 def _kendall(one: Prepared, other: Prepared) -> Array:
     """Return Kendall's tau-a: concordant minus discordant pairs over all pairs."""
     number = one.entries.shape[0]
+    # Infinite entries do not count. They come last in both.
+    left_out = jnp.sum(jnp.isinf(one.entries)).astype(one.entries.dtype)
     order = jnp.lexsort((other.entries, one.entries))
     a, b = one.entries[order], other.entries[order]
     same_a = a[1:] == a[:-1]
@@ -77,8 +79,9 @@ def _kendall(one: Prepared, other: Prepared) -> Array:
         return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
 
     discordant, _ = lax.fori_loop(0, bits, level, (jnp.zeros((), a.dtype), rank))
-    total = 0.5 * number * (number - 1)
-    return (total - tied_a - tied_b + tied_both - 2 * discordant) / total
+    total, kept = 0.5 * number * (number - 1), number - left_out
+    agreement = total - tied_a - tied_b + tied_both - 2 * discordant - left_out * kept
+    return agreement / (0.5 * kept * (kept - 1))
 
 
 def _pairs_in_runs(same: Array) -> Array:
@@ -88,21 +91,30 @@ def _pairs_in_runs(same: Array) -> Array:
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
 
 
-def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
+def _read(pairs: Array, comparison: str, size: Array | None = None, among: Array | None = None) -> Prepared:
+    """Return prepared entries, or those `among` them."""
     if comparison in RANKED:
+        if among is not None:
+            pairs = jnp.where(among, pairs, jnp.inf)
         pairs = ranks(pairs, size) if comparison == "spearman" else snapped(pairs, size)
     if comparison != "kendall":
-        pairs = pairs if comparison == "cosine" else base.apart_from_rounding(pairs - jnp.mean(pairs), pairs)
-        pairs = base.unit(pairs)
+        if comparison != "cosine":
+            pairs = base.apart_from_rounding(pairs - jnp.mean(pairs, where=among), pairs)
+        pairs = base.unit(pairs if among is None else jnp.where(among, pairs, 0.0))
     return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
 
 
-def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
+def _apart(groups: Array | None) -> Array | None:
+    """Return True for the pairs i < j of two groups."""
+    return None if groups is None else entries(groups[:, None] != groups[None])
+
+
+def _prepared(x: Array, groups: Array | None = None, *, kind: str, comparison: str) -> Prepared:
     x, _ = base.scaled(x)  # no comparison depends on the scale
     pairs, size = (entries(matrix) for matrix in _with_size(x, kind, by_order=comparison in RANKED))
     if kind == "euclidean" and comparison not in RANKED:  # squares have the same order, and rounding of one size
         pairs = root(pairs)
-    return _read(pairs, comparison, size)
+    return _read(pairs, comparison, size, _apart(groups))
 
 
 def rsa_form(*, rdm: str = "euclidean", comparison: str = "pearson") -> Form:
@@ -113,7 +125,8 @@ def rsa_form(*, rdm: str = "euclidean", comparison: str = "pearson") -> Form:
 def _compared(prepare: Callable[[Array], Prepared], comparison: str, minimum: int = 2) -> Form:
     check_choice("comparison", comparison, COMPARISONS)
     form = Form(prepare, base.inner, base.inner_mean, minimum=minimum)
-    return form._replace(compare=_kendall, expected=None) if comparison == "kendall" else form
+    form = form._replace(compare=_kendall, expected=None) if comparison == "kendall" else form
+    return form._replace(apart=form._replace(expected=None, minimum=min(minimum, 3), labels=np.arange, outside=1))
 
 
 @validated(finite=("x",))
@@ -248,13 +261,14 @@ def _crossed(a: Array, b: Array) -> Array:
     return (own[:, None] + own[None] - inner_products - inner_products.T) / a.shape[1]
 
 
-def _crossed_halves(x: Array, comparison: str) -> Prepared:
+def _crossed_halves(x: Array, groups: Array | None = None, *, comparison: str) -> Prepared:
     half = x.shape[0] // 2
     rows, scale = base.centred(x)
     sums = [root(jnp.sum(part**2, 1)) for part in (rows[:half], rows[half:], x[:half] / scale, x[half:] / scale)]
     a, b, whole_a, whole_b = (part[:, None] + part[None] for part in sums)
     size = (a * b / 4 + (a * whole_b + whole_a * b) / 32) / x.shape[1]
-    return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size))
+    among = _apart(None if groups is None else groups[:half])
+    return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size), among)
 
 
 def crossnobis_rsa_form(*, comparison: str = "cosine") -> Form:
@@ -286,13 +300,17 @@ def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine")
     return base.evaluate(crossnobis_rsa_form(comparison=comparison), x, y)
 
 
-def memberships(x: Array, num_neighbours: int) -> Array:
-    """Return the memberships of samples j among the k nearest of i, [n, n]. Ties share the last places in fractions."""
+def memberships(x: Array, groups: Array | None = None, *, num_neighbours: int) -> Array:
+    """Return the memberships of samples j among the k nearest of i, [n, n], which are of other groups than i.
+
+    Ties share the last places in fractions.
+    """
     number = x.shape[0]
     distances, size = cosine_distances_with_size(x, by_order=True)
     rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
     # A sample is not a neighbour of itself.
-    distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
+    within = jnp.eye(number, dtype=bool) if groups is None else groups[:, None] == groups[None]
+    distances = jnp.where(within, jnp.inf, distances)
     last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
     above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding
     # Ties broken by the order of samples would agree in both representations.
@@ -300,9 +318,9 @@ def memberships(x: Array, num_neighbours: int) -> Array:
     return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
 
 
-def _unit_memberships(x: Array, num_neighbours: int) -> Prepared:
+def _unit_memberships(x: Array, groups: Array | None = None, *, num_neighbours: int) -> Prepared:
     number = jnp.asarray(x.shape[0], x.dtype)
-    entries = memberships(x, num_neighbours) / jnp.sqrt(number * num_neighbours)
+    entries = memberships(x, groups, num_neighbours=num_neighbours) / jnp.sqrt(number * num_neighbours)
     return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
 
 
@@ -313,12 +331,17 @@ def _jaccard(a: Array, b: Array) -> Array:
 
 def mutual_knn_form(*, num_neighbours: int = 10) -> Form:
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    return Form(eqx.Partial(_unit_memberships, num_neighbours=count), base.inner, base.inner_mean, minimum=count + 1)
+    form = Form(eqx.Partial(_unit_memberships, num_neighbours=count), base.inner, base.inner_mean, minimum=count + 1)
+    return _of_neighbours(form, count)
 
 
 def knn_jaccard_form(*, num_neighbours: int = 10) -> Form:
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    return Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1)
+    return _of_neighbours(Form(eqx.Partial(memberships, num_neighbours=count), _jaccard, minimum=count + 1), count)
+
+
+def _of_neighbours(form: Form, count: int) -> Form:
+    return form._replace(apart=form._replace(expected=None, minimum=2, labels=np.arange, outside=count))
 
 
 @validated(finite=("x", "y"))

@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import stats
 
-from dissociation._core.checks import check_choice, check_count, check_level, fail
+from dissociation._core.checks import check_choice, check_count, check_level, check_positive, fail, warn
 from dissociation._core.conversion import to_device
+from dissociation._core.groups import group_numbers, warn_repeated
 from dissociation._core.linalg import product
 from dissociation._core.results import Result, printed
 from dissociation._core.splits import folds
@@ -40,6 +41,9 @@ FEWEST, MOST = 20, 4096
 FEWEST_ORDERS = 1e6
 """Smallest number of orders that differ for tests by moments."""
 
+FEWEST_EXCHANGES = 20
+"""Smallest number of orders of groups for a test."""
+
 LEAST_P_VALUE = 1e-16
 """Smallest p-value from moments. Smaller ones are set to it and printed as "< 1e-16"."""
 
@@ -66,17 +70,23 @@ class Interval(NamedTuple):
 
 
 def kept_rows(
-    number: int, num_blocks: Any, blocks: str = "shuffled", repeats: int = 1, each: int = 1
+    number: int,
+    num_blocks: Any,
+    blocks: str = "shuffled",
+    repeats: int = 1,
+    each: int = 1,
+    groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Return the samples that remain without each block, [choices, remaining] per size of blocks."""
+    """Return the samples that remain without each block of whole groups, [choices, remaining] per size of blocks."""
     check_choice("blocks", blocks, BLOCKS)
     conditions = number // repeats // each
-    if check_count("num_blocks", num_blocks, minimum=2) > conditions:
-        fail("num_blocks", f"be at most {conditions}, the number of samples without repeats and positions", num_blocks)
+    of_rows = np.tile(np.repeat(np.arange(conditions), each), repeats) if groups is None else groups
+    units, kind = int(of_rows.max()) + 1, "samples without repeats and positions" if groups is None else "groups"
+    if check_count("num_blocks", num_blocks, minimum=2) > units:
+        fail("num_blocks", f"be at most {units}, the number of {kind}", num_blocks)
     # A bootstrap would draw samples twice, which are then their own nearest neighbours and raise similarities.
-    rows = np.arange(number).reshape(repeats, conditions, each)
-    left_out = folds(conditions, num_blocks, contiguous=blocks == "contiguous")
-    kept = [np.delete(rows, block, 1).reshape(-1) for block in left_out]
+    left_out = folds(units, num_blocks, contiguous=blocks == "contiguous")
+    kept = [np.flatnonzero(~np.isin(of_rows, block)) for block in left_out]
     return [np.stack([rows for rows in kept if len(rows) == size]) for size in sorted({len(rows) for rows in kept})]
 
 
@@ -85,21 +95,26 @@ def jackknife_interval(
     values: Float[Array | np.ndarray, "*rest"],
     leave_outs: Float[Array | np.ndarray, "blocks *rest"],
     *,
+    sizes: Float[Array | np.ndarray, " blocks"] | None = None,
     level: float = 0.9,
     bounds: tuple[float, float] = (-np.inf, np.inf),
     unbias: bool = True,
 ) -> Interval:
     """Return Student's interval from values without each block, about the value less its first-order bias.
 
-    With B blocks, z = g(value) on an unbounded scale, and z_b without block b,
+    With B blocks, z = g(value) on an unbounded scale, z_b without block b, and the fraction f_b of samples in block b,
 
-        centre = z - (B - 1)(mean z_b - z),   error^2 = (B - 1) / B sum_b (z_b - mean z_b)^2.
+        centre = z - s,   s = sum_b (1 - f_b)(z_b - z),
+        error^2 = mean_b (f_b / (1 - f_b)) ((1 / f_b - 1)(z_b - z) - s)^2,
+
+    which for blocks of one size are z - (B - 1)(mean z_b - z) and (B - 1) / B sum_b (z_b - mean z_b)^2.
 
     g is arctanh for bounds within -1 and 1, -log(1 - value) for others up to 1, else the identity.
 
     Args:
         values: Values of all samples.
         leave_outs: Values without each block.
+        sizes: Number of samples in each block; equal by default.
         level: Coverage, between 0 and 1.
         bounds: Smallest and largest value of the measure.
         unbias: If False, the interval lies about z, as for measures of a fixed number of neighbours.
@@ -112,12 +127,16 @@ def jackknife_interval(
 
     References:
         Efron and Tibshirani (1993), An introduction to the bootstrap, chapter 11; Kunsch (1989), The jackknife and the
-        bootstrap for general stationary observations.
+        bootstrap for general stationary observations; Busing, Meijer and van der Leeden (1999), Delete-m jackknife for
+        unequal m.
     """
     count = check_count("leave_outs", leave_outs.shape[0], minimum=2)
     check_level(level)
+    if sizes is not None:
+        check_positive("sizes", sizes)
     values, leave_outs = in_common_dtype(values, leave_outs)
-    return _interval(values, leave_outs, students_quantile(level, count), bounds, unbias)
+    fractions = np.full(count, 1 / count) if sizes is None else sizes / sizes.sum()
+    return _interval(values, leave_outs, students_quantile(level, count), bounds, unbias, jnp, fractions)
 
 
 def students_quantile(level: float, count: int) -> float:
@@ -126,10 +145,19 @@ def students_quantile(level: float, count: int) -> float:
 
 
 def interval(
-    values: Any, leave_outs: Any, quantile: float, bounds: tuple[float, float], unbias: bool, xp: Any = jnp
+    values: Any,
+    leave_outs: Any,
+    quantile: float,
+    bounds: tuple[float, float],
+    unbias: bool,
+    xp: Any,
+    fractions: Any,
 ) -> Interval:
-    """Return `jackknife_interval` by the functions of JAX or, with `xp=numpy`, of NumPy, which compile nothing."""
-    count = len(leave_outs)
+    """Return `jackknife_interval` from the fractions of samples in the blocks, by `xp`: JAX or NumPy.
+
+    NumPy compiles nothing.
+    """
+    fractions = fractions.reshape(-1, *(1,) * values.ndim).astype(values.dtype)
     least, most = bounds
     rounding = float(jnp.finfo(values.dtype).eps)
     for bound in bounds if np.isfinite(bounds).all() else ():  # near a bound, arctanh and log magnify rounding
@@ -144,22 +172,24 @@ def interval(
     else:
         to, back = lambda v: v, lambda z: xp.clip(z, least, most)
 
-    def spread(each: Any) -> tuple[Any, Any]:
-        mean = xp.mean(each, 0)
-        return mean, xp.sqrt((count - 1) / count * xp.sum((each - mean[None]) ** 2, 0))
+    def spread(value: Any, each: Any) -> tuple[Any, Any]:
+        change = each - value[None]
+        bias = xp.sum((1 - fractions) * change, 0)
+        parts = (1 / fractions - 1) * change - bias[None]
+        return bias, xp.sqrt(xp.mean(fractions / (1 - fractions) * parts**2, 0))
 
     z = to(values)
-    mean, error = spread(to(leave_outs))
+    shift, error = spread(z, to(leave_outs))
     half = quantile * error
-    centre = z - (count - 1) * (mean - z) if unbias else z
-    raw_mean, raw_error = spread(leave_outs)
+    centre = z - shift if unbias else z
+    bias, raw_error = spread(values, leave_outs)
     same = xp.all(leave_outs == values[None], 0)
     ends = (xp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
     low, estimate, high = (xp.where(same, values, end) for end in ends)
     # Measures of a fixed number of neighbours change with n without limit, so bias is not defined.
     estimate = estimate if unbias else values
     low, high = xp.minimum(low, estimate), xp.maximum(high, estimate)  # also of one rounding
-    return Interval(raw_error, low, high, (count - 1) * (raw_mean - values), estimate)
+    return Interval(raw_error, low, high, bias, estimate)
 
 
 _interval = eqx.filter_jit(interval)
@@ -206,6 +236,7 @@ def permutation_test(
     num_draws: int = 999,
     level: float = 0.95,
     blocks: str = "shuffled",
+    groups: Any = None,
     progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> PermutationTest:
@@ -222,11 +253,13 @@ def permutation_test(
         level: Level of the null's quantile.
         blocks: "shuffled" for exchangeable samples, "contiguous" for time series, whose orders are at most n - 1
             cyclic shifts.
+        groups: Label of each sample's group, see `pairwise`. Orders exchange groups of equal size.
         progress: See `dissociation.training`.
         options: Options of the measure.
 
     Returns:
-        The test. Small distances count as similar.
+        The test. Small distances count as similar. All but `value` is NaN, with a warning, if fewer than 20 orders
+        exchange groups.
 
     Raises:
         ValueError: If an option is out of range, or the key is missing.
@@ -244,13 +277,43 @@ def permutation_test(
     read = partial(as_items, members=False, positions=None, channels=None)
     first, second = read("x", x), read("y", y)
     number = check_sets([first, second], known)
-    check_fit([first, second], form, number)
-    units = units_of(number, known.repeats)
+    numbers = groups_of([first, second], known, groups, blocks)
+    form = form.grouped(numbers)
+    check_fit([first, second], form, number, groups=numbers)
+    units = units_of(number, known.repeats, groups=numbers)
+    too_few = numbers is not None and warn_few_exchanges(units)
     orders, _ = orders_of([first, second], key, num_draws, units, blocks=blocks)
     # The value itself comes from the same program, so that equal values are equal.
     orders = np.concatenate([np.arange(number)[None], orders])
     values = np.asarray(tables(known, form, first, second, [("orders", orders)], progress=progress)[0])[:, 0, 0]
-    return placed(known, np.asarray(values[0]), values[1:], level)
+    draws = np.full_like(values[1:], np.nan) if too_few else values[1:]
+    return placed(known, np.asarray(values[0]), draws, level)
+
+
+def groups_of(sets: Sequence[Items], measure: Measure, groups: Any, blocks: str) -> np.ndarray | None:
+    """Return the group of each row, or None with a warning of samples that repeat others in all sets."""
+    number, each = sets[0].arrays[0].shape[1], max(one.each for one in sets)
+    if groups is None:
+        arrays = [features for one in sets for stack in one.arrays for features in np.asarray(stack)]
+        effect = "intervals and p-values are too small"
+        warn_repeated(arrays, effect, repeats=measure.repeats, each=each)
+        return None
+    if blocks != "shuffled":
+        fail("blocks", "be 'shuffled' for samples in groups", repr(blocks), "A group may be a stretch of time")
+    return group_numbers(groups, number, repeats=measure.repeats, each=each)
+
+
+def warn_few_exchanges(units: Units) -> bool:
+    """Return True, with a warning, if too few orders exchange groups of equal size for a test."""
+    exponent = log_number([np.arange(len(part)) for part in units])
+    if exponent >= np.log(FEWEST_EXCHANGES):
+        return False
+    sizes = ", ".join(f"{len(part)} of {part.shape[1]}" for part in units)
+    warn(
+        f"groups of equal size have {round(np.exp(exponent))} orders ({sizes} samples), fewer than "
+        f"{FEWEST_EXCHANGES}: p-values and values by chance are NaN."
+    )
+    return True
 
 
 def orders_of(
@@ -395,7 +458,7 @@ def _member_interval(values: Array, quantile: float, bounds: tuple[float, float]
     mean = total / (count * (count - 1))
     # A mean over pairs has no bias, and lies inside of its interval.
     left = (total - rows) / ((count - 1) * (count - 2))
-    found = interval(mean, left, quantile, bounds, False)
+    found = interval(mean, left, quantile, bounds, False, jnp, np.full(count, 1 / count))
     return MemberInterval(mean, found.standard_error, found.low, found.high)
 
 

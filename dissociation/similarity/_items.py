@@ -7,9 +7,19 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation._core.checks import check_choice, check_finite, check_same_length, fail, fail_kind, is_traced
+from dissociation._core.columns import Reading
 from dissociation._core.conversion import holds_arrays, refuse_nested
+from dissociation._core.frames import check_columns, is_table
 from dissociation.models._representations import Layers
-from dissociation.similarity._base import Form, Measure, check_size, in_common_dtype, real_numbers, refuse_vanishing
+from dissociation.similarity._base import (
+    Form,
+    Measure,
+    check_groups,
+    check_size,
+    in_common_dtype,
+    real_numbers,
+    refuse_vanishing,
+)
 
 POSITIONS = ("samples", "neurons")
 """Positions (pixels, tokens, steps) as samples, [n h w, c], or as neurons, [n, h w c]."""
@@ -62,6 +72,8 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
     widths: dict[int, tuple[list[Array], list[int]]] = {}
     grids, single = set(), False
     for full, layer, value in named:
+        if is_table(value):
+            check_columns(full, value, reading=Reading(in_time=False))
         array = real_numbers(full, value, "real numbers [n, p] or [members, n, p]", gates=2)
         if not isinstance(given, Mapping):
             refuse_nested(full, value, array, 2 if value is given else 0)
@@ -139,8 +151,15 @@ def check_sets(sets: Sequence[Items], measure: Measure) -> int:
     return number
 
 
-def check_fit(sets: Sequence[Items], form: Form, number: int) -> None:
-    """Raise unless every representation suits the form with the `number` of samples that remain."""
-    left = "" if number == sets[0].arrays[0].shape[1] else " without one block"
+def check_fit(
+    sets: Sequence[Items], form: Form, number: int, kept: Sequence[np.ndarray] = (), groups: np.ndarray | None = None
+) -> None:
+    """Raise unless every representation suits the form, also with the samples `kept`, [choices, remaining] each."""
+    least = min((rows.shape[1] for rows in kept), default=number)
+    left = "" if least == number else " without one block"
     for one in sets[: len(form.sides)]:
-        check_size(form, one.name, number, max(array.shape[2] for array in one.arrays), left)
+        check_size(form, one.name, least, max(array.shape[2] for array in one.arrays), left)
+    if groups is not None:
+        check_groups(form, groups)
+        for rows in (choice for of_size in kept for choice in of_size):
+            check_groups(form, groups[rows], " without one block")

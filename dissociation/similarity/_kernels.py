@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dissociation._core.checks import check_positive, check_single
 from dissociation._core.conversion import to_device
@@ -44,16 +45,45 @@ def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
     return (gram - shift[:, None] - shift[None]) * off
 
 
-def linear_gram(x: Array) -> Array:
+def u_centred_apart(gram: Float[Array, "n n"], apart: Bool[Array, "n n"]) -> Float[Array, "n n"]:
+    """Return the matrix of pairs `apart`, of two groups, less the nearest a_i + a_j, with zeros for all other pairs.
+
+    Its rows sum to zero. With one sample in each group it is `u_centred`, and copies of samples change no inner
+    product of two such matrices of norm 1.
+    """
+    number = gram.shape[0]
+    gram = jnp.where(apart, gram, 0.0)
+    away = apart.astype(gram.dtype)
+    sizes = number - jnp.sum(away, 1)
+    rows = jnp.sum(gram, 1)
+    # Sums of r_i = (n - m_i) a_i + sum_j a_j - (sum over the group of i) over all samples, and over a group.
+    spare = number - 2 * sizes
+    total = jnp.sum(rows / spare) / (1 + jnp.sum(1 / spare))
+    of_group = (jnp.sum(rows) - product(away, rows[:, None])[:, 0] - sizes * total) / spare
+    shift = (rows - total + of_group) / (number - sizes)
+    return jnp.where(apart, gram - shift[:, None] - shift[None], 0.0)
+
+
+def double_centred_apart(gram: Float[Array, "n n"], apart: Bool[Array, "n n"]) -> Float[Array, "n n"]:
+    """Return H K H, with samples of one group as similar as a sample is to itself."""
+    return double_centred(jnp.where(apart, gram, jnp.diagonal(gram)[:, None]))
+
+
+def linear_gram(x: Array, apart: Array | None = None) -> Array:
     """Return Xc Xc^T, up to a power of four."""
     x, _ = base.centred(x)
     return product(x, x.T)
 
 
-def rbf_gram(x: Array, scale: Scalar) -> Array:
-    """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance."""
+def distance_gram(x: Array, apart: Array | None = None) -> Array:
+    """Return distances, up to a power of two."""
+    return root(squared_distances(base.scaled(x)[0]))
+
+
+def rbf_gram(x: Array, apart: Array | None = None, *, scale: Scalar) -> Array:
+    """Return exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance of pairs, or of those `apart`."""
     square = squared_distances(base.scaled(x)[0])
-    sigma = jnp.asarray(scale, x.dtype) * typical(root(square))
+    sigma = jnp.asarray(scale, x.dtype) * typical(root(square), apart)
     return jnp.exp(-square / (2 * sigma**2))
 
 
@@ -61,6 +91,25 @@ def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array
     matrix = gram(x)
     entries = base.unit(base.apart_from_rounding(centring(matrix), matrix))
     return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
+
+
+def _gram_apart(
+    gram: Callable[[Array, Array], Array], centring: Callable[[Array, Array], Array], x: Array, groups: Array
+) -> Prepared:
+    apart = groups[:, None] != groups[None]
+    matrix = gram(x, apart)
+    return Prepared(base.unit(base.apart_from_rounding(centring(matrix, apart), matrix)), jnp.zeros((), x.dtype))
+
+
+def _form_apart(
+    gram: Callable[[Array, Array], Array],
+    centring: Callable[[Array, Array], Array],
+    compare: Callable[[Prepared, Prepared], Array] = base.inner,
+    minimum: int = 2,
+) -> Form:
+    """Return the form for samples in groups."""
+    prepare = eqx.Partial(_gram_apart, gram, centring)
+    return Form(prepare, compare, minimum=minimum, labels=np.arange, outside=1)
 
 
 def _half_gram(debiased: bool, x: Array) -> Prepared:
@@ -156,19 +205,34 @@ DEBIASED_CKA = Form(
     eqx.Partial(_unit_gram, linear_gram, u_centred),
     half=eqx.Partial(_half_gram, True),
     minimum=4,
+    apart=_form_apart(linear_gram, u_centred_apart, minimum=4),
 )
+
+
+def _root_inner(a: Prepared, b: Prepared) -> Array:
+    return root(base.inner(a, b))  # not negative but for rounding
+
 
 DISTANCE_CORRELATION = Form(
-    eqx.Partial(_unit_gram, lambda x: root(squared_distances(base.scaled(x)[0])), double_centred),
-    lambda a, b: root(base.inner(a, b)),  # not negative but for rounding
+    eqx.Partial(_unit_gram, distance_gram, double_centred),
+    _root_inner,
+    apart=_form_apart(distance_gram, double_centred_apart, _root_inner),
 )
 
 
-def rbf_form(centring: Callable[[Array], Array], minimum: int, *, scale: Scalar = 1.0) -> Form:
+def rbf_form(
+    centring: Callable[[Array], Array],
+    centring_apart: Callable[[Array, Array], Array],
+    minimum: int,
+    *,
+    scale: Scalar = 1.0,
+) -> Form:
     check_single("scale", scale)
     check_positive("scale", scale)
-    gram = eqx.Partial(_unit_gram, eqx.Partial(rbf_gram, scale=to_device(scale, float)), centring)
-    return Form(gram, base.inner, base.inner_mean, gram, minimum=minimum)
+    kernel = eqx.Partial(rbf_gram, scale=to_device(scale, float))
+    gram = eqx.Partial(_unit_gram, kernel, centring)
+    apart = _form_apart(kernel, centring_apart, minimum=minimum)
+    return Form(gram, base.inner, base.inner_mean, gram, minimum=minimum, apart=apart)
 
 
 @validated(finite=("x", "y"))
@@ -239,7 +303,7 @@ def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
     References:
         Kornblith et al. (2019), section 3.
     """
-    return base.evaluate(rbf_form(double_centred, 2, scale=scale), x, y)
+    return base.evaluate(rbf_form(double_centred, double_centred_apart, 2, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))
@@ -257,7 +321,7 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
     References:
         Song et al. (2012), theorem 2.
     """
-    return base.evaluate(rbf_form(u_centred, 4, scale=scale), x, y)
+    return base.evaluate(rbf_form(u_centred, u_centred_apart, 4, scale=scale), x, y)
 
 
 @validated(finite=("x", "y"))

@@ -111,12 +111,12 @@ _ALL = (
         cost="5 n p^2 + 5 n p q", reference="Yamins et al. (2014)",
     ),
     Measure(
-        kernels.rbf_cka, partial(kernels.rbf_form, kernels.double_centred, 2),
+        kernels.rbf_cka, partial(kernels.rbf_form, kernels.double_centred, kernels.double_centred_apart, 2),
         equation="<HKH, HLH> / (|HKH| |HLH|), K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
         invariances="OSTP", cost="n^2 (p + q)", reference="Kornblith et al. (2019)",
     ),
     Measure(
-        kernels.debiased_rbf_cka, partial(kernels.rbf_form, kernels.u_centred, 4),
+        kernels.debiased_rbf_cka, partial(kernels.rbf_form, kernels.u_centred, kernels.u_centred_apart, 4),
         equation="debiased_cka of K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
         invariances="OSTP", range=(-1.0, 1.0), cost="n^2 (p + q)", reference="Song et al. (2012)",
     ),
@@ -179,7 +179,8 @@ def custom_measure(
     """Return a function of two representations as a measure.
 
     A function that divides the samples at random, as into folds, must decide by row numbers: an interval leaves samples
-    out, and a division that changes with their number adds its own noise.
+    out, and a division that changes with their number adds its own noise. With `groups`, row numbers are numbers of
+    groups, so that a group is not divided.
 
     Args:
         function: Function f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.

@@ -19,10 +19,15 @@ Kinds = list[np.ndarray]
 """Number of the kind of each unit, [units], in one array per array of `Units`; equal units are of one kind."""
 
 
-def units_of(number: int, repeats: int = 1, each: int = 1) -> Units:
-    """Return the units of samples that occur `repeats` times and have `each` positions."""
+def units_of(number: int, repeats: int = 1, each: int = 1, groups: np.ndarray | None = None) -> Units:
+    """Return the units of samples that occur `repeats` times and have `each` positions: samples, or groups [n]."""
     rows = np.arange(number).reshape(repeats, -1, each)
-    return [rows.swapaxes(0, 1).reshape(rows.shape[1], -1)]
+    rows = rows.swapaxes(0, 1).reshape(rows.shape[1], -1)
+    if groups is None:
+        return [rows]
+    of_samples = groups[rows[:, 0]]
+    units = [rows[of_samples == group].reshape(-1) for group in range(of_samples.max() + 1)]
+    return [np.stack([unit for unit in units if len(unit) == size]) for size in sorted(set(map(len, units)))]
 
 
 def kinds_of(features: np.ndarray, units: Units) -> Kinds:

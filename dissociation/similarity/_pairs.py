@@ -146,6 +146,7 @@ def pairwise(
     key: PRNGKey | None = None,
     num_blocks: int | str | None = "auto",
     blocks: str = "shuffled",
+    groups: Any = None,
     level: float = 0.9,
     positions: str | None = None,
     channels: str | None = None,
@@ -176,6 +177,11 @@ def pairwise(
             there are as many samples, else None.
         blocks: "shuffled" for blocks by a fixed permutation, or "contiguous" for time series, whose baselines and
             tests shift one of the two.
+        groups: Label of each sample's group, integers or text, if samples depend on each other, as copies of a stimulus
+            or trials of a subject; or the name of the column, index level or coordinate of the frames that holds it.
+            Folds and blocks hold whole groups, orders exchange groups of equal size, and measures of pairs of samples
+            (debiased and RBF CKA, RSA, neighbours, distance correlation) leave out pairs within a group, or count them
+            as a sample with itself.
         level: Coverage of the intervals.
         positions: "samples" or "neurons", the meaning of a sample's positions (pixels, tokens or steps). As samples,
             positions of a sample stay together, and all layers must have the same positions.
@@ -203,34 +209,42 @@ def pairwise(
     second = first if others is None else as_items("y", others, **axes)
     sets, within = [first] if others is None else [first, second], others is None
     number, each = check_sets(sets, known), max(one.each for one in sets)
-    units = number // known.repeats // each
+    numbers = inference.groups_of(sets, known, groups, blocks)
+    form = form.grouped(numbers)
+    units = number // known.repeats // each if numbers is None else int(numbers.max()) + 1
     one_pair = not within and len(first.labels) == len(second.labels) == 1
     p_values = one_pair if p_values is None else p_values
     if num_blocks == "auto":
         enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= form.minimum
+        enough = enough and (numbers is None or units > form.minimum)
         num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
-    kept = [] if num_blocks is None else inference.kept_rows(number, num_blocks, blocks, known.repeats, each)
-    check_fit(sets, form, min((rows.shape[1] for rows in kept), default=number))
+    kept = []
+    if num_blocks is not None:
+        kept = inference.kept_rows(number, num_blocks, blocks, known.repeats, each, numbers)
+    check_fit(sets, form, number, kept, numbers)
     _warn_dropped(form, sets)
     symmetric = within and known.symmetric
     # Moments and expected values hold for exchangeable samples.
-    alike = blocks == "shuffled" and each == 1
+    alike = blocks == "shuffled" and each == 1 and numbers is None
     by_moments = form.gram is not None and alike and inference.FEWEST <= number <= inference.MOST
-    moved = units_of(number, known.repeats, each)
+    moved = units_of(number, known.repeats, each, numbers)
     log_numbers = inference.log_orders(sets, moved) if p_values and by_moments else np.zeros(())
     few = log_numbers < np.log(inference.FEWEST_ORDERS)
     drawn = p_values and few.any(), baseline and (form.expected is None or not alike)
     steps: list[Step] = [("all", None)]
-    are_all = False
+    are_all = too_few = False
     if any(drawn):
         # A mean needs few orders, a p-value many: its smallest value is 1 / (1 + orders).
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         key = jax.random.key(0) if key is None else key
+        too_few = numbers is not None and inference.warn_few_exchanges(moved)
         orders, are_all = inference.orders_of(sets, key, count, moved, blocks=blocks)
         steps.append(("orders", orders))
     steps += [("blocks", rows) for rows in kept]
     (values, *expected), *found = tables(known, form, first, second, steps, budget=memory_budget, progress=progress)
+    if too_few:
+        found[0] = np.full_like(found[0], np.nan)
     chance: Any = None
     if drawn[1]:
         chance = np.mean([*found[0], values] if are_all else found[0], 0)
@@ -242,7 +256,8 @@ def pairwise(
         leave_outs = np.concatenate(found[any(drawn) :])
         quantile = inference.students_quantile(level, len(leave_outs))
         with np.errstate(all="ignore"):
-            interval = inference.interval(values, leave_outs, quantile, known.range, known.population, np)
+            fractions = np.concatenate([np.full(len(rows), 1 - rows.shape[1] / number) for rows in kept])
+            interval = inference.interval(values, leave_outs, quantile, known.range, known.population, np, fractions)
         error, low, high, _, estimate = interval
         if known.population:
             _warn_biased(known, values, interval)

@@ -30,8 +30,9 @@ def intervals(measure_of, num_blocks):
     """Return value and interval of a function of rows."""
     blocks = kept_rows(60, num_blocks)
     leave_outs = np.array([measure_of(rows) for size in blocks for rows in size])
+    sizes = np.array([60.0 - len(rows) for size in blocks for rows in size])
     value = measure_of(np.arange(60))
-    return value, jackknife_interval(value, leave_outs, bounds=(-np.inf, 1.0))
+    return value, jackknife_interval(value, leave_outs, sizes=sizes, bounds=(-np.inf, 1.0))
 
 
 @pytest.mark.parametrize(("kind", "num_blocks"), [("shuffled", 20), ("contiguous", 7)])
