@@ -23,7 +23,7 @@ from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._chunk import shapes
-from dissociation.training._interrupts import terminations_interrupt
+from dissociation.training._interrupts import interruptible
 from dissociation.training._members import member_devices
 from dissociation.training._partition import Partition, without_layout
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
@@ -162,7 +162,7 @@ def fit(
     header = checkpoints.read_header(path) if path is not None and path.exists() else {}
     if header.get("format") == FORMAT:  # `Run.check` raises for another one
         partition = partition.resumed(header["layout"])
-    with terminations_interrupt(), ExitStack() as held:
+    with interruptible(), ExitStack() as held:
         run = Run(state, step, sampler, keys, save, partition, heard)
         check_names("save", run.observe and run.observe.out, "observed", "observed_at")
         check_names("step", run.info[1], "metrics")

@@ -28,7 +28,7 @@ from dissociation.training import _distributed as distributed
 from dissociation.training import _machine as machine
 from dissociation.training._chunk import drawn, observe_members, run_chunk
 from dissociation.training._fitting import dataset_of_fit, fit, prepared
-from dissociation.training._interrupts import terminations_interrupt
+from dissociation.training._interrupts import interruptible
 from dissociation.training._members import concatenate, gathered, stack, take
 from dissociation.training._partition import Partition, Threads, without_layout
 from dissociation.training._progress import MeterFactory, open_meter
@@ -188,7 +188,7 @@ def fit_grid(
         "key": checkpoints.fingerprint(key),
         **length,
     }
-    with terminations_interrupt(), _opened(folder, identity, fresh) as kept:
+    with interruptible(), _opened(folder, identity, fresh) as kept:
         plan = kept.plan(lambda: planned(sweep, memory_budget, keeps=folder is None, progress=progress), how)
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)

@@ -1,48 +1,51 @@
-"""Handling of Ctrl-C and SIGTERM in a program: a sentence, never a traceback.
+"""Handling of Ctrl-C and SIGTERM: saved work, and a sentence in place of a traceback.
 
-Before `begin` a signal ends the program at once. Afterwards it raises `KeyboardInterrupt`, and a second thread ends the
-process after `grace` seconds, because a compiler does not react and a callback can lose an exception. Files are
-replaced as a whole, so this is safe. Only the standard library is imported, so that the module loads first.
+In training the first signal is stored, and raised between two chunks: an exception in a handler can be lost, in garbage
+collection for instance, and a chunk holds the only copy of its state. A second Ctrl-C raises at once, and a second
+SIGTERM ends the process. In a command, a signal before `begin` ends the program at once; afterwards the first raises
+`KeyboardInterrupt`. Only the standard library is imported, so that the module loads first.
 """
 
 import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-grace = 10.0
-"""Seconds for saving after the first signal."""
 
 NOTHING = "Nothing had started."
 
 advice = NOTHING
 """Advice on how to resume, printed when an interrupted process ends."""
 
+
+class _Block(NamedTuple):
+    """Training, whose first signal waits."""
+
+    heard: list[tuple[int, Any]]
+    before: dict[int, Any]  # handlers
+    waiting: list[None]  # not empty while the host waits, and nothing can be lost
+
+
 _heard: list[int] = []
 _saving = False
 _program = ""
+_block: _Block | None = None
 
 
 def listen(program: str) -> None:
     """Install the handlers of both signals; call it first, in the main thread."""
     global _program
     _program = program
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _terminate)
-    threading.Thread(target=_watch, args=(reading, writing), daemon=True).start()
+    for number in SIGNALS:
+        signal.signal(number, _handle)
 
 
 def begin() -> None:
-    """Raise `KeyboardInterrupt` at a signal from now on, and end the process `grace` seconds later."""
+    """Raise `KeyboardInterrupt` at the first signal from now on."""
     global _saving
     _saving = True
 
@@ -64,103 +67,108 @@ def end() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status())  # without shutdown of the interpreter, under which a compiler's threads may still run
-    signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    _note(number)
-    if not _saving:
+def _handle(number: int, frame: Any) -> None:
+    _heard.append(number)
+    if not _saving or len(_heard) > 1:
         _leave()
     raise KeyboardInterrupt
-
-
-def _terminate(number: int, frame: Any) -> None:
-    """Interrupt by the current handler of SIGINT, which training delays."""
-    _note(number)
-    signal.raise_signal(signal.SIGINT)
-
-
-def _note(number: int) -> None:
-    """Store the first signal; handlers and the second thread race for it."""
-    if not _heard:
-        _heard.append(number)
-
-
-def _watch(reading: socket.socket, _keep: socket.socket) -> None:
-    """Handle signals while the main thread does not react; the third ends the process."""
-    count = 0
-    while True:
-        for number in reading.recv(64):
-            if number not in SIGNALS:
-                continue
-            _note(number)
-            count += 1
-            if not _saving or count > 2:
-                _leave()
-            if count == 1:
-                _say("stopping ...")
-                later = threading.Timer(grace, _leave)
-                later.daemon = True
-                later.start()
 
 
 def _say(words: str) -> None:
     os.write(2, f"\n{_program}: {words}\n".encode())
 
 
-def _leave() -> None:
+def _leave() -> NoReturn:
     _say(f"stopped. {advice}")
     os._exit(status())
 
 
 @contextmanager
-def interrupts_later() -> Iterator[Callable[[], None]]:
-    """Delay signals until the block ends or calls the function, so that no donated state is lost."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
+def interruptible() -> Iterator[None]:
+    """Store the first signal in the block until `check`; after the block, call the handler of SIGTERM with it.
+
+    Without a handler the process ends after the block. Only the main thread handles signals. Blocks may be nested.
+    """
+    global _block
+    if _heard:
+        raise KeyboardInterrupt  # a collection of garbage, say, has lost it
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    if _block is not None or threading.current_thread() is not threading.main_thread():
+        yield
         return
-    heard: list[tuple[int, Any]] = []
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    block = _block = _Block([], before, [])
+    for number in before:
+        signal.signal(number, _store)
+    try:
+        yield
+    except BaseException:
+        _close(block, SIGNALS[1:])
+        raise
+    _close(block, SIGNALS)
 
-    def handle() -> None:
-        first, heard[:] = heard[:1], []
-        for number, frame in first:
-            handlers[number](number, frame)
 
-    with ExitStack() as held:
-        for number in [number for number, handler in handlers.items() if callable(handler)]:
-            held.callback(signal.signal, number, handlers[number])
-            signal.signal(number, lambda number, frame: heard.append((number, frame)))
-        yield handle
-    handle()
+def _close(block: _Block, numbers: tuple[int, ...]) -> None:
+    """Restore the handlers, and call that of the first signal, if it is one of `numbers`."""
+    global _block
+    _block = None
+    for number, handler in block.before.items():
+        if signal.getsignal(number) is _store:  # a callback may have set another
+            signal.signal(number, handler)
+    for number, frame in block.heard[:1]:
+        if number in numbers:
+            _call(block.before[number], number, frame)
+
+
+def _call(handler: Any, number: int, frame: Any) -> None:
+    if callable(handler):
+        handler(number, frame)
+    else:
+        signal.raise_signal(number)
+
+
+def _store(number: int, frame: Any) -> None:
+    """Store the first signal, or raise it if nothing can be lost; a second one is not stored."""
+    if _block is None:
+        return
+    _block.heard.append((number, frame))
+    if len(_block.heard) > 1 and number == signal.SIGTERM:
+        if _program:
+            _heard.append(number)
+            _leave()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    elif len(_block.heard) > 1:
+        raise KeyboardInterrupt
+    elif _block.waiting:
+        check()
+    elif _program:
+        _say("stopping ...")
+
+
+def check() -> None:
+    """Raise the signal that was stored since `interruptible` began."""
+    for number, frame in _block.heard[:1] if _block is not None else ():
+        if number == signal.SIGINT and _block is not None:
+            _call(_block.before[number], number, frame)
+            _block.heard.clear()  # its handler raises nothing
+        else:
+            raise KeyboardInterrupt
 
 
 @contextmanager
-def terminations_interrupt() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at the first SIGTERM in the block; after the block, call the previous handler with it.
-
-    Without a previous handler the process ends after the block. Only the main thread can handle signals.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+def waiting() -> Iterator[None]:
+    """Raise signals at once while the host waits."""
+    if _block is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard: list[tuple[int, Any]] = []
-
-    def interrupt(number: int, frame: Any) -> None:
-        heard.append((number, frame))
-        if len(heard) == 1:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    check()
+    _block.waiting.append(None)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is interrupt:  # a callback may have set another
-            signal.signal(signal.SIGTERM, before)
-        if heard and callable(before):
-            before(*heard[0])
-        elif heard:
-            signal.raise_signal(signal.SIGTERM)
+        _block.waiting.clear()

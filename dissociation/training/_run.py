@@ -19,6 +19,7 @@ from dissociation._core import checks
 from dissociation._core.conversion import describe, to_device
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
+from dissociation.training import _interrupts as interrupts
 from dissociation.training._chunk import (
     MAX_CHUNK,
     drawn,
@@ -29,7 +30,6 @@ from dissociation.training._chunk import (
     trace_observation,
     trace_step,
 )
-from dissociation.training._interrupts import interrupts_later
 from dissociation.training._machine import compiled, run_tasks
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._partition import Partition
@@ -73,7 +73,7 @@ class Run:
         self.callbacks = [] if partition.process else callbacks
         self.file: Path | None = None
         self.identity: dict[str, Any] = {}
-        self.arguments, self.same_program, self.error, self.raise_signal = "", False, None, lambda: None
+        self.arguments, self.same_program, self.error = "", False, None
         self.first = self.step = int(np.max(np.asarray(state.step)))
         data, segment = eqx.filter(sampler, eqx.is_array), sampler.segment(self.step)
         self.block, self.host_blocks, self.host_end = segment.block, iter(()), -1
@@ -148,35 +148,34 @@ class Run:
         self.stopped = self.stopped and listens and self.step in self.observed_at
         losses = self.infos[0].loss[:, :0]
 
-        with nullcontext(self.raise_signal) if self.partition.alone else interrupts_later() as self.raise_signal:
-            try:
-                self._call(self._tell, "begin", self.step, total, past)
-                self._agreed(None)
-                while True:
-                    if self.step in times and self.step not in self.observed_at:
-                        self.record()
-                    self._call(self._tell, "advance", self.step, losses)
-                    self.stopped, frozen = self._agreed([self.stopped, self.frozen.tolist()])[0]
-                    self.frozen = np.asarray(frozen)
-                    if self.stopped or self.step == total or self.frozen.all():
-                        break
-                    segment = self._segment()  # may wait for the host, so interrupts are not delayed
-                    target = min([total, segment.end, *times[times > self.step][:1].tolist()])
-                    with interrupts_later():
-                        losses = self.advance(target, segment)
-                    if self.unsaved >= min(self.save.seconds, self.first_write):
-                        self.write()
-            except BaseException as error:
-                lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
-                if not lost:
-                    self.write()  # an iterator, a callback or an interrupt ended the run between two chunks
-                if not self.partition.alone:
-                    with suppress(BaseException):  # the others get the error, after all have written
-                        distributed.all_gather(b"", error)
-                raise
-            finally:
-                self._tell("close")
-            self.write()
+        try:
+            self._call(self._tell, "begin", self.step, total, past)
+            self._agreed(None)
+            while True:
+                if self.step in times and self.step not in self.observed_at:
+                    self.record()
+                self._call(self._tell, "advance", self.step, losses)
+                self.stopped, frozen = self._agreed([self.stopped, self.frozen.tolist()])[0]
+                self.frozen = np.asarray(frozen)
+                if self.stopped or self.step == total or self.frozen.all():
+                    break
+                with interrupts.waiting() if self.partition.alone else nullcontext():
+                    segment = self._segment()
+                target = min([total, segment.end, *times[times > self.step][:1].tolist()])
+                losses = self.advance(target, segment)
+                if self.unsaved >= min(self.save.seconds, self.first_write):
+                    self.write()
+        except BaseException as error:
+            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
+            if not lost:
+                self.write()  # an iterator, a callback or an interrupt ended the run between two chunks
+            if not self.partition.alone:
+                with suppress(BaseException):  # the others get the error, after all have written
+                    distributed.all_gather(b"", error)
+            raise
+        finally:
+            self._tell("close")
+        self.write()
 
     def _tell(self, what: str, *words: Any) -> None:
         """Call a method of every callback."""
@@ -194,9 +193,9 @@ class Run:
 
     def _agreed(self, value: Any) -> list[Any]:
         """Return every process' value; raise in all if one has an error, an interrupt or other arguments."""
+        self._call(interrupts.check)
         if self.partition.alone:
             return [value]
-        self._call(self.raise_signal)
         said = distributed.all_values([self.arguments, value], self.error)
         if different := [i for i, (arguments, _) in enumerate(said) if arguments != said[0][0]]:
             wanted = "be called with the same models, hyperparameters, key and steps in all processes"

@@ -1,5 +1,6 @@
 """Runs that are interrupted, killed, extended: what a checkpoint gives back, and to whom."""
 
+import gc
 import os
 import shutil
 import signal
@@ -317,6 +318,54 @@ def test_batches_of_the_host_resume_at_the_right_step(key, tmp_path):
     resumed = run(checkpoint=path)
     assert begun[-1] == 12
     same_run(resumed, run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_signal_is_lost_in_a_collection_of_garbage(key, tmp_path, interruptible, monkeypatch, number):
+    """Exceptions in a callback of the collector are ignored."""
+    monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    armed = []
+
+    def collected(phase, info):
+        if armed and armed.pop():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    def collect(step, records):
+        if step == 6:
+            armed.append(True)
+            gc.collect()
+
+    gc.callbacks.append(collected)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            noisy_run(key)(num_steps=25, save=Save(at=[0, 6]), callbacks=[collect], checkpoint=tmp_path / "run")
+    finally:
+        gc.callbacks.remove(collected)
+    assert checkpoints.read_header(tmp_path / "run")["step"] == 6
+
+
+def test_a_second_interrupt_raises_at_once(key, tmp_path, interruptible, monkeypatch):
+    run, seen = run_module.run_tasks, []
+
+    def twice(tasks, threads):
+        if seen:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+        seen.append(len(seen))
+        return run(tasks, threads)
+
+    monkeypatch.setattr(run_module, "run_tasks", twice)
+    monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        noisy_run(key)(num_steps=25, checkpoint=tmp_path / "run")
+    assert seen == [0]
+    assert checkpoints.read_header(tmp_path / "run")["step"] == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(run_module, "run_tasks", run)
+    assert noisy_run(key)(num_steps=25, checkpoint=tmp_path / "run").num_steps == 25
 
 
 def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path, interruptible):
