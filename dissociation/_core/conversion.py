@@ -205,6 +205,8 @@ def kind_words(numbers: frozenset[str]) -> str:
     """Return the words for numbers of these kinds."""
     if "float" in numbers:
         return "numbers" if "complex" in numbers else "real numbers"
+    if "complex" in numbers:
+        return "complex numbers"
     return "booleans" if numbers == {"bool"} else "integers"
 
 

@@ -185,6 +185,8 @@ class _Rule(NamedTuple):
             return value
         if self.in_time:
             value = as_trajectories(name, value, bound.reading, one=not self.items)
+        if self.items and isinstance(value, list | tuple) and not value:
+            fail(name, f"be {self.words}", "an empty list")
         if self.items and holds_arrays(value):
             return [
                 self._admit_array(f"{name}[{i}]", item, self.items, _Bound([], {}, bound.reading), 0)

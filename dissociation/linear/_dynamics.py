@@ -22,6 +22,9 @@ from dissociation.linear._tasks import Task
 _LONGEST = 4.0
 """Largest product of an interval and a growth rate. Longer ones are divided, because exp(2 l t) swamps the rest."""
 
+_MOST = 4_000_000
+"""Largest number of divisions of all intervals, some minutes."""
+
 
 class Flow(NamedTuple):
     """Gradient flow at some times, as products of weights; see `gradient_flow`.
@@ -76,8 +79,8 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
         times: Increasing times from 0 on; a step of gradient descent with rate h lasts h.
 
     Raises:
-        ValueError: If inputs are not white, the network is not balanced, or times do not increase. Under `jit` and
-            `vmap` the flow is NaN for such inputs and networks.
+        ValueError: If inputs are not white, the network is not balanced, times do not increase, or they are too late.
+            Under `jit` and `vmap` the flow is NaN for such inputs and networks.
         TypeError: If the times are traced, because they set the number of intervals.
 
     References:
@@ -102,13 +105,20 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
     if not is_traced(balanced) and not balanced:
         fail("network", "be balanced, W1 W1^T = W2^T W2", "another start")
     # Intervals are divided equally, so that there is one program for all.
-    most = float(steps.max(initial=0.0)) / _LONGEST * _growth(task, *spectra).max() + 1
+    longest = float(steps.max(initial=0.0))
+    most = longest / _LONGEST * _growth(task, *spectra).max() + 1
+    limit = max(_MOST // len(steps), 1)
     if is_traced(most):
-        divisions = most.astype(int)
+        divisions = jnp.minimum(most, limit).astype(int)
+        steps = jnp.where(most <= limit, steps, jnp.nan)
+    elif most > limit:
+        latest = f"{longest * limit / float(most):.3g} in each of {len(steps)} intervals"
+        advice = "Modes with a rate have long converged; others decay as 1 / time"
+        fail("times", f"rise by at most {latest}, {limit} steps of the largest rate", f"{longest:.3g}", advice)
     elif any(map(is_traced, network.weights)):
         divisions = int(most)  # derivatives of a loop need its length
     else:
-        divisions = to_device(np.asarray(min(int(most), np.iinfo(np.int32).max)))
+        divisions = to_device(np.asarray(int(most)))
     return _flow(task, network, to_device(steps, task.x.dtype), divisions)
 
 

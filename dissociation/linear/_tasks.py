@@ -242,6 +242,8 @@ def teacher_task(
     """
     check_non_negative("noise", noise)
     check_known("tasks are made on the host", x=x, weights=weights, key=key)
+    if not weights:
+        fail("weights", "hold the matrix of at least one layer", "none")
     y: Any = np.asarray(x)
     for place, weight in enumerate(map(np.asarray, weights)):
         if weight.ndim != 2 or weight.shape[1] != y.shape[1]:
@@ -296,4 +298,6 @@ def complete_tree(depth: int, branching: int = 2) -> Int[np.ndarray, " nodes"]:
     check_count("depth", depth, minimum=1)
     check_count("branching", branching, minimum=2)
     number = sum(branching**level for level in range(depth + 1))
+    if number > 10**8:
+        fail("depth", "give a tree of at most 10^8 nodes", f"{number:.3g} nodes at depth {depth}")
     return (np.arange(number) - 1) // branching

@@ -60,7 +60,7 @@ class Copies:
                 times: dict[int, np.ndarray] = {}
                 for leaf, places in self.flow.atoms.occurrences(axis):
                     times.setdefault(leaf.atom, np.zeros(value.shape[k], int))[places] += 1
-                own |= {inner: k if each.max() == 1 and inner not in own else -1 for inner, each in times.items()}
+                own |= {inner: k if each.max(initial=1) == 1 and inner not in own else -1 for inner, each in times.items()}
             self._known[id(value)] = own
         return self._known[id(value)].get(atom, -1)
 
@@ -458,7 +458,7 @@ def copies_told_apart(
         known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])
         new = known[old]
         for k in range(new.ndim):
-            if k != axis and (new == np.take(new, [0], k)).all():
+            if k != axis and new.size and (new == np.take(new, [0], k)).all():
                 new = np.take(new, [0], k)
         slots[place] = new
     return {atom: max(len(own), 1) for atom, own in numbers.items()}, slots

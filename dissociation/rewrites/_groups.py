@@ -12,7 +12,7 @@ import numpy as np
 import wadler_lindig as wl
 
 from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
-from dissociation._core.conversion import describe
+from dissociation._core.conversion import describe, number_kind
 from dissociation._core.validation import validated
 from dissociation.models._program import Call, layer_of, numbered, program_of
 from dissociation.rewrites._axes import Atoms, Axis, Leaf, Order, Sum, size_of
@@ -307,6 +307,8 @@ def group_report(model: Any, example: Any, *, call: Call | None = None, single: 
 
 
 def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(array, np.ndarray | np.generic | str) and not number_kind(np.asarray(array).dtype):
+        fail_kind("example", "hold numbers", describe(array))
     return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.result_type(array))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import stats
 
-from dissociation._core.checks import check_choice, check_count, check_level, check_positive, fail, warn
+from dissociation._core.checks import check_choice, check_count, check_known, check_level, check_positive, fail, warn
 from dissociation._core.conversion import to_device
 from dissociation._core.groups import group_numbers, warn_repeated
 from dissociation._core.linalg import product
@@ -401,6 +401,7 @@ def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "h
         array([0.03, 0.06, 0.06])
     """
     check_choice("method", method, CORRECTIONS)
+    check_known("they are sorted on the host", p_values=p_values)
     values = np.array(p_values, float)
     known = ~np.isnan(values)
     if np.any((values[known] < 0) | (values[known] > 1)):

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from dissociation._core.checks import check_count
+from dissociation._core.checks import check_count, fail
 from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation.similarity._base import Form, Measure, inner, of_sizes
@@ -183,7 +183,14 @@ def tables(
     widths, items = [array.shape[2] for array in arrays], sum(array.shape[0] for array in arrays)
     labels = form.labels_of(arrays[0].shape[1])
     form = of_sizes(form, arrays[0].shape[1], max(widths), min(widths), items=items, pairs=shape[0] * shape[1])
-    budget = free_memory(arrays) if budget is None else check_count("memory_budget", budget, minimum=1, maximum=None)
+    if budget is None:
+        budget = free_memory(arrays)
+    else:
+        check_count("memory_budget", budget, minimum=1, maximum=None)
+        # Two representations are prepared at a time.
+        needed = 2 * max(_prepared_bytes(form, array, labels) for array in arrays)
+        if budget < needed:
+            fail("memory_budget", f"be at least {needed} bytes, for two representations", budget)
     # Two pieces are held while they are compared.
     rows = _pieces(form, first, labels, budget / 2)
     columns = rows if within else _pieces(form, second, labels, budget / 2)

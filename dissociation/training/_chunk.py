@@ -6,10 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from dissociation._core import checks
+from dissociation._core.conversion import describe, number_kind
 from dissociation.training._machine import free_memory, largest, program_bytes
 from dissociation.training._members import DATA_AXIS, MEMBER_AXIS, count, map_members, member_devices
 from dissociation.training._samplers import Sampler
@@ -63,9 +65,22 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
 
     def observation(state: State, step: Array, key: Array) -> Any:
         carried = () if state.aux is None else (state.aux,)
-        return jax.tree.map(jnp.asarray, observe(state.model, *carried, step, key))
+        try:
+            found = observe(state.model, *carried, step, key)
+        except jax.errors.JAXTypeError as error:  # such as `float` of a traced number
+            got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            checks.fail_kind("observe", "be of JAX's operations, which are compiled", got)
+        return jax.tree.map(_as_numbers, found)
 
     return trace(observation, observable(state), *example)
+
+
+def _as_numbers(part: Any) -> Array:
+    """Return a part of an observation as an array."""
+    known = part if isinstance(part, Array) else np.asarray(part)
+    if not number_kind(known.dtype):
+        checks.fail_kind("observe", "return arrays of numbers", describe(part))
+    return jnp.asarray(part)
 
 
 def observable(state: State) -> State:

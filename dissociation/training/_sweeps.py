@@ -203,6 +203,10 @@ class Grid:
         """
         (_, rest), *others = self.split(name)
         checks.check_same_length(name, len(others) + 1, "results", len(results), "groups")
+        kinds = [jax.tree.map(np.shape, result) for result in results]
+        for place, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                checks.fail(f"results[{place}]", f"have the arrays of `results[0]`, {kinds[0]}", kind)
         axis = self.axes.index(name)
 
         def one(*leaves: Any) -> np.ndarray:

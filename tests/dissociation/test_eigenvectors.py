@@ -173,3 +173,14 @@ def test_images_tables_and_resuming(small):
     assert bar.get_ylabel() == "similarity"
     again = eigenvectors.compute(config, key=KEY, cache=folder)
     xarray.testing.assert_identical(results.drop_attrs(), again.drop_attrs())
+
+
+def test_intervals_of_one_network_are_not_numbers():
+    """Of three networks two diverged: there are no pairs left to resample."""
+    similarity = np.full((3, 2, 4), np.nan)
+    similarity[0] = np.arange(8.0).reshape(2, 4)
+    pairs = np.array([[0, 0, 1], [1, 2, 2]])
+    found = measures.intervals(similarity, pairs, np.array([True, False, False]))
+    assert found.shape == (2, 3, 4)
+    np.testing.assert_allclose(found[:, 0], np.tile(similarity[0].mean(0), (2, 1)))
+    assert np.isnan(found[:, 1:]).all()

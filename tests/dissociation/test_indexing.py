@@ -309,3 +309,17 @@ def test_products_with_what_is_read_twice_bind_scalings():
     assert [slot.positions.ravel().tolist() for slot in group.slots] == [[1, 3], [1, 3]]
     np.testing.assert_array_equal(group.scalings, [[1, -1]])
     np.testing.assert_allclose(call(scale(group, np.array([3.0, 0.2]))(model), x), call(model, x), rtol=1e-5)
+
+
+def test_neurons_of_a_slice_by_known_indices_can_be_permuted():
+    """Three of eight neurons are read by a gather with one start."""
+    numbers = jax.lax.GatherDimensionNumbers(offset_dims=(0, 1), collapsed_slice_dims=(), start_index_map=(1,))
+
+    def middle(h):
+        return relu(jax.lax.gather(h, jnp.array([2]), numbers, slice_sizes=(h.shape[0], 3)))
+
+    p = weights(middle, (4, 6))
+    groups = neuron_groups(p, jnp.ones((4, 6)), call=between(middle)).values()
+    (read,) = [group for group in groups if any("b" in slot.path for slot in group.slots)]
+    assert read.size == 3
+    assert len(groups) == 2

@@ -460,6 +460,11 @@ def test_flows_of_other_last_times_share_a_program_and_have_derivatives():
     network = balanced(task, 3, 0.5)
     gradient_flow(task, network, times)
     assert compilations(lambda: gradient_flow(task, network, 50 * times)) == []
+    for late in (1e9, 1e30):
+        with pytest.raises(ValueError, match=r"`times` must rise by at most .* in each of 2 intervals, 2000000 steps"):
+            gradient_flow(task, network, late * times)
+    late = jax.jit(lambda task: gradient_flow(task, network, 1e30 * times).map)(task)
+    assert np.isnan(late).all()
 
     def size(factor):
         # A common rotation and scale of both layers keep them balanced.

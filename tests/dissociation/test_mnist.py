@@ -155,3 +155,12 @@ def test_real_files():
     assert test_labels.sum(0).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert images.mean() == pytest.approx(0.1307, abs=1e-4)
     assert images.std() == pytest.approx(0.3081, abs=1e-4)
+
+
+def test_a_file_in_two_parts_is_as_long_as_both(tmp_path, monkeypatch):
+    monkeypatch.setattr(mnist, "MAX_BYTES", 20)
+    with mnist._Limited(tmp_path / "file", "w") as file:
+        file.write(bytes(15))
+        file.write(bytes(5))
+        with pytest.raises(OSError, match="longer than 20 bytes"):
+            file.write(bytes(1))

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ from dissociation import similarity
 from dissociation.similarity import MEASURES
 from dissociation.similarity import _inference as inference
 from dissociation.similarity import _items as items
+from dissociation.similarity import _pairs as pairs
 from dissociation.similarity import _tables as tables
 from dissociation.similarity._base import compared
+from dissociation.similarity._inference import Interval
 from dissociation.similarity._orders import random_orders, units_of
 from dissociation.training import _progress as progress
 
@@ -35,6 +38,8 @@ def layer(members, width):
 
 LAYERS = {"layers[0]": layer(3, 7), "layers[1]": layer(3, 5), "logits": layer(3, 7)}
 ITEMS = [LAYERS[name][member] for name in LAYERS for member in range(3)]
+PIECES = 2 * 4 * (60 * 7 + 7)
+"""Bytes of two prepared representations, of one for linear CKA."""
 
 
 ROWS = [0, 4, 8]
@@ -50,7 +55,7 @@ def by_reference(name, **options):
     ("name", "options", "reference_options", "memory_budget"),
     [
         ("debiased_cka", {}, {}, None),
-        ("linear_cka", {}, {}, 1),  # a piece per item
+        ("linear_cka", {}, {}, PIECES),  # a piece per item
         ("rsa", {"comparison": "cosine"}, {"comparison": "cosine"}, None),
         ("linear_predictivity", {"alpha": 2.0, "num_folds": 2}, {"alpha": 2.0, "folds": 2}, None),
         ("soft_matching", {}, {}, None),
@@ -71,7 +76,7 @@ def test_all_pairs_are_each_pair_whatever_the_memory(name, options, reference_op
 
 def test_pairs_of_an_asymmetric_measure_are_each_pair_in_pieces():
     layers = {name: LAYERS[name] for name in ("layers[0]", "logits")}  # of one width
-    found = similarity.pairwise(layers, "pwcca", memory_budget=1, members=True, baseline=False, outputs=None)
+    found = similarity.pairwise(layers, "pwcca", memory_budget=PIECES, members=True, baseline=False, outputs=None)
     places = [0, 1, 2, 6, 7, 8]
     wanted = by_reference("pwcca")[[0, 2]][:, places]
     np.testing.assert_allclose(np.asarray(found.values)[[0, 5]], wanted, atol=5e-6)
@@ -536,3 +541,23 @@ def test_p_values_are_uniform_under_independence(name, options):
             assert np.mean(np.array(found) <= level) < level + 3 * np.sqrt(level / 300)
     else:
         assert stats.kstest(found, "uniform").pvalue > 0.01
+
+
+def test_blocks_that_leave_too_few_samples_are_refused():
+    """Four blocks of 14 samples leave 10 or 11, and ten neighbours take 11."""
+    with pytest.raises(ValueError, match="`x` must have at least 11 samples, got 10 without one block"):
+        similarity.compare(ITEMS[0][:14], ITEMS[1][:14], "mutual_knn", num_blocks=4)
+
+
+@pytest.mark.parametrize(("bias", "warned"), [(1.5, False), (2.5, True)])
+def test_a_bias_of_two_errors_is_named(bias, warned):
+    numbers = [np.array([[number]]) for number in (0.01, 0.3, 0.5, 0.01 * bias, 0.4)]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pairs._warn_biased(similarity.MEASURES["linear_cka"], np.array([[0.4]]), Interval(*numbers))
+    assert bool(seen) == warned
+
+
+def test_a_budget_below_two_representations_is_refused():
+    with pytest.raises(ValueError, match=r"`memory_budget` must be at least \d+ bytes, for two representations, got 1"):
+        similarity.pairwise(LAYERS, "linear_cka", memory_budget=1, members=True)

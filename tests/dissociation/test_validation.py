@@ -357,3 +357,13 @@ def test_messages_have_no_holes():
     with pytest.raises(TypeError, match="got an error: ") as seen:
         checks.check_model("model", lambda x: jax.vmap(lambda a, b: a + b)(jnp.ones((4, 3)), x), np.zeros(5))
     assert ":." not in str(seen.value)
+
+
+def test_complex_numbers_are_refused_with_advice():
+    from dissociation.similarity import linear_cka
+
+    with pytest.raises(TypeError, match="dtype complex64. Take its real and imaginary parts as two features"):
+        linear_cka(np.ones((5, 2), np.complex64), np.ones((5, 2)))
+    with pytest.raises(TypeError) as refused:
+        linear_cka(np.array(list("abcde"), object)[:, None], np.ones((5, 2)))
+    assert "imaginary" not in str(refused.value)

@@ -299,3 +299,10 @@ def test_other_kernels_and_few_pairs_have_no_such_warnings(x64):
     assert said(PATH + 5.0, kernel=RBF(5.0)) == []
     few = np.random.default_rng(0).normal(size=(30, 40))  # fewer pairs than features: nothing to test
     assert said(few, kernel=Linear()) == []
+
+
+def test_a_large_alpha_of_a_krylov_fit_is_named():
+    """The mean of the kept eigenvalues, at most tr K / r, is a bound of the last one."""
+    x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    with pytest.warns(UserWarning, match=r"`alpha` \(3\) exceeds eigenvalue 4 of k\(X, X\) / n \(0.25\)"):
+        fit(ReducedRank(4, alpha=3.0, solver="krylov"), x[:-1], x[1:], kernel=RBF(1.0))
