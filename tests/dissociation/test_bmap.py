@@ -242,6 +242,7 @@ def chosen_batch(caplog, *, budget, size=40):
 
 
 @pytest.mark.cpu
+@pytest.mark.slow
 def test_auto_takes_the_largest_batch_that_fits(caplog):
     x = arange(40, 100)
 

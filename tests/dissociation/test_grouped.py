@@ -199,7 +199,8 @@ def test_samples_that_repeat_others_are_counted(dtype):
 
 def test_samples_that_repeat_others_are_named_once():
     x, y = np.repeat(X, 10, 0), np.repeat(Y, 10, 0)
-    for call in (compare, lambda *pair: permutation_test("linear_cka", *pair, key=jax.random.key(0), num_draws=20)):
+    test = lambda *pair: permutation_test("linear_cka", *pair, key=jax.random.key(0), num_draws=20)  # noqa: E731
+    for call in (lambda *pair: compare(*pair, **PLAIN), test):
         with pytest.warns(
             RuntimeWarning, match=r"24 of 240 samples are distinct.*`groups`.*or drop the copies"
         ) as seen:
@@ -213,11 +214,12 @@ def test_samples_that_repeat_others_are_named_once():
 
 
 def test_a_probe_predicts_groups_that_it_has_not_seen():
-    centres = DRAWS.normal(size=(40, 20))
-    x = (np.repeat(centres, 10, 0) + 1e-3 * DRAWS.normal(size=(400, 20))).astype(np.float32)
-    labels = np.repeat(DRAWS.integers(0, 2, 40), 10)
+    rng = np.random.default_rng(5)
+    centres = rng.normal(size=(40, 20))
+    x = (np.repeat(centres, 10, 0) + 1e-3 * rng.normal(size=(400, 20))).astype(np.float32)
+    labels = np.repeat(rng.integers(0, 2, 40), 10)
     groups = np.repeat([f"stimulus {i}" for i in range(40)], 10)
-    order = DRAWS.permutation(400)
+    order = rng.permutation(400)
     x, labels, groups = x[order], labels[order], groups[order]
     assert np.mean(crossval_softmax_predict(x, labels).argmax(1) != labels) < 0.1
     held_out = crossval_softmax_predict(x, labels, groups=groups)
@@ -255,8 +257,8 @@ def test_information_takes_one_sample_of_each_group():
     found = information(*copies, groups=np.repeat(np.arange(200), 3))
     assert float(found.value) == pytest.approx(float(expected.value), abs=1e-5)
     assert float(found.error) == pytest.approx(float(expected.error), abs=1e-5)
-    with pytest.warns(RuntimeWarning, match="200 of 600 samples are distinct"):
-        information(np.repeat(np.tile(x, 2), 3, 0), np.repeat(np.tile(z, 2), 3, 0))
+    with pytest.warns(RuntimeWarning, match="100 of 200 samples are distinct"):
+        information(np.repeat(x[:100], 2, 0), np.repeat(z[:100], 2, 0))
     choices = one_per_group(np.array([0, 1, 0, 0, 2, 1]), 10)
     np.testing.assert_array_equal(choices, [[0, 1, 4], [2, 5, 4], [3, 1, 4]])
 
@@ -303,7 +305,7 @@ def test_wrong_groups_are_named(groups, match):
 def test_independent_stimuli_with_repeats_are_not_similar():
     """Forty stimuli, ten near-copies each: p-values by groups are uniform, and intervals hold 0."""
     passed = []
-    for seed in range(12):
+    for seed in range(8):
         rng = np.random.default_rng(seed)
         x, y = (np.repeat(rng.normal(size=(40, 5)), 5, 0) + 0.1 * rng.normal(size=(200, 5)) for _ in range(2))
         found = compare(x, y, groups=np.repeat(np.arange(40), 5), num_orders=19)

@@ -36,7 +36,7 @@ def noisy_weight_error(weight, batch, key):
 def test_equals_a_plain_loop(key):
     """Batches, remainder, optimiser state and keys against a Python loop over members and steps."""
     models, data = linear_members(key), regression(key)
-    optimizer = optax.adam(optax.cosine_decay_schedule(0.1, 9))
+    optimizer = optax.sgd(optax.cosine_decay_schedule(0.1, 9), momentum=0.9)
     result = fit(models, make_step(noisy_error, optimizer), Epochs(data, 4), num_epochs=3, key=key)
     key_of = jax.random.fold_in
     permuted = jax.jit(lambda key, epoch: jax.random.permutation(key_of(key_of(key, 0), epoch), 10))
