@@ -89,11 +89,13 @@ class Program(NamedTuple):
 
     Attributes:
         paths: Paths of its floating-point arrays.
+        layers: Names of the layers that hold them.
         leaves: These arrays.
         run: Function from such arrays and an example to output arrays.
     """
 
     paths: list[str]
+    layers: list[str]
     leaves: list[Any]
     run: Callable[[list[Any], Any], list[Any]]
 
@@ -103,16 +105,49 @@ def program_of(model: Any, call: Call | None) -> Program:
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     named, tree = jax.tree_util.tree_flatten_with_path(arrays)
     run = functools.partial(_run, called if call is None else call, tree, rest)
-    return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
-
-
-def layer_of(path: str, model: Any) -> str:
-    """Return the name of the layer whose weights lie at `path` of `model`: "layers[0]" for ".layers[0].weight"."""
+    paths = [jax.tree_util.keystr(path) for path, _ in named]
+    leaves = [leaf for _, leaf in named]
     # Names are the same with and without a state.
-    if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State):
-        path = path.removeprefix("[0]")
-    head, _, last = path.rpartition(".")
-    return (head if head and last.startswith(("weight", "bias")) else path).lstrip(".")
+    skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
+    matrices = {path[skipped:] for path, leaf in named if np.ndim(leaf) > 1}
+    return Program(paths, _layers_of([path[skipped:] for path, _ in named], matrices), leaves, run)
+
+
+def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> list[str]:
+    """Return the name of the layer of each path: "layers[0]" of ".layers[0].weight", "Dense_0" of "Dense_0", "kernel".
+
+    The last key of a dictionary is left out if the dictionary holds one matrix. Front keys up to the last one of a
+    dictionary that all matrices share are left out, too.
+    """
+    own = [path[:-1] for path in matrices]
+
+    def layer(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        *head, last = path
+        if isinstance(last, jax.tree_util.GetAttrKey):
+            return tuple(head) if head and last.name.startswith(("weight", "bias")) else path
+        of_dictionary = isinstance(last, jax.tree_util.DictKey)
+        return tuple(head) if head and of_dictionary and own.count(tuple(head)) < 2 else path
+
+    layers = [layer(path) for path in paths]
+    known = [layer(path) for path in matrices] or layers
+    common = 0
+    for keys in zip(*(path[:-1] for path in known), strict=False):
+        if len(set(map(str, keys))) > 1:
+            break
+        common += 1
+    shared = known[0][:common] if known else ()
+    of_containers = (jax.tree_util.DictKey, jax.tree_util.FlattenedIndexKey)
+    front = max((place + 1 for place, key in enumerate(shared) if isinstance(key, of_containers)), default=0)
+    return [
+        "".join(map(_shown, path[front:] if path[:front] == shared[:front] else path)).lstrip(".") for path in layers
+    ]
+
+
+def _shown(key: Any) -> str:
+    """Return a key of a path as text: ".name" or "[index]"."""
+    if isinstance(key, jax.tree_util.DictKey):
+        return f".{key.key}"
+    return f"[{key.key}]" if isinstance(key, jax.tree_util.FlattenedIndexKey) else str(key)
 
 
 def numbered(name: str, taken: Container[str]) -> str:

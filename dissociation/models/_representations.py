@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Num
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.conversion import describe, to_device
 from dissociation._core.validation import validated
-from dissociation.models._program import MOVES, Walk, bound, evaluated, layer_of, numbered, program_of
+from dissociation.models._program import MOVES, Call, Walk, bound, evaluated, numbered, program_of
 from dissociation.training._members import count
 
 
@@ -103,13 +103,13 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
     return seen_by_weights(model, x)
 
 
-def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
+def seen_by_weights(model: Any, x: Array, call: Call | None = None) -> dict[str, Array]:
     """Return the arrays that weights multiply, and the logits, by name."""
-    paths, leaves, program = program_of(model, None)
+    _, layers, leaves, program = program_of(model, call)
     traced = jax.make_jaxpr(program)(leaves, x)
     if len(traced.out_avals) != 1:
         fail_kind("model", "return one array", f"{len(traced.out_avals)} arrays")
-    look = _Look([layer_of(path, model) for path in paths])
+    look = _Look(layers)
     marks = [*(_Mark("weights", [], (0, leaf)) for leaf in range(len(leaves))), _Mark("input", [], (-1, 0))]
     ((logits, mark),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
     axis = None if mark is None else mark.axis
@@ -218,12 +218,13 @@ def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) 
 
 
 @validated
-def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
+def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."], *, call: Call | None = None) -> Layers:
     """Return hidden layers and logits of one network for many examples.
 
     Args:
         model: One network: of `dissociation.models`, or any other, see `representations_of_example`.
         inputs: Examples, [n, ...].
+        call: Function from model and example to outputs, as in `rewrites.neuron_groups`.
 
     Returns:
         Arrays [n, ...] by name, channels last for every model: hidden layers in forward order, then "logits". A hidden
@@ -241,12 +242,12 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
     """
     # A registered function may close over what changes.
     may_cache = representations_of_example.dispatch(type(model)) is representations_of_example.dispatch(object)
-    return evaluated(_representations, model, to_device(inputs), may_cache=may_cache)
+    return evaluated(_representations, model, to_device(inputs), call, may_cache=may_cache)
 
 
-def _representations(model: Any, inputs: Array) -> Layers:
+def _representations(model: Any, inputs: Array, call: Call | None) -> Layers:
     def layers(x: Array) -> Layers:
-        found = representations_of_example(model, x)
+        found = representations_of_example(model, x) if call is None else seen_by_weights(model, x, call)
         return found if isinstance(found, Layers) else Layers(found)
 
     # A wrong example fails here with a clear message, and not within `vmap`.

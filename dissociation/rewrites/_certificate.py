@@ -1,6 +1,7 @@
 """Measure how much a rewrite changed the function of a model on given inputs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +13,7 @@ from dissociation._core.checks import check_count, check_model, fail
 from dissociation._core.conversion import as_examples, to_device
 from dissociation._core.results import printed
 from dissociation._core.validation import validated
-from dissociation.models._program import function_of, program_of
+from dissociation.models._program import Call, function_of, program_of
 from dissociation.training._traced import Traced, trace
 
 
@@ -45,6 +46,7 @@ def certify(
     rewritten: Any,
     inputs: Any,
     *,
+    call: Call | None = None,
     batch_size: int | None = 1024,
 ) -> Certificate:
     """Compare the outputs of a model before and after a rewrite.
@@ -53,13 +55,17 @@ def certify(
         original: A function of one example or a pair (model, state), in inference mode.
         rewritten: The rewritten model.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
+        call: Function from model and example to outputs, as in `neuron_groups`.
         batch_size: Examples per batch, which bounds memory. None is all at once, faster for convolutions on a CPU.
 
     Raises:
         TypeError: If `batch_size` is not an integer, or a model does not accept one example or return a real array.
         ValueError: If there are no inputs, one is not finite, or the shapes of outputs differ.
     """
-    functions = {"original": function_of("original", original), "rewritten": function_of("rewritten", rewritten)}
+    functions = {"original": original, "rewritten": rewritten}
+    functions = {
+        name: function_of(name, model) if call is None else partial(call, model) for name, model in functions.items()
+    }
     inputs = as_examples("inputs", inputs, finite=True)
     example = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), inputs)
     with jax.default_matmul_precision("highest"):
@@ -68,12 +74,12 @@ def certify(
         fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
     if batch_size is not None:
         batch_size = check_count("batch_size", batch_size, minimum=1)
-    programs = _first_output(original, example), _first_output(rewritten, example)
+    programs = _first_output(original, example, call), _first_output(rewritten, example, call)
     return compare_programs(*programs, inputs, batch_size)
 
 
-def _first_output(model: Any, example: Any) -> "Program":
-    _, leaves, run = program_of(model, None)
+def _first_output(model: Any, example: Any, call: Call | None) -> "Program":
+    _, _, leaves, run = program_of(model, call)
     return trace_exactly(lambda arrays, x: run(arrays, x)[0], leaves, example), leaves
 
 

@@ -52,7 +52,7 @@ def check_defined(before: Any, after: Any, group: NeuronGroup) -> None:
     programs = []
     arrays = []
     for model in (before, after):
-        _, leaves, run = program_of(model, group.call)
+        _, _, leaves, run = program_of(model, group.call)
         programs.append(trace(run, leaves, group.example))
         arrays.append(list(map(to_device, leaves)))
     # Most models need no run: their operations are finite everywhere.

@@ -60,7 +60,9 @@ class Copies:
                 times: dict[int, np.ndarray] = {}
                 for leaf, places in self.flow.atoms.occurrences(axis):
                     times.setdefault(leaf.atom, np.zeros(value.shape[k], int))[places] += 1
-                own |= {inner: k if each.max(initial=1) == 1 and inner not in own else -1 for inner, each in times.items()}
+                own |= {
+                    inner: k if each.max(initial=1) == 1 and inner not in own else -1 for inner, each in times.items()
+                }
             self._known[id(value)] = own
         return self._known[id(value)].get(atom, -1)
 

@@ -14,7 +14,7 @@ import wadler_lindig as wl
 from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe, number_kind
 from dissociation._core.validation import validated
-from dissociation.models._program import Call, layer_of, numbered, program_of
+from dissociation.models._program import Call, Program, numbered, program_of
 from dissociation.rewrites._axes import Atoms, Axis, Leaf, Order, Sum, size_of
 from dissociation.rewrites._copies import copies_told_apart
 from dissociation.rewrites._flow import Flow, Value, equations_of, exponents_of
@@ -131,13 +131,19 @@ class NeuronGroup:
         kinds += [
             word for word, holds in (("rotatable", self.linear is not None), ("normalised", self.normalised)) if holds
         ]
-        made = ", ".join(dict.fromkeys(f"{s.path}[{s.axis}]" for s in self.slots if not s.outgoing))
-        read = ", ".join(dict.fromkeys(f"{s.path}[{s.axis}]" for s in self.slots if s.outgoing))
         size = f"{self.size} neurons" + (f" in each of {self.copies} copies" if self.copies > 1 else "")
-        return f"NeuronGroup({self.name!r}: {size}, {', '.join(kinds)}; made by {made}; read by {read})"
+        lines = [f"NeuronGroup({self.name!r}: {size}, {', '.join(kinds)}"]
+        for index, slot in enumerate(self.slots):
+            rows = slot.positions.shape[1]
+            words = ["read by" if slot.outgoing else "made by", f"{slot.path}[{slot.axis}]"]
+            words += [f"in blocks of {rows}"] * (rows > 1)
+            if self.scaling is not None and (exponent := self.scaling[index]):
+                words.append("x a" if exponent == 1 else f"x a^{exponent:g}")
+            lines.append("    " + " ".join(words))
+        return "\n".join(dict.fromkeys(lines)) + ")"
 
     def __pdoc__(self, **_: Any) -> wl.AbstractDoc:  # how Equinox prints it within a rewrite
-        return wl.TextDoc(repr(self))
+        return wl.TextDoc(f"{repr(self).partition(chr(10))[0]})")
 
 
 def _spread(
@@ -294,7 +300,7 @@ def group_report(model: Any, example: Any, *, call: Call | None = None, single: 
     if call is None and callable(example):
         fail_kind("example", "be arrays, and `model` a function of them", describe(example), "Is `model` given second?")
     example = jax.tree.map(_shape_of, example)
-    paths, flow, made, results = flow_of(model, example, call, "take `example`", _CALLED, single=single)
+    program, flow, made, results = flow_of(model, example, call, "take `example`", _CALLED, single=single)
     if not made:
         advice = "Arrays that a function closes over are not found. Pass them as `model`, and the function as `call`"
         fail_kind("model", "hold arrays of floating-point numbers", f"{type(model).__name__}, which holds none", advice)
@@ -303,7 +309,7 @@ def group_report(model: Any, example: Any, *, call: Call | None = None, single: 
     for value in results:
         flow.freeze(value, "the output has it")
         flow.atoms.freeze(value.refers, "its indices are what is asked for")
-    return _read(flow, paths, made, model, example, call)
+    return _read(flow, program, made, model, example, call)
 
 
 def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
@@ -314,11 +320,12 @@ def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
 
 def flow_of(
     model: Any, example: Any, call: Call | None, wanted: str, advice: str, *, single: bool = False
-) -> tuple[list[str], Flow, list[Value], list[Value]]:
-    """Return paths of parameters, the flow of a model's program, and the values of parameters and results."""
-    paths, leaves, program = program_of(model, call)
+) -> tuple[Program, Flow, list[Value], list[Value]]:
+    """Return a model's program, its flow, and the values of parameters and results."""
+    program = program_of(model, call)
+    leaves = program.leaves
     try:
-        traced = jax.make_jaxpr(program)(list(map(_shape_of, leaves)), example)
+        traced = jax.make_jaxpr(program.run)(list(map(_shape_of, leaves)), example)
     except Exception as error:
         fail_kind("model", wanted, f"{type(model).__name__}: {error}", advice)
     flow, jaxpr = Flow(Atoms(single=single)), traced.jaxpr
@@ -332,10 +339,10 @@ def flow_of(
         if variable not in used:
             flow.freeze(value, "the function does not depend on it")
     results = follow(flow, jaxpr, [flow.constant(const) for const in traced.consts], arguments)
-    return paths, flow, made, results
+    return program, flow, made, results
 
 
-def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
+def _read(flow: Flow, program: Program, made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
     """Build groups from the symbolic dimensions of a program."""
     atoms, structure = flow.atoms, structure_of(model)
     contracted, bent, statistics = (
@@ -347,7 +354,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
     frozen: dict[str, str] = {}
     present = {leaf.atom for value in made for axis in value.axes for leaf in atoms.leaves(axis)}
     copies, copy = copies_told_apart(flow, made, {atom for atom in present if not atoms.reason(atom)})
-    for index, (path, value) in enumerate(zip(paths, made, strict=True)):
+    for index, (path, value) in enumerate(zip(program.paths, made, strict=True)):
         for k, axis in enumerate(value.axes):
             for leaf, positions in atoms.occurrences(axis):
                 layout = atoms.resolve(axis or leaf)
@@ -361,9 +368,14 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
     for atom, own in places.items():
         if atoms.reason(atom):
             continue
-        first = next((slot for slot in own if not slot.outgoing), own[0])
+        incoming = [slot for slot in own if not slot.outgoing]
+        # Dictionaries have their keys in the order of text, biases before kernels.
+        matrices = (
+            [slot for slot in incoming if len(slot.shape) > 1] if incoming and incoming[0].path[-1] == "]" else []
+        )
+        first = next(iter(matrices or incoming), own[0])
         # One array may hold the incoming weights of several groups.
-        name = numbered(layer_of(first.path, model), groups)
+        name = numbered(program.layers[first.leaf], groups)
         scalings, sharing = exponents_of(rows.get(atom, []), own)
         slots = tuple(
             slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))

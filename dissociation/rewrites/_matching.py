@@ -137,7 +137,7 @@ def check_alike(a: Any, b: Any) -> None:
 
 
 def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
-    paths, leaves, _ = program_of(model, None)
+    paths, _, leaves, _ = program_of(model, None)
     shapes = dict(zip(paths, map(np.shape, leaves), strict=True))
     for name, group in groups.items():
         for slot in group.slots:

@@ -236,7 +236,8 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
         Dinh et al. (2017), Sharp minima can generalize for deep nets, section 3.
     """
     if group.scaling is None:
-        why = "a statistic is taken over it" if group.normalised else "its activation is not homogeneous"
+        why = "its activation is not homogeneous, or its neurons share a factor, as heads that share values"
+        why = "a statistic is taken over it" if group.normalised else why
         fail("group", "be one that can be scaled", f"{group.name}, which cannot: {why}")
     if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
         fail("scaling", f"be one of the {len(group.scalings)} scalings of {group.name}", scaling)
@@ -417,7 +418,7 @@ def check_groups(
     inputs = as_examples("inputs", inputs, finite=True)
     example = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), inputs)
     groups = neuron_groups(model, example, call=call)
-    _, leaves, run = program_of(model, call)
+    _, _, leaves, run = program_of(model, call)
     program = trace_exactly(lambda arrays, x: _one(run(arrays, x)), leaves, example)
     certificates = {}
     with closing(open_meter(progress, len(groups), "permuting groups")) as meter:

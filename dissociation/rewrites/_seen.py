@@ -50,7 +50,7 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
         TypeError: If the model does not accept the examples.
         ValueError: If there is no such array, or no product uses it as a whole, as in a loop over it.
     """
-    paths, leaves, _ = program_of(model, call)
+    paths, _, leaves, _ = program_of(model, call)
     if path not in paths:
         fail("path", f"be one of {', '.join(paths)}", repr(path))
     inputs = as_examples("inputs", inputs)
@@ -61,7 +61,7 @@ def layer_inputs(model: Any, inputs: Any, path: str, *, call: Call | None = None
 
 def _layer_rows(model: Any, inputs: Any, path: str, call: Call | None) -> tuple[Array, tuple[int, ...]]:
     """Return the rows that the weights at `path` multiply, and the contracted axes of the weights."""
-    paths, leaves, program = program_of(model, call)
+    paths, _, leaves, program = program_of(model, call)
     check_takes("model", lambda x: program(leaves, x), jax.tree.map(lambda part: part[0], inputs))
     shape = np.shape(leaves[paths.index(path)])
     marks = [np.arange(np.prod(shape, dtype=int)).reshape(shape) if name == path else None for name in paths]

@@ -8,7 +8,7 @@ import pytest
 from zoo import ZOO, one
 
 from dissociation.models import CNN, MLP, BilinearNetwork, ResNet, Transformer, representations
-from dissociation.models._program import layer_of
+from dissociation.models._program import program_of
 from dissociation.rewrites import group_report, layer_inputs, neuron_groups
 
 pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("drawn_by_numpy")
 
 def layers_of(model, inputs, groups):
     """Hidden layers by name, and pairs of a layer and the size of a group that it makes."""
-    made = {(layer_of(slot.path, model), g.size) for g in groups.values() for slot in g.slots if not slot.outgoing}
+    names = program_of(model, None).layers
+    made = {(names[slot.leaf], g.size) for g in groups.values() for slot in g.slots if not slot.outgoing}
     return {name: array for name, array in representations(model, inputs).items() if name != "logits"}, made
 
 

@@ -39,7 +39,7 @@ def test_bounds_are_searched_where_no_invariance_holds():
     y = x[:, :5] @ DRAWS.normal(size=(5, 2))
     found = similarity_bounds(x, y, "linear_predictivity", free="x", key=jax.random.key(0), num_steps=10, num_starts=4)
     witness = float(linear_predictivity(x * np.repeat([10.0, 0.1], [5, 25]), y))
-    assert float(found.low) < float(found.measured) < witness <= float(found.high) + 1e-3
+    assert float(found.low) < float(found.measured) < witness <= float(found.high) + 1e-2
 
 
 class Standardised(eqx.nn.MLP):
