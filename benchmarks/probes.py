@@ -22,7 +22,7 @@ from threadpoolctl import threadpool_limits
 from timing import add_row
 
 from dissociation import use_all_cores
-from dissociation.measures import crossval_gradient_predict, crossval_softmax_fit
+from dissociation.measures import gradient_probe, linear_probe_fit
 
 
 def make_features(samples, width, epochs, seed):
@@ -121,10 +121,10 @@ def main():
     peak = 2 * 2048**3 / min(wait(lambda: product(square))[0] for _ in range(5))
     device = jnp.asarray(x)
 
-    first, _, _ = wait(lambda: crossval_softmax_fit(device, y, options.folds, folds="contiguous"))
+    first, _, _ = wait(lambda: linear_probe_fit(device, y, options.folds, folds="contiguous"))
     times, fit = [], None  # pairs of wall and processor seconds
     for _ in range(options.repeats):
-        *seconds, fit = wait(lambda: crossval_softmax_fit(device, y, options.folds, folds="contiguous"))
+        *seconds, fit = wait(lambda: linear_probe_fit(device, y, options.folds, folds="contiguous"))
         times.append(seconds)
     ours, busy = np.median(times, axis=0)
     rate = 4 * n * (d + 1) * options.folds * y.shape[1] * int(fit.iterations) / ours
@@ -164,8 +164,8 @@ def main():
     )
 
     if options.gradient:
-        first, _, _ = wait(lambda: crossval_gradient_predict(device, y, options.folds))
-        seconds, _, _ = wait(lambda: crossval_gradient_predict(device, y, options.folds))
+        first, _, _ = wait(lambda: gradient_probe(device, y, options.folds))
+        seconds, _, _ = wait(lambda: gradient_probe(device, y, options.folds))
         print(f"gradient probe, 200 steps: {seconds:.2f} s for all folds, {first - seconds:.2f} s more to compile")
 
 

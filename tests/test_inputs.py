@@ -38,7 +38,7 @@ NO_ROW = {
     "dissociation.training._members.per_batch": "takes a platform alone",
     "dissociation.models._representations.named": "what models of one's own call within",
     "dissociation.models._representations.representations_of_example": "registered types; its callers check",
-    "dissociation.rewrites._freedom.approached": "of an interval that `cka_freedom` has found",
+    "dissociation.rewrites._freedom.approached": "of an interval that `cka_range` has found",
     "dissociation.rewrites._sizes.refitted": "is registered on: test_growth.py",
     "dissociation.rewrites._barriers.renormalised": "takes a state: test_matching.py",
     "dissociation.recipes._grokking.initial_models": "a part of `train_grokking`",

@@ -10,7 +10,7 @@ PACKAGES = ("dissociation", "koopman")
 
 PEERS = {
     "activation_matching": "dissociation.rewrites.match_activations",
-    "attainable_range": "dissociation.rewrites.cka_freedom",
+    "attainable_range": "dissociation.rewrites.cka_range",
     "centered_kernel_alignment": "dissociation.similarity.linear_cka or debiased_cka",
     "centred_kernel_alignment": "dissociation.similarity.linear_cka or debiased_cka",
     "cka": "dissociation.similarity.linear_cka or debiased_cka",
@@ -27,7 +27,6 @@ PEERS = {
     "koopman": "the package koopman: `import koopman`",
     "lmc": "dissociation.rewrites.barrier",
     "linear_mode_connectivity": "dissociation.rewrites.barrier",
-    "linear_probe": "dissociation.measures.crossval_softmax_predict",
     "load_mnist": 'dissociation.load("mnist")',
     "lorenz": "koopman.datasets.lorenz63",
     "mds": "dissociation.similarity.classical_mds or smacof",
@@ -35,7 +34,7 @@ PEERS = {
     "mutual_information": "dissociation.measures.information",
     "nc1": "dissociation.measures.neural_collapse",
     "permute_neurons": "dissociation.rewrites.permute",
-    "probe": "dissociation.measures.crossval_softmax_predict",
+    "probe": "dissociation.measures.linear_probe",
     "procrustes": "dissociation.similarity.procrustes_distance",
     "rescale": "dissociation.rewrites.scale",
     "save_checkpoint": "the argument `checkpoint=` of dissociation.training.fit",

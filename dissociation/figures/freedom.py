@@ -29,7 +29,7 @@ from dissociation.figures._seeds import cell
 from dissociation.models._representations import member_representations, representations
 from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._certificate import certify
-from dissociation.rewrites._freedom import ENDS, cka_freedom
+from dissociation.rewrites._freedom import ENDS, cka_range
 from dissociation.rewrites._groups import NeuronGroup, neuron_groups
 from dissociation.rewrites._rewrites import Rewrite, scale
 from dissociation.similarity._kernels import linear_cka
@@ -146,7 +146,7 @@ def _freedom(
     ends = [f"{kind}_{end}" for kind in ("approached", "change") for end in ENDS]
     tables = {name: np.full((count, count), np.nan) for name in (*_INTERVALS, *ends)}
     for i, j in itertools.permutations(range(count), 2):
-        free, model = cka_freedom(np.asarray(represented[i]), np.asarray(represented[j])), take(models, i)
+        free, model = cka_range(np.asarray(represented[i]), np.asarray(represented[j])), take(models, i)
         for name in _INTERVALS:
             tables[name][i, j] = getattr(free, name)
         for end in ENDS:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "error_rate", "input_noise_error", "parameter_noise_error", "crossval_softmax_predict", "crossval_softmax_fit",
-    "crossval_gradient_predict", "transfer_errors", "class_moments", "merge_moments", "neural_collapse", "ClassMoments",
+    "error_rate", "input_noise_error", "parameter_noise_error", "linear_probe", "linear_probe_fit",
+    "gradient_probe", "transfer_errors", "class_moments", "merge_moments", "neural_collapse", "ClassMoments",
     "Collapse", "linear_head", "first_cross", "median_crossing", "log_slope", "information_plane", "information",
     "label_information", "entropy", "entropy_weights", "smoothed_information", "whiten",
 ]  # fmt: skip
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from dissociation.measures._margins import linear_head
     from dissociation.measures._nearest import entropy, entropy_weights, information, label_information
     from dissociation.measures._probes import (
-        crossval_gradient_predict,
-        crossval_softmax_fit,
-        crossval_softmax_predict,
+        gradient_probe,
+        linear_probe,
+        linear_probe_fit,
         transfer_errors,
     )
     from dissociation.measures._robustness import error_rate, input_noise_error, parameter_noise_error

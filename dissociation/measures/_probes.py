@@ -33,7 +33,7 @@ FOLDS = ("stratified", "contiguous")
 
 
 @validated
-def crossval_softmax_predict(
+def linear_probe(
     x: Float[Array | np.ndarray, "n d"],
     y: OneHot,
     num_splits: int = 10,
@@ -82,7 +82,7 @@ def crossval_softmax_predict(
         Bishop (2006), Pattern Recognition and Machine Learning, eqs. 4.108-4.110.
 
     >>> x = np.eye(3, dtype=np.float32)[[0, 1, 2, 0, 1, 2]]
-    >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
+    >>> linear_probe(x, x, num_splits=2).argmax(1)
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
     fit, ids = _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, max_steps)
@@ -98,7 +98,7 @@ def crossval_softmax_predict(
 
 
 @validated
-def crossval_softmax_fit(
+def linear_probe_fit(
     x: Float[Array | np.ndarray, "n d"],
     y: OneHot,
     num_splits: int = 10,
@@ -111,11 +111,11 @@ def crossval_softmax_fit(
     tol: Scalar | None = None,
     max_steps: int = 1000,
 ) -> SoftmaxFit:
-    """Return the probe of `crossval_softmax_predict` with its coefficients and the solver's record.
+    """Return the probe of `linear_probe` with its coefficients and the solver's record.
 
     L-BFGS stops by `gap`, from f - f* <= ||g||^2 / (2 ridge), a bound if the intercept were penalised, too.
 
-    Arguments and errors are those of `crossval_softmax_predict`. `probabilities` of a fold that is not `converged` are
+    Arguments and errors are those of `linear_probe`. `probabilities` of a fold that is not `converged` are
     those of its last step.
 
     References:
@@ -138,7 +138,7 @@ def _converged(x, y, num_splits, ridge, folds, groups, key, num_samples, tol, ma
 
 
 @validated
-def crossval_gradient_predict(
+def gradient_probe(
     x: Float[Array | np.ndarray, "n d"],
     y: OneHot,
     num_splits: int = 10,
@@ -156,7 +156,7 @@ def crossval_gradient_predict(
     below 2 / L are stable, L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], summed over all samples in use,
     with m_f training samples. To compare representations at one learning rate, pass their smallest 1 / L.
 
-    The result and errors are those of `crossval_softmax_predict`.
+    The result and errors are those of `linear_probe`.
 
     Args:
         x: Features, which are not standardised.
@@ -166,7 +166,7 @@ def crossval_gradient_predict(
         step_size: Step of all folds for the mean loss; traced; default 1 / L of each fold. Known steps above 2 / L of
             all samples warn.
         folds: One of `FOLDS`.
-        groups: Label of each sample's group, as in `crossval_softmax_predict`.
+        groups: Label of each sample's group, as in `linear_probe`.
         key: Random key that shuffles samples before they are distributed.
         num_samples: Leading samples in use; later rows of the result are zero.
 
@@ -183,7 +183,7 @@ def crossval_gradient_predict(
 @validated
 @jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
-    """Return the step 1 / L of `crossval_gradient_predict` for all of `x`. Steps below twice this are stable."""
+    """Return the step 1 / L of `gradient_probe` for all of `x`. Steps below twice this are stable."""
     return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1))
 
 
@@ -276,12 +276,12 @@ def transfer_errors(
         fractions: Budgets as fractions of n in (0, 1], in any order, of at least `num_splits` samples.
         num_splits: Folds of the cross-validation.
         folds: "stratified" or "contiguous".
-        groups: Label of each sample's group, as in `crossval_softmax_predict`. A `key` shuffles groups, so that budgets
+        groups: Label of each sample's group, as in `linear_probe`. A `key` shuffles groups, so that budgets
             hold whole groups but for the last one.
-        probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
+        probe: "converged" for `linear_probe`, "gradient" for `gradient_probe`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.
-        step_size: Step of the gradient probe; default 1 / L of each fold, see `crossval_gradient_predict`.
+        step_size: Step of the gradient probe; default 1 / L of each fold, see `gradient_probe`.
         num_buckets: Number of compiled solvers. More take longer to compile and less to run.
 
     Returns:
@@ -295,10 +295,10 @@ def transfer_errors(
     x, y, size = to_device(features), to_device(labels), features.shape[0]
     if probe == "converged":
         check_positive("ridge", ridge)
-        solver, options = crossval_softmax_predict, {"ridge": ridge}
+        solver, options = linear_probe, {"ridge": ridge}
     else:
         _check_descent(x, size, num_steps, step_size)
-        solver, options = crossval_gradient_predict, {"num_steps": num_steps, "step_size": step_size}
+        solver, options = gradient_probe, {"num_steps": num_steps, "step_size": step_size}
     # As arrays, because a program is compiled for each Python number.
     predict = eqx.Partial(solver, num_splits=num_splits, folds=folds, **jax.tree.map(jnp.asarray, options))
     counts = [_budget(fraction, size, num_splits) for fraction in fractions]

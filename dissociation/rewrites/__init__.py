@@ -10,7 +10,7 @@ __all__ = [
     "PlantedActivity", "certify",
     "Certificate", "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension",
     "match_weights", "match_activations", "Matching", "interpolate", "renormalised", "barrier", "barriers", "canonical",
-    "fingerprint", "fingerprint_distance", "cka_freedom", "Freedom", "approached", "linear_cka_freedom",
+    "fingerprint", "fingerprint_distance", "cka_range", "CkaRange", "approached", "linear_cka_range",
     "similarity_bounds",
 ]  # fmt: skip
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dissociation.rewrites._bounds import similarity_bounds
     from dissociation.rewrites._canonical import canonical, fingerprint, fingerprint_distance
     from dissociation.rewrites._certificate import Certificate, certify
-    from dissociation.rewrites._freedom import Freedom, approached, cka_freedom, linear_cka_freedom
+    from dissociation.rewrites._freedom import CkaRange, approached, cka_range, linear_cka_range
     from dissociation.rewrites._groups import NeuronGroup, group_report, neuron_groups
     from dissociation.rewrites._growth import add_nuisance, add_phantom, duplicate
     from dissociation.rewrites._matching import Matching, match_activations, match_weights

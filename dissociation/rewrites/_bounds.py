@@ -80,7 +80,7 @@ def similarity_bounds(
     """Return inner bounds of a measure over positive scalings of the neurons of one network or both.
 
     Scaled networks with the same function attain every value. For exact limits of linear CKA with one free network, see
-    `cka_freedom`.
+    `cka_range`.
 
     Args:
         x: A representation whose neurons may be scaled.

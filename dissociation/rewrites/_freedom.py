@@ -21,7 +21,7 @@ SMALLEST = 1e-4
 """Length of the activity of unused neurons at an end, relative to the longest: they hardly count."""
 
 
-class Freedom(NamedTuple):
+class CkaRange(NamedTuple):
     """Attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
     Attributes:
@@ -77,13 +77,13 @@ def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = N
 
 
 @validated
-def cka_freedom(
+def cka_range(
     x: Float[Array | np.ndarray, "samples neurons *positions"],
     reference: Float[Array | np.ndarray, "samples features"],
-) -> Freedom:
+) -> CkaRange:
     """Return the attainable range of linear CKA with a reference over all positive scalings of the neurons.
 
-    If the activation is homogeneous, networks of one function fill the range and `Freedom.rewrite` approaches both
+    If the activation is homogeneous, networks of one function fill the range and `CkaRange.rewrite` approaches both
     ends. Duplicated neurons do not change the range, neurons without effect may extend it. With squared factors w >= 0,
     centred activities h_i (a column per position) and the Gram matrix K0 of the reference,
 
@@ -114,7 +114,7 @@ def cka_freedom(
     weights = np.zeros((2, len(norms)))
     weights[0, np.flatnonzero(~constant)[single]] = 1 / own[single]
     weights[1, ~constant] = best / own
-    return Freedom(
+    return CkaRange(
         measured=float(gains @ own / np.sqrt(own @ gram @ own)),
         low=float(alone[single]),
         high=float(gains @ best / np.sqrt(best @ gram @ best)),
@@ -126,7 +126,7 @@ def cka_freedom(
     )
 
 
-class LinearFreedom(NamedTuple):
+class LinearCkaRange(NamedTuple):
     """Attainable range of linear CKA with a reference over all invertible maps of the neurons.
 
     Attributes:
@@ -155,10 +155,10 @@ class LinearFreedom(NamedTuple):
 
 
 @validated
-def linear_cka_freedom(
+def linear_cka_range(
     x: Float[Array | np.ndarray, "samples neurons"],
     reference: Float[Array | np.ndarray, "samples features"],
-) -> LinearFreedom:
+) -> LinearCkaRange:
     """Return the attainable range of linear CKA with a reference over all invertible maps of linear neurons.
 
     Such maps keep the function of a linear network. With an orthonormal basis U of the centred columns and A = U^T K0
@@ -197,7 +197,7 @@ def linear_cka_freedom(
         whitened = vectors * np.maximum(lengths, 5e-3) @ vectors.T @ (rows / sizes[:, None]) * np.median(sizes)
         return rows.T @ whitened + np.eye(rows.shape[1]) - rows.T @ rows
 
-    return LinearFreedom(
+    return LinearCkaRange(
         measured=float(np.linalg.norm(seen * sizes) ** 2 / size / np.linalg.norm(sizes**2)),
         low=float(values[0]),
         high=float(np.linalg.norm(values)),
@@ -208,7 +208,7 @@ def linear_cka_freedom(
 
 @validated
 def approached(
-    found: Freedom | LinearFreedom, model: Any, group: NeuronGroup, inputs: Any, *, end: str
+    found: CkaRange | LinearCkaRange, model: Any, group: NeuronGroup, inputs: Any, *, end: str
 ) -> tuple[Any, Certificate]:
     """Return the network that approaches an end of a range, and the certificate of its function.
 

@@ -3,6 +3,6 @@
 Its other imports, `bmap`, `expand` and `mnist`, are `dissociation.fig4.bmap`, `.expand` and `.mnist`.
 """
 
-from dissociation.measures import crossval_softmax_predict
+from dissociation.measures import linear_probe as crossval_softmax_predict
 
 __all__ = ["crossval_softmax_predict"]

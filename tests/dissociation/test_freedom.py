@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dissociation.models import representations
-from dissociation.rewrites import approached, cka_freedom, linear_cka_freedom, neuron_groups, similarity_bounds
+from dissociation.rewrites import approached, cka_range, linear_cka_range, neuron_groups, similarity_bounds
 from dissociation.similarity import MEASURES, angular_similarity, linear_cka, rsa
 
 KEY = jax.random.key(0)
@@ -36,7 +36,7 @@ def networks():
 @pytest.fixture(scope="module")
 def interval(networks):
     *_, x, y = networks
-    return cka_freedom(x, y)
+    return cka_range(x, y)
 
 
 def test_all_scalings_lie_within(networks, interval):
@@ -44,7 +44,7 @@ def test_all_scalings_lie_within(networks, interval):
     np.testing.assert_allclose(found.measured, cka(x, y), rtol=1e-9)
     assert found.low <= found.measured <= found.high
     assert found.residual < 1e-6
-    assert repr(found).startswith(f"Freedom(measured={found.measured:.6f}, low={found.low:.6f}")
+    assert repr(found).startswith(f"CkaRange(measured={found.measured:.6f}, low={found.low:.6f}")
     assert f"lengths=f64[24](numpy) from 0 to {found.lengths.max():.4g})" in repr(found)
     rng = np.random.default_rng(0)
     spread = rng.uniform(0, 6, (500, 1)) * rng.standard_normal((500, x.shape[1]))
@@ -58,7 +58,7 @@ def test_ends_are_exact_where_they_are_known():
     q = orthonormal(40, 3)
     # Orthogonal columns of lengths a against the same of lengths c: the cosine of a^2 and c^2.
     a, c = np.array([1.0, 2.0, 0.5]), np.array([1.0, 1.0, 3.0])
-    found = cka_freedom(q * a, q * c)
+    found = cka_range(q * a, q * c)
     np.testing.assert_allclose(found.measured, (a**2 @ c**2) / np.linalg.norm(a**2) / np.linalg.norm(c**2), rtol=1e-9)
     np.testing.assert_allclose(found.high, 1, rtol=1e-9)
     np.testing.assert_allclose(found.low, 1 / np.linalg.norm(c**2), rtol=1e-9)
@@ -84,23 +84,23 @@ def test_many_neurons_of_few_directions_have_the_ends_of_these():
     q = orthonormal(40, 3)
     mixed, reference = rng.standard_normal((3, 57)), q * np.array([1.0, 2.0, 3.0])
     x = q @ np.concatenate([np.eye(3), mixed], 1)
-    found = cka_freedom(x, reference)
+    found = cka_range(x, reference)
     np.testing.assert_allclose(found.high, 1, rtol=1e-9)
     assert found.residual < 1e-9
     unit = np.concatenate([np.eye(3), mixed / np.linalg.norm(mixed, axis=0)], 1)
     np.testing.assert_allclose(found.low, (np.array([1, 4, 9]) @ unit**2 / np.sqrt(98)).min(), rtol=1e-9)
-    assert cka_freedom(np.concatenate([x, rng.standard_normal((40, 30))], 1), reference).low < found.low
+    assert cka_range(np.concatenate([x, rng.standard_normal((40, 30))], 1), reference).low < found.low
 
 
 def test_neurons_that_are_constant_are_left_out(networks):
     _, (group, _), _, x, y = networks
     x = np.asarray(x)[:, np.std(x, 0) > 0]
-    found = cka_freedom(np.concatenate([np.zeros((len(x), 2)), x, np.full((len(x), 1), 3.0)], 1), y)
+    found = cka_range(np.concatenate([np.zeros((len(x), 2)), x, np.full((len(x), 1), 3.0)], 1), y)
     np.testing.assert_array_equal(np.flatnonzero(found.constant), [0, 1, 2 + x.shape[1]])
-    plain = cka_freedom(x, y)
+    plain = cka_range(x, y)
     np.testing.assert_allclose([found.low, found.high], [plain.low, plain.high], rtol=1e-9)
     with pytest.raises(ValueError, match="`x` must differ between samples"):
-        cka_freedom(np.ones((5, 2)), y[:5])
+        cka_range(np.ones((5, 2)), y[:5])
     with pytest.raises(ValueError, match="`end` must be one of 'low', 'high'"):
         plain.rewrite(group, end="middle")
 
@@ -109,14 +109,14 @@ def test_neurons_that_are_constant_are_left_out(networks):
 def test_it_holds_for_large_means_and_in_any_unit(unit):
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((50, 8)), rng.standard_normal((50, 5))
-    plain = cka_freedom(x, y)
+    plain = cka_range(x, y)
     x[:, 0] += 1e8
-    found = cka_freedom(unit * x, unit * y)
+    found = cka_range(unit * x, unit * y)
     assert not found.constant.any()
     np.testing.assert_allclose(found.measured, cka(x, y), rtol=1e-6)
     np.testing.assert_allclose((found.low, found.high), (plain.low, plain.high), rtol=1e-6)
     with pytest.raises(ValueError, match="`reference` must differ between samples"):
-        cka_freedom(x, np.full((50, 3), 0.1))
+        cka_range(x, np.full((50, 3), 0.1))
 
 
 def test_factors_follow_the_degree():
@@ -126,7 +126,7 @@ def test_factors_follow_the_degree():
     (group,) = neuron_groups(p, inputs[0], call=call).values()
     assert group.degree == 2
     hidden = lambda p: np.asarray(jax.nn.relu(inputs @ p[0].T) ** 2)  # noqa: E731
-    found = cka_freedom(hidden(p), np.asarray(inputs))
+    found = cka_range(hidden(p), np.asarray(inputs))
     for end in ("low", "high"):
         moved = found.rewrite(group, end=end)(p)
         np.testing.assert_allclose(cka(hidden(moved), np.asarray(inputs)), getattr(found, end), atol=1e-3)
@@ -138,7 +138,7 @@ def test_positions_of_a_channel_share_its_factor(samples):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((samples, 7, 3, 4))
     y = rng.standard_normal((samples, 5)) + x[:, 0, 0, :1]
-    found = cka_freedom(x, y)
+    found = cka_range(x, y)
     moved = lambda factors: cka((x * factors[:, None, None]).reshape(samples, -1), y)  # noqa: E731
     np.testing.assert_allclose(found.measured, moved(np.ones(7)), rtol=1e-9)
     values = [moved(np.exp(rng.uniform(0, 5) * rng.standard_normal(7))) for _ in range(1000)]
@@ -147,10 +147,10 @@ def test_positions_of_a_channel_share_its_factor(samples):
     np.testing.assert_allclose(moved(np.sqrt(found.low_weights)), found.low, rtol=1e-9)
     np.testing.assert_allclose(moved(np.sqrt(found.high_weights)), found.high, rtol=1e-9)
     assert found.residual < 1e-6
-    apart = cka_freedom(x.reshape(samples, -1), y)
+    apart = cka_range(x.reshape(samples, -1), y)
     assert apart.low < found.low < found.high < apart.high
-    one = cka_freedom(x[:, :, 0, 0], y)
-    np.testing.assert_allclose(cka_freedom(x[:, :, :1, 0], y).high, one.high, rtol=1e-12)
+    one = cka_range(x[:, :, 0, 0], y)
+    np.testing.assert_allclose(cka_range(x[:, :, :1, 0], y).high, one.high, rtol=1e-12)
 
 
 def test_linear_networks():
@@ -159,11 +159,11 @@ def test_linear_networks():
     y = jax.random.normal(jax.random.key(3), (150, 3)) + inputs[:, :3]
     shown = representations(model, inputs)
     x = shown["layers[0]"]
-    found = linear_cka_freedom(x, y)
+    found = linear_cka_range(x, y)
     np.testing.assert_allclose(found.measured, linear_cka(x, y), rtol=1e-5)
     assert found.low < found.measured < found.high
     # Wide enough layers may have what any map of the inputs has.
-    whole = linear_cka_freedom(inputs, y)
+    whole = linear_cka_range(inputs, y)
     np.testing.assert_allclose((whole.low, whole.high), (found.low, found.high), rtol=1e-4, atol=1e-9)
     rng = np.random.default_rng(0)
     for spread in rng.uniform(0, 4, 200):
@@ -183,14 +183,14 @@ def test_linear_maps_reach_a_reference_in_their_span():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((50, 6))
     q = np.linalg.qr(x - x.mean(0))[0]
-    found = linear_cka_freedom(x, q * np.array([1.0, 2, 3, 4, 5, 6]))
+    found = linear_cka_range(x, q * np.array([1.0, 2, 3, 4, 5, 6]))
     np.testing.assert_allclose(found.high, 1, rtol=1e-9)
     np.testing.assert_allclose(found.low, 1 / np.linalg.norm(np.arange(1, 7.0) ** 2), rtol=1e-9)
-    np.testing.assert_allclose(linear_cka_freedom(x, x[:, :5]).low, 0, atol=1e-12)
+    np.testing.assert_allclose(linear_cka_range(x, x[:, :5]).low, 0, atol=1e-12)
     twice = np.concatenate([x, x[:, :2]], 1)  # of rank 6
-    np.testing.assert_allclose(linear_cka_freedom(twice, q).low, linear_cka_freedom(x, q).low, rtol=1e-6)
+    np.testing.assert_allclose(linear_cka_range(twice, q).low, linear_cka_range(x, q).low, rtol=1e-6)
     with pytest.raises(ValueError, match="`reference` must differ"):
-        linear_cka_freedom(x, np.ones((50, 2)))
+        linear_cka_range(x, np.ones((50, 2)))
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_gradients_come_to_the_exact_interval(networks):
     """Also with a neuron that is constant, and samples in another unit."""
     *_, x, y = networks
     for side, other in ((x.at[:, 0].set(2.0), 1e6 * y), (x, y)):
-        exact = cka_freedom(side, other)
+        exact = cka_range(side, other)
         found = similarity_bounds(side, other, free="x", key=KEY)
         np.testing.assert_allclose(found.measured, exact.measured, rtol=1e-5)
         assert exact.low - 1e-5 <= found.low <= exact.low + 2e-3

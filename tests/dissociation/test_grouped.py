@@ -11,7 +11,7 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 
 from dissociation._core.groups import group_numbers, num_distinct, one_per_group
-from dissociation.measures import crossval_softmax_fit, crossval_softmax_predict, information, transfer_errors
+from dissociation.measures import information, linear_probe, linear_probe_fit, transfer_errors
 from dissociation.similarity import compare, custom_measure, jackknife_interval, permutation_test
 
 DRAWS = np.random.default_rng(11)
@@ -221,16 +221,16 @@ def test_a_probe_predicts_groups_that_it_has_not_seen():
     groups = np.repeat([f"stimulus {i}" for i in range(40)], 10)
     order = rng.permutation(400)
     x, labels, groups = x[order], labels[order], groups[order]
-    assert np.mean(crossval_softmax_predict(x, labels).argmax(1) != labels) < 0.1
-    held_out = crossval_softmax_predict(x, labels, groups=groups)
+    assert np.mean(linear_probe(x, labels).argmax(1) != labels) < 0.1
+    held_out = linear_probe(x, labels, groups=groups)
     assert np.mean(held_out.argmax(1) != labels) > 0.3
-    assert crossval_softmax_fit(x, labels, groups=groups).probabilities.shape == held_out.shape
+    assert linear_probe_fit(x, labels, groups=groups).probabilities.shape == held_out.shape
     budgets = transfer_errors(x, labels, key=jax.random.key(0), fractions=(0.5, 1.0), groups=groups)
     assert float(budgets[-1]) > 0.3
     with pytest.warns(RuntimeWarning, match="40 of 400 samples are distinct.*copies of a held-out sample are fitted"):
-        crossval_softmax_predict(np.repeat(centres, 10, 0), np.repeat(labels[:40], 10))
+        linear_probe(np.repeat(centres, 10, 0), np.repeat(labels[:40], 10))
     with pytest.raises(ValueError, match=r"`groups` must be at least `num_splits` \(10\), got 4 of the 40 samples"):
-        crossval_softmax_predict(x[:40], labels[:40], groups=np.arange(40) // 10)
+        linear_probe(x[:40], labels[:40], groups=np.arange(40) // 10)
 
 
 @pytest.mark.parametrize(("folds", "shuffled"), [("stratified", False), ("stratified", True), ("contiguous", False)])

@@ -44,7 +44,7 @@ from dissociation.linear import (
     simulated_loss,
     teacher_task,
 )
-from dissociation.rewrites import linear_cka_freedom
+from dissociation.rewrites import linear_cka_range
 from dissociation.training import FullBatch, make_step, train
 
 KEY = jax.random.key(0)
@@ -487,7 +487,7 @@ def test_plurality_by_all_measures(task):
     for name in few:
         np.testing.assert_allclose(minimal.values[name], 1, atol=1e-4)
     reference = GLS.sample(task, 8, key=KEY).hidden(task.x)
-    free = linear_cka_freedom(np.asarray(task.x), np.asarray(reference))
+    free = linear_cka_range(np.asarray(task.x), np.asarray(reference))
     assert free.low < plurality(task, LSS, 8, measures=few[:1], key=KEY).values["linear_cka"].min()
     assert free.high > 0.99
 

@@ -34,7 +34,7 @@ def _programs():
     """Compile the probes that most tests share: of `make_data` in both precisions."""
     for dtype in (np.float32, np.float64):
         with jax.enable_x64(dtype is np.float64):
-            measures.crossval_softmax_fit(*make_data(dtype=dtype), **SPLITS)
+            measures.linear_probe_fit(*make_data(dtype=dtype), **SPLITS)
 
 
 def sklearn_folds(x, y, num_splits, ridge):
@@ -67,12 +67,12 @@ def sklearn_folds(x, y, num_splits, ridge):
 )
 def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     x, y = make_data(*size, classes)
-    fit = measures.crossval_softmax_fit(x, y, num_splits, ridge=ridge, folds="contiguous")
+    fit = measures.linear_probe_fit(x, y, num_splits, ridge=ridge, folds="contiguous")
     chances, losses = sklearn_folds(x, y, num_splits, ridge)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
     assert fit.converged.all()
     # Probabilities move with the square root of the loss: against a peer solved to 1e-9 ours is solved further, too.
-    tight = measures.crossval_softmax_fit(x, y, num_splits, ridge=ridge, tol=1e-6, folds="contiguous")
+    tight = measures.linear_probe_fit(x, y, num_splits, ridge=ridge, tol=1e-6, folds="contiguous")
     np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
 
 
@@ -110,12 +110,12 @@ def test_a_key_shuffles_folds_and_keeps_the_order():
     np.testing.assert_array_equal(np.bincount(ids), [21, 21, 21, 20, 20])
     assert (ids[83:] == 4).all()
     assert (np.diff(ids[:83]) < 0).any()
-    shuffled = np.asarray(measures.crossval_softmax_predict(x, y, **SPLITS, key=key))
-    plain = np.asarray(measures.crossval_softmax_predict(x, y, **SPLITS))
+    shuffled = np.asarray(measures.linear_probe(x, y, **SPLITS, key=key))
+    plain = np.asarray(measures.linear_probe(x, y, **SPLITS))
     assert np.abs(shuffled - plain).max() > 1e-4
     # The same samples in sorted blocks of that shuffle, with folds in the order, give the same rows.
     order = np.argsort(np.asarray(fold_of(103, 4, key=key)), kind="stable")
-    blocks = measures.crossval_softmax_predict(x[order], y[order], **SPLITS)
+    blocks = measures.linear_probe(x[order], y[order], **SPLITS)
     np.testing.assert_allclose(blocks, shuffled[order], atol=2e-3)
 
 
@@ -123,11 +123,11 @@ def test_contiguous_folds_of_sorted_classes_never_predict_them():
     """With classes in blocks of one fold each, every held-out class is unknown and never predicted."""
     x, _ = make_data()
     y = np.eye(4, dtype=np.float32)[np.repeat(np.arange(4), [26, 26, 26, 25])]
-    fit = measures.crossval_softmax_fit(x, y, **SPLITS)
+    fit = measures.linear_probe_fit(x, y, **SPLITS)
     np.testing.assert_array_equal(np.sum(fit.probabilities * y, 1), 0)
     assert np.isneginf(np.diag(fit.intercepts)).all()
     assert fit.converged.all()
-    shuffled = measures.crossval_softmax_predict(x, y, **SPLITS, key=jax.random.key(0))
+    shuffled = measures.linear_probe(x, y, **SPLITS, key=jax.random.key(0))
     assert np.sum(shuffled * y, 1).min() > 0
     np.testing.assert_allclose(fit.probabilities, sklearn_folds(x, y, 4, 1.0)[0], atol=0.01)
 
@@ -137,8 +137,8 @@ def test_features_constant_in_one_training_part_only():
     x, y = make_data()
     x[:, 1] = 0.3
     x[:26, 1] = 1e4 * np.arange(26)
-    fit = measures.crossval_softmax_fit(x, y, **SPLITS)
-    without = measures.crossval_softmax_predict(x * (np.arange(8) != 1), y, **SPLITS)
+    fit = measures.linear_probe_fit(x, y, **SPLITS)
+    without = measures.linear_probe(x * (np.arange(8) != 1), y, **SPLITS)
     np.testing.assert_allclose(fit.probabilities[:26], without[:26], atol=2e-3)
     np.testing.assert_array_equal(fit.coefficients[0, 1], 0)
     assert np.abs(fit.coefficients[1:, 1]).min() > 0
@@ -153,8 +153,8 @@ def test_constant_columns_do_no_harm(dtype, precision):
     table = np.tile((rng.normal(size=4) * np.geomspace(1e-3, 1e4, 4)).astype(dtype), (103, 1))
     constant = np.where(rng.random((103, 4)) < 0.5, np.nextafter(table, dtype(np.inf)), table)
     options = SPLITS | {"ridge": 0.1}
-    plain = measures.crossval_softmax_fit(np.pad(x, ((0, 0), (0, 4))), y, **options)
-    fit = measures.crossval_softmax_fit(np.c_[x, constant], y, **options)
+    plain = measures.linear_probe_fit(np.pad(x, ((0, 0), (0, 4))), y, **options)
+    fit = measures.linear_probe_fit(np.c_[x, constant], y, **options)
     assert fit.converged.all()
     assert fit.iterations <= plain.iterations + 1
     np.testing.assert_allclose(fit.losses, plain.losses, rtol=RTOL)
@@ -166,10 +166,10 @@ def test_a_common_offset_costs_its_digits_and_no_more():
     """The probe of float32 is that of float64 on the same rounded features."""
     x, y = make_data()
     moved = (x + np.float32(1e4)).astype(np.float32)
-    fit = measures.crossval_softmax_fit(moved, y, **SPLITS, tol=1e-7)
+    fit = measures.linear_probe_fit(moved, y, **SPLITS, tol=1e-7)
     assert fit.converged.all()
     with jax.enable_x64(True):
-        exact = measures.crossval_softmax_fit(moved.astype(float), y.astype(float), **SPLITS, tol=1e-12)
+        exact = measures.linear_probe_fit(moved.astype(float), y.astype(float), **SPLITS, tol=1e-12)
         np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
         np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=2e-3)
 
@@ -177,7 +177,7 @@ def test_a_common_offset_costs_its_digits_and_no_more():
 @pytest.mark.parametrize("unit", [1e30, 1e-30])
 def test_units_do_not_matter_to_the_converged_probe(unit):
     x, y = make_data()
-    plain, scaled = (measures.crossval_softmax_fit(f * x, y, **SPLITS) for f in (np.float32(1), np.float32(unit)))
+    plain, scaled = (measures.linear_probe_fit(f * x, y, **SPLITS) for f in (np.float32(1), np.float32(unit)))
     assert plain.converged.all() & scaled.converged.all()
     np.testing.assert_allclose(scaled.probabilities, plain.probabilities, atol=2e-2)
     np.testing.assert_allclose(scaled.coefficients * np.float32(unit), plain.coefficients, atol=0.05)
@@ -185,7 +185,7 @@ def test_units_do_not_matter_to_the_converged_probe(unit):
 
 def test_derivatives_are_refused():
     x, y = make_data(n=20, d=4)
-    for predict in (measures.crossval_softmax_predict, measures.crossval_gradient_predict):
+    for predict in (measures.linear_probe, measures.gradient_probe):
         with pytest.raises(TypeError, match="probe, as a function of its features, has no derivative"):
             jax.grad(lambda x, predict=predict: predict(x, y, 2).sum())(x)
 
@@ -197,11 +197,11 @@ def test_separable_data_converge_with_a_small_penalty(size):
     x, _ = make_data(*size)
     y = np.eye(size[2], dtype=np.float32)[np.arange(size[0]) % size[2]]
     for ridge in (1e-2, 1e-6):
-        fit = measures.crossval_softmax_fit(x, y, 4, ridge=ridge)
+        fit = measures.linear_probe_fit(x, y, 4, ridge=ridge)
         assert fit.converged.all(), ridge
         assert fit.iterations < 250
         with jax.enable_x64(True):
-            exact = measures.crossval_softmax_fit(x.astype(float), y.astype(float), 4, ridge=ridge)
+            exact = measures.linear_probe_fit(x.astype(float), y.astype(float), 4, ridge=ridge)
             assert exact.converged.all()
             np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
             np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=0.06)
@@ -210,18 +210,18 @@ def test_separable_data_converge_with_a_small_penalty(size):
 def test_too_few_steps_are_reported_and_their_folds_predict_nothing():
     x, y = make_data()
     few = SPLITS | {"max_steps": 4}
-    fit = measures.crossval_softmax_fit(x, y, **few)
+    fit = measures.linear_probe_fit(x, y, **few)
     assert not fit.converged.any()
     assert fit.iterations == 4
-    least = measures.crossval_softmax_fit(x, y, **SPLITS).losses
+    least = measures.linear_probe_fit(x, y, **SPLITS).losses
     missing = 1 - np.asarray(least) / np.asarray(fit.losses)
     assert (missing > 1e-3).all()
     assert (missing <= np.asarray(fit.gap)).all()
     tol = float(np.median(fit.gap))
-    fit = measures.crossval_softmax_fit(x, y, **few, tol=tol)
+    fit = measures.linear_probe_fit(x, y, **few, tol=tol)
     assert 0 < fit.converged.sum() < 4
     with pytest.warns(RuntimeWarning, match="folds did not converge in .* steps") as said:
-        chances = measures.crossval_softmax_predict(x, y, **few, tol=tol)
+        chances = measures.linear_probe(x, y, **few, tol=tol)
     assert said[0].filename == __file__
     chances = np.asarray(chances)
     lost = np.isnan(chances)
@@ -233,7 +233,7 @@ def test_too_few_steps_are_reported_and_their_folds_predict_nothing():
 def test_folds_that_did_not_converge_predict_nothing_when_traced():
     """The numbers say it, and those of samples in no fold stay zero."""
     x, y = make_data()
-    predict = jax.jit(lambda x, c: measures.crossval_softmax_predict(x, y, **SPLITS, max_steps=4, num_samples=c))
+    predict = jax.jit(lambda x, c: measures.linear_probe(x, y, **SPLITS, max_steps=4, num_samples=c))
     part = np.asarray(predict(x, 50))
     assert np.isnan(part[:50]).all()
     np.testing.assert_array_equal(part[50:], 0)
@@ -243,12 +243,12 @@ def test_features_that_are_not_finite_predict_nothing():
     x, y = make_data()
     x[7, 1] = np.nan
     with pytest.warns(RuntimeWarning, match="4 of 4 folds did not converge"):
-        assert np.isnan(measures.crossval_softmax_predict(x, y, **SPLITS)).all()
+        assert np.isnan(measures.linear_probe(x, y, **SPLITS)).all()
 
 
 def test_gradient_probe_is_gradient_descent():
     x, y = make_data(40, 5, 3)
-    ours = measures.crossval_gradient_predict(x, y, 4, num_steps=7, step_size=0.01, folds="contiguous")
+    ours = measures.gradient_probe(x, y, 4, num_steps=7, step_size=0.01, folds="contiguous")
     for train, test in KFold(4).split(x):
         weights, shift = np.zeros((5, 3)), np.zeros(3)
         chances = lambda rows, w, b: softmax(x[rows] @ w + b, 1)  # noqa: E731
@@ -266,10 +266,10 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
     for offset in (1e4, 1e12):
         moved = (x - x.mean(0) + offset).astype(np.float32)
         np.testing.assert_allclose(probes.stable_step_size(moved), 2 / (6 * offset**2 + 1), rtol=1e-3)
-        assert np.isfinite(measures.crossval_gradient_predict(moved, y, 8, num_steps=3)).all()
+        assert np.isfinite(measures.gradient_probe(moved, y, 8, num_steps=3)).all()
 
     def loss(num_steps, size):
-        chances = measures.crossval_gradient_predict(x, y, 8, num_steps=num_steps, step_size=size)
+        chances = measures.gradient_probe(x, y, 8, num_steps=num_steps, step_size=size)
         return -np.mean(np.log(np.sum(chances * y, 1) + 1e-30))
 
     falling = [loss(steps, None) for steps in (0, 1, 20, 200)]
@@ -287,7 +287,7 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
 
 def test_wrong_use():
     x, y = make_data(30, 6, 3)
-    for predict in (measures.crossval_softmax_predict, measures.crossval_gradient_predict):
+    for predict in (measures.linear_probe, measures.gradient_probe):
         call = partial(predict, x, num_splits=5)
         refused(
             (lambda call=call: call(y, num_splits=31), "`num_splits` must be at most the number of samples"),
@@ -296,4 +296,4 @@ def test_wrong_use():
             (lambda call=call: call(np.ones((30, 1), np.float32)), "`y` must be .* got one column"),
         )
     for wrong in ({"ridge": 0.0}, {"tol": 0.0}):
-        refused((lambda wrong=wrong: measures.crossval_softmax_predict(x, y, 5, **wrong), "must be positive"))
+        refused((lambda wrong=wrong: measures.linear_probe(x, y, 5, **wrong), "must be positive"))

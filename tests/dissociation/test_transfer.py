@@ -20,7 +20,7 @@ def make_data(n=120, d=6, classes=3):
 def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
     x, y = make_data()
     fractions = (1.0, 0.25, 0.6)
-    predict = {"converged": measures.crossval_softmax_predict, "gradient": measures.crossval_gradient_predict}[probe]
+    predict = {"converged": measures.linear_probe, "gradient": measures.gradient_probe}[probe]
     wanted = []
     for fraction in fractions:
         count = round(120 * fraction)

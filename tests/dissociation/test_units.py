@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dissociation.linear import LinearNetwork, make_task, second_readout_loss
-from dissociation.rewrites import linear_cka_freedom
+from dissociation.rewrites import linear_cka_range
 from dissociation.similarity import linear_predictivity, predictivity_path
 
 DRAWS = np.random.default_rng(0)
@@ -50,7 +50,7 @@ def test_limits_of_cka_do_not_depend_on_the_dtype_or_the_number_of_samples():
     hidden = DRAWS.normal(size=(20_000, 6))
     x = hidden * [1, 1, 1, 1e-3, 1e-3, 1e-3]
     reference = hidden @ DRAWS.normal(size=(6, 6)) + 0.1 * DRAWS.normal(size=(20_000, 6))
-    narrow = linear_cka_freedom(x.astype(np.float32), reference.astype(np.float32))
-    wide = linear_cka_freedom(x, reference)
+    narrow = linear_cka_range(x.astype(np.float32), reference.astype(np.float32))
+    wide = linear_cka_range(x, reference)
     assert narrow.low == pytest.approx(wide.low, rel=1e-3)
     assert narrow.high == pytest.approx(wide.high, rel=1e-3)

@@ -189,8 +189,8 @@ CALLS = {
     rewrites.canonical: lambda: dict(model=network(), example=np.ones(3, np.float32), tolerance=1e-5),
     rewrites.fingerprint: lambda: dict(model=network(), example=np.ones(3, np.float32), tolerance=1e-5),
     rewrites.fingerprint_distance: lambda: dict(a=TALL[:, 0], b=TALL[:, 1]),
-    rewrites.cka_freedom: lambda: dict(x=TALL, reference=OTHER),
-    rewrites.linear_cka_freedom: lambda: dict(x=TALL, reference=OTHER),
+    rewrites.cka_range: lambda: dict(x=TALL, reference=OTHER),
+    rewrites.linear_cka_range: lambda: dict(x=TALL, reference=OTHER),
     rewrites.similarity_bounds: lambda: dict(x=TALL, y=OTHER, num_steps=2, key=KEY),
     dissociation.bmap: lambda: dict(fun=np.sin, batch_size=2),
     dissociation.member: lambda: dict(models=dict(weight=np.ones((3, 2))), index=1),
@@ -216,9 +216,9 @@ CALLS = {
     measures.transfer_errors: lambda: dict(
         features=TALL, labels=LABELS, key=KEY, fractions=np.array([0.5, 1.0]), num_splits=2, ridge=1.0, num_buckets=1
     ),
-    measures.crossval_softmax_predict: lambda: PROBE | dict(ridge=1.0),
-    measures.crossval_softmax_fit: lambda: PROBE | dict(ridge=1.0),
-    measures.crossval_gradient_predict: lambda: PROBE | dict(num_steps=3, step_size=0.1),
+    measures.linear_probe: lambda: PROBE | dict(ridge=1.0),
+    measures.linear_probe_fit: lambda: PROBE | dict(ridge=1.0),
+    measures.gradient_probe: lambda: PROBE | dict(num_steps=3, step_size=0.1),
     measures.information_plane: lambda: dict(
         features=TALL, inputs=TALL, labels=LABELS, key=KEY, batch_size=6, num_passes=1, sigma=5.0
     ),
