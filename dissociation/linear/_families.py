@@ -14,7 +14,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, fail, is_traced
-from dissociation._core.linalg import product
+from dissociation._core.linalg import product, scale_of
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
@@ -162,8 +162,11 @@ class Family(eqx.Module):
             return _frame_network(task, frame, self.name, unseen)
         # Bases in place of projectors: unseen directions are cut exactly.
         basis = task.input_basis if self.name == "GLS" else jnp.eye(first.shape[1], dtype=first.dtype)
-        left, values, right = jnp.linalg.svd(product(first, basis), full_matrices=False)
-        eps, norm = jnp.finfo(first.dtype).eps, jnp.linalg.norm(first)
+        read = product(first, basis)
+        # What is read does not depend on the sizes of neurons; changes of weights do.
+        sizes = scale_of(jnp.max(jnp.abs(read), 1, keepdims=True))
+        _, values, right = jnp.linalg.svd(read / sizes, full_matrices=False)
+        eps, norm = jnp.finfo(first.dtype).eps, jnp.linalg.norm(first / sizes)
         kept = values > max(first.shape) * eps * norm
         needed = product(basis.T, task.map_right)
         carried = product(jnp.where(kept[:, None], right, 0.0), needed)
@@ -171,8 +174,11 @@ class Family(eqx.Module):
         slack = jnp.minimum(16 * eps * jnp.maximum(1.0, norm / least), eps**0.5)  # rounding of `right`
         missing = jnp.linalg.norm(needed - product(right.T, carried)) > slack
         wrong = product(task.best_map - network.map, basis)
+        along = jnp.where(kept[None], product(read, right.T), 0.0)
+        left, values, turned = jnp.linalg.svd(along, full_matrices=False)
+        kept = jnp.arange(len(values)) < jnp.sum(kept)
         inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)
-        change = product(product(wrong, right.T) * inverse[None], left.T)
+        change = product(product(wrong, product(right.T, turned.T)) * inverse[None], left.T)
         return LinearNetwork((first, second + jnp.where(missing, jnp.nan, change)))
 
     @validated

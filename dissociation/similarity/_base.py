@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import fail, is_traced, warn
 from dissociation._core.conversion import as_array, as_numbers, to_device, warn_narrowed
-from dissociation._core.linalg import centre, finite_part, product, rank_cut, scale_of
+from dissociation._core.linalg import centre, column_units, finite_part, product, rank_cut, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
 """Representation, samples first."""
@@ -274,25 +274,34 @@ def column_sizes(x: Array) -> Array:
 
 
 def warn_dropped(form: Form, name: str, x: Any) -> None:
-    """Warn of directions that a form's rank cut drops although they exceed rounding."""
-    level = form.cut == "scaled"
-    if not form.cut or is_traced(x) or (level and x.shape[1] >= x.shape[0] - 1):
+    """Warn of directions that a form's rank cut drops although they exceed rounding, with the column of each."""
+    evens = form.cut == "scaled"
+    if not form.cut or is_traced(x) or (evens and x.shape[1] >= x.shape[0] - 1):
         return
     with jax.ensure_compile_time_eval():  # known features may be used under a trace
-        count = int(_num_dropped(to_device(x), level))
-    if count:
+        features = to_device(x)
+        kept, known = (int(number) for number in _num_kept(features, evens))
+        if not evens and kept < min(x.shape[0] - 1, x.shape[1]):  # units of columns decide what a plain cut keeps
+            known = int(_num_kept(features, True)[1])
+    if known > kept:
+        columns = np.asarray(features) - np.asarray(features).mean(0)
+        columns = columns / column_units(columns) if evens else columns
+        right = np.linalg.svd(np.linalg.qr(columns, mode="r").astype(float))[2]
+        most = ", ".join(map(str, np.abs(right[kept:known]).argmax(1)))
         warn(
-            f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
-            "kept: they count as absent. Float64 keeps smaller ones."
+            f"{known - kept} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
+            f"kept: they count as absent. Column with most of each: {most}. Float64 keeps smaller ones."
         )
 
 
-@partial(jax.jit, static_argnames="level")
-def _num_dropped(x: Array, level: bool) -> Array:
+@partial(jax.jit, static_argnames="evens")
+def _num_kept(x: Array, evens: bool) -> tuple[Array, Array]:
+    """Return the number of directions above the rank cut, and of those that are more than rounding."""
     x, _ = centred(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
-    values = jnp.linalg.svd(finite_part(x / column_sizes(x) if level else x)[0], compute_uv=False)
+    values = jnp.linalg.svd(finite_part(x / column_sizes(x) if evens else x)[0], compute_uv=False)
     # Exact dependence leaves some 3 roundings.
-    return jnp.sum((values > 16 * jnp.finfo(x.dtype).eps * values[0]) & (values <= rank_cut(x) * values[0]))
+    rounding = 16 * jnp.finfo(x.dtype).eps * values[0]
+    return jnp.sum(values > jnp.maximum(rank_cut(x) * values[0], rounding)), jnp.sum(values > rounding)
 
 
 def unit(array: Array) -> Array:

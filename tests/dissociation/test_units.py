@@ -1,12 +1,20 @@
 """Columns in mixed units: ranks are counted without them where the definition does not depend on them."""
 
+import ast
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.linear import LinearNetwork, make_task, second_readout_loss
+import dissociation
+from dissociation.linear import GLS, LinearNetwork, make_task, placement, second_readout_loss
 from dissociation.rewrites import linear_cka_range
-from dissociation.similarity import linear_predictivity, predictivity_path
+from dissociation.similarity import linear_predictivity, partial_whitening_distance, predictivity_path
 
 DRAWS = np.random.default_rng(0)
 X = DRAWS.normal(size=(80, 4))
@@ -54,3 +62,55 @@ def test_limits_of_cka_do_not_depend_on_the_dtype_or_the_number_of_samples():
     wide = linear_cka_range(x, reference)
     assert narrow.low == pytest.approx(wide.low, rel=1e-3)
     assert narrow.high == pytest.approx(wide.high, rel=1e-3)
+
+
+def test_a_cut_that_depends_on_units_names_its_columns():
+    """Columns from 1e-3 to 1e5: a partial whitening drops those that are small beside the largest."""
+    x = X * [1e4, 1.0, 1e-3, 1.0]
+    words = "1 of the directions of `x` exceed rounding, .*Column with most of each: 2. Float64"
+    with pytest.warns(RuntimeWarning, match=words):
+        partial_whitening_distance(x, X[:, :2], a=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        partial_whitening_distance(X * [10.0, 1.0, 0.1, 1.0], X[:, :2], a=0.5)
+        partial_whitening_distance(np.concatenate([X, X[:, :1] + X[:, 1:2]], 1), X[:, :2], a=0.5)  # dependent
+
+
+def test_the_nearest_network_of_a_family_does_not_depend_on_sizes_of_neurons():
+    task = make_task(X, X @ MAP)
+    network = GLS.sample(task, 6, key=jax.random.key(0))
+    scales = np.array([1e3, 1e-3, 1e2, 1e-2, 1.0, 10.0], np.float32)
+    first, second = network.weights
+    scaled = LinearNetwork((first * scales[:, None], second / scales[None]))
+    for one in (network, scaled):
+        nearest = GLS.project(task, one)
+        assert np.isfinite(placement(task, one).distance[0])
+        assert np.isfinite(nearest.weights[1]).all()
+        np.testing.assert_allclose(nearest.map, task.best_map, atol=2e-4)
+        np.testing.assert_array_equal(nearest.weights[0], one.weights[0])
+
+
+CUTS = re.compile(r"\b(\w*values|squares)(\[-?[01]\]|\.max\()|max\(\w*(values|squares)")
+ALLOWED = {
+    "figures/manifold.py": 1,  # principal axes that are drawn
+    "linear/_noise.py": 1,  # after columns are evened out
+    "measures/_collapse.py": 2,  # of class means, whose units are those of the features
+    "measures/_coordinates.py": 1,  # of whitened coordinates
+    "rewrites/_freedom.py": 1,  # of normalised kernels
+    "rewrites/_null_spaces.py": 2,  # an explicit `rtol`
+    "rewrites/_plant_activity.py": 1,
+    "similarity/_base.py": 1,  # of columns evened out, for warnings
+}
+
+
+def test_ranks_are_cut_in_one_place():
+    """Comparisons of singular values with a multiple of the largest, outside of `linalg`."""
+    root = Path(dissociation.__file__).parent
+    found = Counter()
+    for file in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = ast.unparse(node) if isinstance(node, ast.Compare) else ""
+            if "*" in text and CUTS.search(text) and "error" not in text and file.name != "linalg.py":
+                found[file.relative_to(root).as_posix()] += 1
+    assert sum(found.values()) <= 12
+    assert found == Counter(ALLOWED)
