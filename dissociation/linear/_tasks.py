@@ -77,7 +77,10 @@ class Task(eqx.Module):
     def __repr__(self) -> str:
         samples, inputs = self.x.shape[-2:]
         shape = f"samples={samples}, inputs={inputs}, outputs={self.y.shape[-1]}"
-        return f"Task({shape}, rank={self.rank}, input_rank={self.input_values.shape[-1]}, rtol={self.rtol:.2g})"
+        rank = self.input_values.shape[-1]
+        # No direction of weights is free of the inputs.
+        coincide = ", GLS and LSS coincide" if rank == inputs else ""
+        return f"Task({shape}, rank={self.rank}, input_rank={rank}, rtol={self.rtol:.2g}{coincide})"
 
 
 @validated(finite=("x", "y"))

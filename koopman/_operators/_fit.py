@@ -66,7 +66,8 @@ def fit(
     """Fit the operator G = U U^T C_xy of an estimator to pairs, U^T (C_x + alpha I) U = I.
 
     Without a kernel the arrays are features, in which the operator is linear. With a kernel they are states, and the
-    operator acts in the kernel's space, on the span of all samples or of `centres`.
+    operator acts in the kernel's space, on the span of all samples or of `centres`. Noise on the states makes decay too
+    fast: pass pairs of `delay_embed`.
 
     Args:
         estimator: `Ridge`, `PrincipalComponents` or `ReducedRank`.
@@ -308,7 +309,12 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
     if width_y != width:
         fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
     if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
-        fail("x", "be moments of finite data", "others", "Outside jit `moments` names the row that is not finite")
+        fail(
+            "x",
+            "be moments of finite data",
+            "sums that are not finite",
+            "Outside jit `moments` names the row that is not finite",
+        )
     return _of_moments(seen), seen.mean_observable.shape
 
 

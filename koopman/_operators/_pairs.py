@@ -51,6 +51,8 @@ def lagged_pairs(
 ) -> Pairs:
     """Return pairs (x_t, x_{t+lag}) of one or many trajectories.
 
+    Noise on the states makes decay too fast: pass what `delay_embed` returns.
+
     Args:
         trajectories: One trajectory, [time] or [time, d]; a list of trajectories [time, ...] of any lengths and one
             state shape, such as `[images]`; or with `trajectory_axis` one array of equally long ones. Lists of numbers

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Complex, Float, Inexact
 
-from dissociation._core.checks import check_positive
+from dissociation._core.checks import check_positive, is_traced
 from dissociation._core.conversion import to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import product, psd_power, scale_of
+from dissociation._core.results import printed
 from dissociation._core.ties import snapped
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
@@ -182,6 +183,23 @@ class Modes(NamedTuple):
     growth: Float[Array, " r"]
     share: Float[Array, " r"]
     constant: Float[Array, "*o"]
+
+    def __repr__(self) -> str:
+        if self.growth.ndim != 1 or is_traced(self.growth):
+            return printed(self)
+        lines = ["Modes, a line for each pair, in units of `time_step`:", "    growth  frequency  half-life   share"]
+        known = [np.asarray(part) for part in (self.growth, self.frequency, self.half_life, self.share)]
+        columns = np.stack(known, 1)
+        place = 0
+        while place < len(columns) and len(lines) < 12:
+            growth, frequency, half_life, share = columns[place]
+            two = bool(frequency > 0) and place + 1 < len(columns)
+            two = two and np.allclose(columns[place + 1, :2], columns[place, :2], rtol=1e-4)
+            share = share + columns[place + 1, 3] if two else share
+            lines.append(f"{growth:10.4g} {frequency:10.4g} {half_life:10.4g} {share:7.4f}")
+            place += 1 + two
+        lines += [f"    and {len(columns) - place} eigenvalues more"] * (place < len(columns))
+        return "\n".join(lines)
 
 
 @validated

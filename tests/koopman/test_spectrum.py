@@ -1,3 +1,4 @@
+import re
 from functools import partial
 
 import equinox as eqx
@@ -208,3 +209,23 @@ def test_shares_do_not_depend_on_the_unit_of_the_observable(size):
     y = x * np.float32([[0.9, 0.5]])
     wanted, found = (modes(fit(Ridge(), x, y, observable=np.float32(unit) * y)).share for unit in (1, size))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_modes_are_printed_with_a_line_for_each_pair():
+    angle = 0.3
+    matrix = np.diag([0.0, 0.0, 0.8])
+    matrix[:2, :2] = 0.9 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    states = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    found = modes(fit(Ridge(), states, states @ matrix.T.astype(np.float32)), time_step=0.5)
+    title, columns, pair, single = repr(found).splitlines()
+    assert "time_step" in title
+    assert columns.split() == ["growth", "frequency", "half-life", "share"]
+    np.testing.assert_allclose([*map(float, pair.split())][:2], [np.log(0.9) / 0.5, angle / np.pi], rtol=1e-3)
+    np.testing.assert_allclose(
+        [*map(float, single.split())][:3], [np.log(0.8) / 0.5, 0, 0.5 * np.log(0.5) / np.log(0.8)], rtol=1e-3
+    )
+    assert float(pair.split()[3]) + float(single.split()[3]) == pytest.approx(1, abs=1e-3)
+    many = fit(
+        Ridge(), np.random.default_rng(1).normal(size=(100, 40)), np.random.default_rng(2).normal(size=(100, 40))
+    )
+    assert re.search(r"and \d+ eigenvalues more$", repr(modes(many)))
