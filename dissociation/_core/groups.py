@@ -84,6 +84,32 @@ def _runs(features: np.ndarray, runs: np.ndarray, near: float) -> tuple[np.ndarr
     return np.bincount(runs)[runs] > 1, runs
 
 
+def _persistence(array: np.ndarray) -> float:
+    """Return the largest correlation of a column of [n, ...] with itself one row earlier, 0 within chance."""
+    columns = array.reshape(len(array), -1).astype(float)
+    columns = columns - columns.mean(0)
+    squares = (columns**2).sum(0)
+    found = (columns[1:] * columns[:-1]).sum(0) / np.where(squares > 0, squares, 1.0)
+    chance = (4 + np.sqrt(2 * np.log(columns.shape[1]))) / len(array) ** 0.5
+    return float(found.max()) if found.max() > chance else 0.0
+
+
+def warn_in_time(names: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Warn of known arrays [n, ...] whose rows all depend on the row before."""
+    if any(map(is_traced, arrays)):
+        return
+    factor = np.prod([_persistence(np.asarray(array)) for array in arrays])
+    # The variance of a mean of products rises by (1 + r s) / (1 - r s).
+    if factor > 0.1:
+        both = " and ".join(f"`{name}`" for name in names)
+        warn(
+            f"rows of {both} resemble the rows before them. Of a time series they are not independent, so that the "
+            "estimate and its error are wrong: take rows that are a few correlation times apart. Independent rows that "
+            "were sorted by a value lose nothing.",
+            gates=2,
+        )
+
+
 def warn_repeated(arrays: Sequence[Any], effect: str, *, repeats: int = 1, each: int = 1) -> None:
     """Warn of known samples that repeat others in all arrays [n, ...], `repeats` times `each` rows of a sample."""
     if any(map(is_traced, arrays)):

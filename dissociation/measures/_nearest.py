@@ -13,7 +13,7 @@ from scipy.special import gammaln
 
 from dissociation._core.checks import check_choice, check_classes, check_count, fail, is_traced
 from dissociation._core.conversion import to_device
-from dissociation._core.groups import group_numbers, one_per_group, warn_repeated
+from dissociation._core.groups import group_numbers, one_per_group, warn_in_time, warn_repeated
 from dissociation._core.linalg import product
 from dissociation._core.results import Result
 from dissociation._core.splits import permutation
@@ -132,7 +132,8 @@ def information(
 
     Units, and increasing maps of a coordinate, affect only strong relations. An invertible relation has infinite
     information: add a little noise to one side, and compare with shuffled pairs. Coordinates with few values need
-    `label_information`, gradients `smoothed_information`.
+    `label_information`, gradients `smoothed_information`. Rows are taken as independent: of a time series pass rows
+    that are a few correlation times apart.
 
     Args:
         x: Samples, [n, p].
@@ -152,6 +153,7 @@ def information(
     if groups is None:
         check_neighbours(num_neighbours, len(x))
         warn_repeated([x, z], "estimates and errors are those of independent samples")
+        warn_in_time(["x", "z"], [x, z])
         return _information(to_device(x), to_device(z), estimator, num_neighbours, block)
     choices = one_per_group(group_numbers(groups, len(x)), _CHOICES)
     if num_neighbours >= choices.shape[1]:

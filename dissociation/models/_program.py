@@ -109,8 +109,10 @@ def program_of(model: Any, call: Call | None) -> Program:
     leaves = [leaf for _, leaf in named]
     # Names are the same with and without a state.
     skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
-    matrices = {path[skipped:] for path, leaf in named if np.ndim(leaf) > 1}
-    return Program(paths, _layers_of([path[skipped:] for path, _ in named], matrices), leaves, run)
+    # Flax wraps each array in an object with the attribute `value`.
+    keys = [path[skipped : -1 if str(path[-1]) == ".value" else None] for path, _ in named]
+    matrices = {path for path, leaf in zip(keys, leaves, strict=True) if np.ndim(leaf) > 1}
+    return Program(paths, _layers_of(keys, matrices), leaves, run)
 
 
 def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> list[str]:

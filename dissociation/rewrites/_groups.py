@@ -370,9 +370,8 @@ def _read(flow: Flow, program: Program, made: list[Value], model: Any, example: 
             continue
         incoming = [slot for slot in own if not slot.outgoing]
         # Dictionaries have their keys in the order of text, biases before kernels.
-        matrices = (
-            [slot for slot in incoming if len(slot.shape) > 1] if incoming and incoming[0].path[-1] == "]" else []
-        )
+        by_text = bool(incoming) and incoming[0].path.removesuffix(".value").endswith("]")
+        matrices = [slot for slot in incoming if by_text and len(slot.shape) > 1]
         first = next(iter(matrices or incoming), own[0])
         # One array may hold the incoming weights of several groups.
         name = numbered(program.layers[first.leaf], groups)

@@ -313,3 +313,20 @@ def test_independent_stimuli_with_repeats_are_not_similar():
     small, covered = np.mean(passed, 0)
     assert small > 0.7
     assert covered > 0.6
+
+
+def test_rows_of_a_time_series_are_named():
+    """Independent walks share information by the estimate; independent rows that were sorted are named, too."""
+    rng = np.random.default_rng(3)
+    walks = np.cumsum(rng.normal(size=(2, 200, 1)), 1).astype(np.float32)
+    rows = rng.normal(size=(200, 1)).astype(np.float32)
+    related = rows + 0.3 * rng.normal(size=(200, 1)).astype(np.float32)
+    order = np.argsort(rows[:, 0])
+    for pair in (walks, (rows[order], related[order])):
+        with pytest.warns(RuntimeWarning, match="rows of `x` and `z` resemble the rows before them.*sorted by a value"):
+            information(*pair)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        information(rows, related)
+        information(walks[0], rows)
+        information(walks[0, rng.permutation(200)], walks[1])
