@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from dissociation import figures
+from dissociation._core import checks
 from koopman.datasets._trajectories import step_keys
 
 
 def test_dissociation_is_checked():
     with pytest.raises(jaxtyping.TypeCheckError):
-        figures.check_choice(3, "a", ["a"])  # pyright: ignore[reportArgumentType]
+        checks.check_choice(3, "a", ["a"])  # pyright: ignore[reportArgumentType]
     assert jnp.ones(1).shape == (1,)
 
 

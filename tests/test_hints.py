@@ -1,6 +1,8 @@
 """Names that are found, and answers to those that are elsewhere."""
 
 import importlib
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -62,3 +64,26 @@ def test_other_names_are_missing_as_python_has_it(name):
     for package in (dissociation, koopman, dissociation.rewrites):
         assert not hasattr(package, name)
         assert hint(package.__name__, name) is None
+
+
+ELSEWHERE = {"step", "init", "register", "fold_in", "if_array", "named_key", "with_sizes"}
+"""Results of calls, functions of JAX and Equinox by their last name, and two private ones."""
+
+
+def test_calls_that_docstrings_name_exist():
+    modules = [importlib.import_module(package) for package in ("dissociation", "koopman")]
+    for package in list(modules):
+        names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+        modules += [importlib.import_module(f"{package.__name__}.{name}") for name in names if name != "fig4"]
+    public = {name: getattr(module, name) for module in modules for name in getattr(module, "__all__", ())}
+    known = set(public) | ELSEWHERE | {name for one in public.values() if inspect.isclass(one) for name in dir(one)}
+    wrong = []
+    for name, one in public.items():
+        own = [one, *(part for part in vars(one).values() if callable(part))] if inspect.isclass(one) else [one]
+        for part in own:
+            parameters = set(inspect.signature(part).parameters) if inspect.isfunction(part) else set()
+            for call in re.findall(r"`([A-Za-z_][\w.]*)\(", part.__doc__ or ""):
+                first, _, last = call.partition(".")[0], *call.rpartition(".")[1:]
+                if first not in {"jax", "jnp", "np", "numpy", "eqx", "optax"} and last not in known | parameters:
+                    wrong.append((name, call))
+    assert wrong == []

@@ -7,11 +7,9 @@ from dissociation._core.lazy import attach
 __all__ = [
     "figures", "main", "run_command", "Figure", "run", "config_of", "rows", "padded", "exhibit_of", "Exhibit",
     "report_html", "Cache", "CacheFolder", "AnyMeter", "DataName", "cell", "check_some_left", "named_diverged",
-    "check_choice", "check_count", "check_distinct", "check_positive", "fail", "WrongValue",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from dissociation._core.checks import WrongValue, check_choice, check_count, check_distinct, check_positive, fail
     from dissociation.figures._cache import AnyMeter, Cache, CacheFolder
     from dissociation.figures._cli import figures, main
     from dissociation.figures._command import run_command

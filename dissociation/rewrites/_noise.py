@@ -21,7 +21,7 @@ Model = TypeVar("Model")
 def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] | None = None) -> PyTree:
     """Draw N(0, 1) for every parameter of a model, or for some.
 
-    One draw serves many scales: `perturb_parameters(model, noise, scale)`. The key is split over the parameters in the
+    One draw serves many scales, as in `measures.parameter_noise_error`. The key is split over the parameters in the
     order of the tree.
 
     Args:

@@ -15,6 +15,7 @@ import xarray
 from jaxtyping import Array
 
 from dissociation import figures, member
+from dissociation._core import checks
 from dissociation.data import NAMES
 from dissociation.figures import AnyMeter, Cache, CacheFolder, DataName, cell
 from koopman import encode
@@ -68,17 +69,17 @@ class Config:
     """Models to compare; the oracle is always trained."""
 
     def __post_init__(self):
-        figures.check_choice("data", self.data, NAMES)
+        checks.check_choice("data", self.data, NAMES)
         counts = {"num_seeds": 1, "num_test": 1, "num_steps": 1, "num_train": 2, "num_validation": 2}
         for name, least in (counts | {"num_epochs": 0, "oracle_epochs": 0}).items():
-            figures.check_count(name, getattr(self, name), minimum=least)
-        figures.check_count("num_digits", self.num_digits, minimum=1, maximum=10)
-        figures.check_count("batch_size", self.batch_size, minimum=1, maximum=self.num_train - 1)
-        figures.check_count("far", self.far, minimum=self.num_steps + 1)
-        figures.check_positive("alpha", self.alpha)
-        figures.check_distinct("models", self.models)
+            checks.check_count(name, getattr(self, name), minimum=least)
+        checks.check_count("num_digits", self.num_digits, minimum=1, maximum=10)
+        checks.check_count("batch_size", self.batch_size, minimum=1, maximum=self.num_train - 1)
+        checks.check_count("far", self.far, minimum=self.num_steps + 1)
+        checks.check_positive("alpha", self.alpha)
+        checks.check_distinct("models", self.models)
         for name in self.models:
-            figures.check_choice("models", name, MODELS)
+            checks.check_choice("models", name, MODELS)
 
     def quick(self) -> "Config":
         """Return the settings of a smoke run."""
@@ -92,12 +93,12 @@ def source(config: Config, data: Digits | None = None) -> Digits:
     """Return the sequence of a configuration, or the given one, after checking it."""
     images, labels, name = ordered_mnist(config.num_digits, data=config.data) if data is None else data
     if (needed := config.num_train + config.num_validation + config.num_test) > len(images):
-        raise figures.WrongValue(
+        raise checks.WrongValue(
             f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, {len(images)}, "
             f"got {needed}."
         )
     if (digits := int(labels.max()) + 1) != config.num_digits:
-        figures.fail("num_digits", f"be the number of different digits in the sequence ({digits})", config.num_digits)
+        checks.fail("num_digits", f"be the number of different digits in the sequence ({digits})", config.num_digits)
     return images, labels, name  # a plain tuple, because its hash is in the identity of a run
 
 

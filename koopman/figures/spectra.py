@@ -12,6 +12,7 @@ import xarray
 from jaxtyping import Array
 
 from dissociation import bmap, figures, plotting
+from dissociation._core import checks
 from dissociation.figures import AnyMeter, Cache, CacheFolder, padded
 from koopman import (
     RBF,
@@ -78,22 +79,22 @@ class Config:
     """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
 
     def __post_init__(self):
-        figures.check_count("num_trajectories", self.num_trajectories, minimum=1)
+        checks.check_count("num_trajectories", self.num_trajectories, minimum=1)
         for name, value, least, most in (
             ("order", self.order, 2, 200),  # five features at least, and quadrature of few thousand nodes
             ("num_centres", self.num_centres, MAX_RANK, 5000),
             *(("lengths", length, 100, 10**8) for length in self.lengths),
         ):
-            figures.check_count(name, value, minimum=least, maximum=most)
-        figures.check_positive("alpha", self.alpha)
+            checks.check_count(name, value, minimum=least, maximum=most)
+        checks.check_positive("alpha", self.alpha)
         if self.alpha > 1e6:
-            figures.fail("alpha", "be at most 1e6, for features with mean squares of one", self.alpha)
-        figures.check_distinct("lengths", self.lengths)
+            checks.fail("alpha", "be at most 1e6, for features with mean squares of one", self.alpha)
+        checks.check_distinct("lengths", self.lengths)
         if list(self.lengths) != sorted(self.lengths):
-            figures.fail("lengths", "be ascending, because rates are of the last one", self.lengths)
-        figures.check_distinct("systems", self.systems)
+            checks.fail("lengths", "be ascending, because rates are of the last one", self.lengths)
+        checks.check_distinct("systems", self.systems)
         for name in self.systems:
-            figures.check_choice("systems", name, SYSTEMS)
+            checks.check_choice("systems", name, SYSTEMS)
 
     def quick(self) -> "Config":
         """Return the settings of a smoke run."""

@@ -12,7 +12,6 @@ import pytest
 from scipy import stats
 
 import dissociation
-from dissociation import figures
 from dissociation._core import checks
 from dissociation.plotting import band, differences, drawn_as, heat, house_style, letter, look, summarise
 from dissociation.training import _progress as progress_module
@@ -127,12 +126,12 @@ def test_letters_in_order_and_looks_apart_without_colour():
 def test_checks_speak_one_language():
     for value in (-1, float("nan")):
         with pytest.raises(ValueError, match="`x` must be positive and finite, got"):
-            figures.check_positive("x", value)
+            checks.check_positive("x", value)
     with pytest.raises(ValueError, match=r"`x` must be finite, got nan at index \(1, 0\)"):
         checks.check_finite("x", np.array([[1.0], [np.nan]]))
     with pytest.raises(TypeError, match=r"`n` must be a Python integer \(it sets a shape\), got True"):
-        figures.check_count("n", True)
-    jax.jit(lambda x: figures.check_positive("x", x))(-1.0)  # traced: passes
+        checks.check_count("n", True)
+    jax.jit(lambda x: checks.check_positive("x", x))(-1.0)  # traced: passes
 
 
 def test_a_mesh_may_have_an_axis_of_data():

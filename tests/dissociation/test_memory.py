@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
-from dissociation.figures import WrongValue
+from dissociation._core.checks import WrongValue
 from dissociation.training import _machine as memory
 
 

@@ -15,7 +15,6 @@ import pytest
 from jaxtyping import Array, Float, Int, Real
 from words import refused
 
-from dissociation import figures
 from dissociation._core import checks
 from dissociation._core.conversion import as_classes, as_examples, as_one_hot
 from dissociation._core.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
@@ -350,9 +349,9 @@ def test_what_loses_nothing_passes_without_a_word(x):
 
 def test_messages_have_no_holes():
     with pytest.raises(ValueError, match=r"^`name` must be left out, as there is nothing to choose from, got 'a'\.$"):
-        figures.check_choice("name", "a", ())
+        checks.check_choice("name", "a", ())
     with pytest.raises(ValueError, match=r"^`name` must be short, got nothing\.$"):
-        figures.fail("name", "be short", "")
+        checks.fail("name", "be short", "")
 
     with pytest.raises(TypeError, match="got an error: ") as seen:
         checks.check_model("model", lambda x: jax.vmap(lambda a, b: a + b)(jnp.ones((4, 3)), x), np.zeros(5))

@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import xarray
 
-from dissociation.figures import check_count, fail, run
+from dissociation._core.checks import check_count, fail
+from dissociation.figures import run
 
 STEM, SHOWS = "toy", "A toy."
 NETWORK = None
