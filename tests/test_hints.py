@@ -66,7 +66,18 @@ def test_other_names_are_missing_as_python_has_it(name):
         assert hint(package.__name__, name) is None
 
 
-ELSEWHERE = {"step", "init", "register", "fold_in", "if_array", "named_key", "with_sizes"}
+ELSEWHERE = {
+    "step",
+    "init",
+    "callback",
+    "start",
+    "batches",
+    "register",
+    "fold_in",
+    "if_array",
+    "named_key",
+    "with_sizes",
+}
 """Results of calls, functions of JAX and Equinox by their last name, and two private ones."""
 
 
