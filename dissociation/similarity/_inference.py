@@ -21,7 +21,7 @@ from dissociation._core.ties import ROUNDINGS
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.similarity._base import Features, Measure, OtherFeatures, Prepared, in_common_dtype
-from dissociation.similarity._items import Items, as_items, check_fit, check_sets
+from dissociation.similarity._items import Items, as_items, check_fit, check_sets, of_one_width
 from dissociation.similarity._measures import as_measure
 from dissociation.similarity._orders import Units, all_orders, kinds_of, log_number, random_orders, units_of
 from dissociation.similarity._tables import tables
@@ -559,15 +559,19 @@ def moment_p_values(values: Any, gram: Any, sets: Sequence[Items], log_numbers: 
     number of orders that differ, of which `log_numbers` are logarithms.
     """
     values = np.asarray(values, float)
-    stacks: list[Array] = []
+    sets = of_one_width(*sets) if len(sets) == 2 else sets
+    stacks: dict[int, list[np.ndarray]] = {}  # by width
     indices: list[np.ndarray] = []  # of the representations of each set, in the order of its labels
     for items in sets:
         ordered = np.zeros((len(items.labels), 2), int)
         for stack, labels in zip(items.arrays, items.places, strict=True):
-            ordered[labels] = [(len(stacks), item) for item in range(len(labels))]
-            stacks.append(stack)
+            own = stacks.setdefault(stack.shape[2], [])
+            place, before = list(stacks).index(stack.shape[2]), sum(map(len, own))
+            ordered[labels] = [(place, before + item) for item in range(len(labels))]
+            own.append(np.asarray(stack))
         indices.append(ordered)
-    sums = jax.device_get(_invariants(gram, stacks, to_device(np.concatenate(indices))))
+    joined = [to_device(np.concatenate(own)) for own in stacks.values()]
+    sums = jax.device_get(_invariants(gram, joined, to_device(np.concatenate(indices))))
     rows = len(indices[0])
     columns = len(indices[-1])
     a = Invariants(*(part[:rows, None] for part in sums))

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from dissociation._core.checks import check_choice, check_finite, check_same_length, fail, fail_kind, is_traced
 from dissociation._core.columns import Reading
-from dissociation._core.conversion import holds_arrays, refuse_nested
+from dissociation._core.conversion import holds_arrays, refuse_nested, to_device
 from dissociation._core.frames import check_columns, is_table
 from dissociation.models._representations import Layers
 from dissociation.similarity._base import (
@@ -136,6 +136,21 @@ def _check_stated(name: str, value: Any, choices: Sequence[str], shape: tuple[in
     if value is None:
         fail(name, f"be one of {', '.join(map(repr, choices))} for samples of shape {shape}", "None", advice)
     check_choice(name, value, choices)
+
+
+def of_one_width(first: Items, second: Items) -> tuple[Items, Items]:
+    """Return two sets of one width each as sets of the same width, with columns of zeros, if they are similar."""
+    # Zeros change no products or distances of samples, and what is compiled once is quick at its first call.
+    if len(first.arrays) > 1 or len(second.arrays) > 1:
+        return first, second
+    narrow, wide = sorted(one.arrays[0].shape[2] for one in (first, second))
+    if narrow == wide or wide > 2 * narrow:
+        return first, second
+    padded = [
+        np.pad(np.asarray(one.arrays[0]), ((0, 0), (0, 0), (0, wide - one.arrays[0].shape[2])))
+        for one in (first, second)
+    ]
+    return first._replace(arrays=[to_device(padded[0])]), second._replace(arrays=[to_device(padded[1])])
 
 
 def check_sets(sets: Sequence[Items], measure: Measure) -> int:

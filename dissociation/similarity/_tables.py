@@ -15,7 +15,7 @@ from dissociation._core.checks import check_count, fail
 from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation.similarity._base import Form, Measure, inner, of_sizes
-from dissociation.similarity._items import Items
+from dissociation.similarity._items import Items, of_one_width
 from dissociation.training._machine import free_memory
 from dissociation.training._progress import MeterFactory, open_meter
 
@@ -71,12 +71,20 @@ def _tables(
     the pairs of one set. For the task "all", return the measure and, if the form has `expected`, its mean over all
     orders, [1 or 2, items, others].
     """
-    ready = _prepared(form, first, labels, None) if task != "blocks" else None
+    ready = _prepared(form, first, labels, None) if task == "orders" else None
 
     def prepared(rows: Array | None) -> tuple[list[Any], list[Any]]:
         of_rows = labels[rows] if labels is not None and task == "blocks" else labels
-        a = ready or _prepared(form, first, of_rows, rows)
-        return a, a if second is None and task != "orders" else _prepared(form, second or first, of_rows, rows)
+        if task == "orders":
+            return ready or [], _prepared(form, second or first, of_rows, rows)
+        if second is None:
+            a = _prepared(form, first, of_rows, rows)
+            return a, a
+        if [stack.shape[1:] for stack in first] == [stack.shape[1:] for stack in second]:  # compiled once for both
+            both = _prepared(form, tuple(map(_one_stack, first, second)), of_rows, rows)
+            counts = [len(stack) for stack in first]
+            return _parts(both, [slice(count) for count in counts]), _parts(both, [slice(n, None) for n in counts])
+        return _prepared(form, first, of_rows, rows), _prepared(form, second, of_rows, rows)
 
     if choices is not None:
         return lax.map(lambda rows: _table(form, *prepared(rows), symmetric), choices)
@@ -86,6 +94,15 @@ def _tables(
         outer = jax.vmap(jax.vmap(form.expected, (None, 0)), (0, None))
         found.append(jnp.block([[outer(one, other) for other in b] for one in a]))
     return jnp.stack(found)
+
+
+def _one_stack(first: Array, second: Array) -> Array:
+    return jnp.concatenate([first, second])
+
+
+def _parts(trees: list[Any], parts: list[slice]) -> list[Any]:
+    """Return a part of the leaves of each tree."""
+    return [jax.tree.map(lambda leaf, part=part: leaf[part], tree) for tree, part in zip(trees, parts, strict=True)]
 
 
 def _prepared(form: Form, stacks: Stacks, labels: Array | None, rows: Array | None) -> list[Any]:
@@ -178,6 +195,8 @@ def tables(
 ) -> list[np.ndarray]:
     """Return the tables of each step, [choices, items, others], with a meter that counts choices."""
     within, shape = first is second, (len(first.labels), len(second.labels))
+    if form.gram is not None and not within:
+        first, second = of_one_width(first, second)
     symmetric = measure.symmetric and within
     arrays = first.arrays + ([] if within else second.arrays)
     widths, items = [array.shape[2] for array in arrays], sum(array.shape[0] for array in arrays)
