@@ -17,6 +17,7 @@ WHOLE = {  # modules in which all of them are of integers or of rows, in dissoci
     "labels and folds, the paper's": "measures/_softmax_solver.py",
     "ranks of the data as given": "measures/_coordinates.py measures/_neighbours.py",
     "rows by label and by draw": "measures/_nearest.py measures/_smoothed.py",
+    "labels, clocks and repeated rows of data as given": "_core/columns.py _core/frames.py _core/groups.py",
 }  # fmt: skip
 ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
@@ -25,15 +26,17 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "similarity/_dissimilarity.py:memberships similarity/_inference.py:interval",
     "given as they are":
         "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
-        "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams _core/frames.py:_check_steps",
+        "measures/_crossing.py:log_slope training/_sweeps.py:hyperparams",
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_inference.py:orders_of "
         "similarity/_orders.py:all_orders "
+        "measures/_probes.py:_check_groups measures/_probes.py:_shuffled models/_program.py:_layers_of "
+        "similarity/_dissimilarity.py:_apart similarity/_kernels.py:_gram_apart "
         "measures/_probes.py:transfer_errors recipes/_grokking.py:observation_steps "
         "training/_records.py:record_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_matching.py:_moves training/_grids.py:_run "
-        "koopman/_operators/_pairs.py:_merged _core/frames.py:_runs linear/_families.py:_walk",
+        "koopman/_operators/_pairs.py:_merged linear/_families.py:_walk",
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
     "an order for show":

@@ -1,21 +1,24 @@
 """Convert frames of pandas and arrays of xarray to trajectories."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dissociation._core.checks import fail, fail_kind
-from dissociation._core.columns import Reading, advice_on, are_even, doubts_of, labels_of
+from dissociation._core.columns import Reading, advice_on, advice_on_restarts, are_even, doubts_of, is_text, labels_of
 
-_SPLIT = "name the runs by run=, or pass a list of frames, [run for _, run in frame.groupby(...)]"
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
 def as_trajectories(name: str, value: Any, reading: Reading, *, one: bool = False) -> Any:
     """Return frames as arrays in order of time, one per run; other values unchanged."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fail_kind(name, "be trajectories", f"{type(value).__name__}, in which they are cut into pairs")
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
+    reading = _checked_names(reading)
     if not any(map(is_table, parts)):
         for argument in ("time", "run", "columns"):
             if getattr(reading, argument) is not None:
@@ -35,8 +38,24 @@ def as_trajectories(name: str, value: Any, reading: Reading, *, one: bool = Fals
     _check_one_step(name, steps)
     if one and len(runs) > 1 and not several:
         fail(name, "be one trajectory", f"{len(runs)} runs", "Pass one at a time, frame.loc[[run]]")
-    split = reading.run is not None or getattr(getattr(value, "index", None), "nlevels", 1) > 1
+    split = len(runs) > 1 or reading.run is not None or getattr(getattr(value, "index", None), "nlevels", 1) > 1
     return runs if several or (split and not one) else runs[0]
+
+
+def _checked_names(reading: Reading) -> Reading:
+    """Return the reading, or raise unless it has names."""
+    for argument in ("time", "run", "columns"):
+        given = getattr(reading, argument)
+        parts = given if isinstance(given, list | tuple) and argument != "time" else [given]
+        for part in parts:
+            if hasattr(part, "shape") or isinstance(part, dict | list | set):
+                wanted = f"name {'columns' if argument == 'columns' else 'a column, an index level or a dimension'}"
+                fail_kind(
+                    argument, wanted, f"an object of type {type(part).__name__}", "Add it to the frame as a column"
+                )
+        if argument != "time" and given is not None and not len(parts):
+            fail(argument, "name at least one column", "none")
+    return reading._replace(columns=[reading.columns]) if isinstance(reading.columns, str) else reading
 
 
 def _check_one_step(name: str, steps: list[Any]) -> None:
@@ -70,13 +89,12 @@ def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> 
     """Return the states of each run of a frame, [time, states]."""
     series = not hasattr(table, "columns")
     table = table.to_frame() if series else table
-    for argument, label in (("time", reading.time), *(("run", run) for run in reading.runs)):
-        if label is not None and label not in table.columns and label not in table.index.names:
-            known = [*table.columns, *(level for level in table.index.names if level is not None)]
-            fail(argument, f"be a column or an index level of `{name}`, of {known}", repr(label))
+    _check_named(name, table, reading)
     named = (reading.time, *reading.runs)
     runs = [labels_of(table, run) for run in reading.runs]
     time = None if reading.time is None else labels_of(table, reading.time)
+    if time is not None and getattr(time, "hasnans", False):
+        fail(name, f"have a time in every row of {reading.time!r}", "missing ones", "Drop these rows")
     levels = [i for i, level in enumerate(table.index.names) if level is None or level not in named]
     wanted = (time is None) + (not runs)
     if table.index.nlevels > 1 and levels and wanted:
@@ -85,7 +103,7 @@ def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> 
             fail(name, "have an index of two levels, run and time", f"levels {list(table.index.names)}", advice)
         runs = runs or [table.index.get_level_values(levels[0])]
         time = table.index.get_level_values(levels[-1]) if time is None else time
-    elif levels and time is None:
+    elif levels and time is None and not (reading.runs and _counts_rows(table.index)):
         time = table.index
     codes = [run.factorize()[0] for run in runs] or [np.zeros(len(table), int)]
     if any((code < 0).any() for code in codes):
@@ -100,14 +118,58 @@ def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> 
         if time is not None:
             if reading.time is not None:
                 rows = rows[np.asarray(time[rows].argsort(kind="stable"))]
-            _check_steps(f"{name}{label}", time[rows], steps)
+            _check_steps(f"{name}{label}", time[rows], steps, lambda: advice_on_restarts(table, reading), reading.time)
         found.append(values[rows, 0] if series else values[rows])
     return found
+
+
+def _check_named(name: str, table: Any, reading: Reading) -> None:
+    """Raise unless a frame has the columns or index levels that a call names."""
+    for argument, label in (("time", reading.time), *(("run", run) for run in reading.runs)):
+        if label is not None and label not in table.columns and label not in table.index.names:
+            known = [*table.columns, *(level for level in table.index.names if level is not None)]
+            fail(argument, f"be a column or an index level of `{name}`, of {known}", repr(label))
+
+
+def _counts_rows(index: Any) -> bool:
+    """Return True for an index without a name that counts the rows."""
+    known = index.name is None and index.dtype.kind in "iu"
+    return known and np.array_equal(np.asarray(index), np.arange(len(index)))
+
+
+def _with_coordinates(array: Any, reading: Reading) -> Any:
+    """Return an array of two dimensions as a frame, if labels of its rows are coordinates; else None."""
+    stacked = [dim for dim in array.dims if getattr(array.indexes.get(dim), "nlevels", 1) > 1]
+    named = [label for label in (reading.time, *reading.runs) if label is not None and label not in array.dims]
+    named = [label for label in named if label in array.coords and array.coords[label].ndim == 1]
+    rows = stacked[:1] or [array.coords[label].dims[0] for label in named[:1]]
+    if array.ndim != 2 or not rows:
+        return None
+    frame = array.transpose(rows[0], ...).to_pandas()
+    for label in named if not stacked else ():
+        frame[label] = array.coords[label].to_numpy()
+    return frame if stacked or rows[0] == "time" else frame.reset_index(drop=True)
+
+
+def _check_coordinates(name: str, array: Any, time: Any) -> None:
+    """Raise if a coordinate along time may label runs."""
+    own = [label for label, one in array.coords.items() if one.dims == (time,) and label != time]
+    if array.ndim != 2 or not own:
+        return
+    frame = array.transpose(time, ...).to_pandas().iloc[:, :0]
+    for label in own:
+        frame[label] = array.coords[label].to_numpy()
+    doubts = doubts_of(frame)
+    if labels := [*doubts.runs, *doubts.labels, *doubts.wraps]:
+        advice = f"Pass run={labels[0]!r}, or array.drop_vars({labels}) for one trajectory"
+        fail(name, f"be one trajectory along {time!r}", f"what may be runs in {labels}", advice)
 
 
 def _runs_of_dimensions(name: str, array: Any, reading: Reading, listed: bool, steps: list[Any]) -> list[np.ndarray]:
     """Return the states of each run of an array of xarray, [time, ...]."""
     time = "time" if reading.time is None else reading.time
+    if (frame := _with_coordinates(array, reading)) is not None:
+        return _runs_of_rows(name, frame, reading, steps)
     for dim in (time, *reading.runs):
         if dim not in array.dims:
             advice = f"Pass time=, one of {array.dims}" if reading.takes_names else "Rename it"
@@ -115,9 +177,11 @@ def _runs_of_dimensions(name: str, array: Any, reading: Reading, listed: bool, s
     if array.ndim - len(reading.runs) > 2 and not listed:
         advice = "For several runs pass run=, or list(array); for one [array]; or array.to_numpy()"
         fail(name, "be of dimensions (time, state), or a list of such arrays", f"dimensions {array.dims}", advice)
+    _check_coordinates(name, array, time)
     if time in array.indexes:
         array = array if reading.time is None else array.sortby(time)
-        _check_steps(name, array.indexes[time], steps)
+        restart = "array.sortby(...) puts rows in order"
+        _check_steps(name, array.indexes[time], steps, lambda: restart, time, f"array.drop_vars({time!r})")
     ordered = array.transpose(*reading.runs, time, ...).to_numpy()
     return list(ordered.reshape(-1, *ordered.shape[len(reading.runs) :]))
 
@@ -131,7 +195,9 @@ def _numbers(name: str, table: Any, reading: Reading, run: np.ndarray | None) ->
         check_columns(name, states, reading=reading, whole=table, run=run)
     kinds = {label: getattr(dtype, "kind", "O") for label, dtype in zip(states.columns, states.dtypes, strict=True)}
     if wrong := [label for label, kind in kinds.items() if kind not in "biuf"]:
-        advice = "Drop them, or select the states by columns=[...]" if reading.takes_names else "Drop them"
+        advice = "Drop them"
+        if reading.takes_names:
+            advice = f"If they label runs, pass run={[*reading.runs, *wrong]}; else select the states by columns=[...]"
         fail_kind(name, "hold real numbers in every column", f"text, dates or objects in {wrong}", advice)
     values = np.asarray(states)  # of objects, if numbers are of several kinds or missing
     return states.to_numpy(float, na_value=np.nan) if values.dtype == object else values
@@ -165,7 +231,8 @@ def check_columns(
         return
     doubts = doubts_of(table, run)
     if reading.time is not None or reading.run is not None:
-        doubts = doubts._replace(wraps=[], labels=[])
+        texts = [label for label in doubts.labels if is_text(table[label]) and reading.run is None]
+        doubts = doubts._replace(wraps=[], labels=texts)
     words = ("clocks", "clocks that start again", "runs", "labels that come back")
     got = [f"{text} in {labels}" for text, labels in zip(words, doubts, strict=True) if labels]
     if got:
@@ -178,30 +245,52 @@ def check_columns(
         )
 
 
-def _check_steps(name: str, index: Any, found: list[Any]) -> None:
+def _check_steps(
+    name: str,
+    index: Any,
+    found: list[Any],
+    restarts: Callable[[], str],
+    column: Any = None,
+    without: str = "frame.reset_index(drop=True)",
+) -> None:
+    """Raise unless times increase in even steps, which are added to `found`.
+
+    `restarts` returns advice for times that do not increase; `column` is the name of the times, if the call gives it,
+    and `without` the table without times.
+    """
     index = index.to_timestamp() if hasattr(index, "to_timestamp") and hasattr(index, "start_time") else index
     times = np.asarray(getattr(index, "asi8", index))
-    labels = "" if index.name is None else f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r}). "
+    rows = f"{without} counts rows as steps"
+    if column is not None and without.startswith("frame"):
+        rows = f"without time={column!r}, and the states as columns=[...], rows are steps"
     if times.dtype.kind not in "iuf":
-        advice = f"{labels}Times take pandas.to_datetime; {_ROWS}"
+        label = (
+            "" if index.name is None else f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r}). "
+        )
+        advice = f"{label}Times take pandas.to_datetime; {rows}"
         fail_kind(name, "have an index of numbers or dates", f"one of {index.dtype}", advice)
     if len(times) < 2:
         return
     steps = np.diff(times.astype(float) if times.dtype.kind == "u" else times)
     if not (steps > 0).all():
         at = int(np.argmin(steps > 0))
-        advice = (
-            f"{labels}If time starts again with each of several trajectories, {_SPLIT}; for one trajectory, {_ROWS}"
-        )
-        fail(name, "have an index that increases", f"{index[at + 1]} after {index[at]}", advice)
+        advice = restarts()
+        repeats = (steps == 0).sum() + 1 + (steps < 0).sum() < len(times) / 2
+        if column is None and index.name is not None and not repeats:
+            advice = f"If {index.name!r} labels runs, lagged_pairs(frame, run={index.name!r})"
+        fail(name, "have an index that increases", f"{index[at + 1]} after {index[at]}", f"{advice}; {rows}")
     with warnings.catch_warnings():  # pandas 3 warns that `inferred_freq` will change its type
         warnings.simplefilter("ignore")
         calendar = getattr(index, "inferred_freq", None) is not None  # months are even, too
     if not calendar and not are_even(times):
         most, usual = (int(np.argsort(steps)[at]) for at in (-1, len(steps) // 2))
         got = f"{index[most + 1]} after {index[most]}, where {index[usual + 1]} comes after {index[usual]}"
-        advice = f"Cut it at gaps into a list of trajectories, or fill them; {_ROWS}"
-        fail(name, "have an index of even steps", got, advice)
+        fail(
+            name,
+            "have an index of even steps",
+            got,
+            f"Cut it at gaps into a list of trajectories, or fill them; {rows}",
+        )
     dates = hasattr(index, "asi8")
     unit = (index[-1] - index[0]).total_seconds() / float(times[-1] - times[0]) if dates else 1.0
     found.append(("dates" if dates else "numbers", steps.mean() * unit, np.ptp(steps) * unit))
@@ -226,7 +315,7 @@ def check_same_rows(given: dict[str, Any]) -> None:
 def take_groups(given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments whose `groups`, if the name of a column, level or coordinate, is replaced by its labels."""
     label, found = given.get("groups"), []
-    if not isinstance(label, str):
+    if not isinstance(label, str | int):
         return given
 
     def without(value: Any) -> Any:
@@ -244,15 +333,17 @@ def take_groups(given: dict[str, Any]) -> dict[str, Any]:
     if not found:
         wanted = "be one label per sample, or the name of a column, index level or coordinate of a frame"
         fail("groups", wanted, repr(label))
+    if any(one is None or one != one for one in found[0].tolist()):
+        fail("groups", f"have a label in every row of {label!r}", "missing ones")
     if any(not np.array_equal(labels, found[0]) for labels in found):
         fail("groups", "be the same in all frames, whose rows are the same samples", f"others in {label!r}")
     return rest | {"groups": found[0]}
 
 
-def _without(table: Any, label: str) -> tuple[Any, np.ndarray | None]:
+def _without(table: Any, label: str | int) -> tuple[Any, np.ndarray | None]:
     """Return a table without its labels of rows of one name, and these labels, or None if it has none."""
     if hasattr(table, "dims"):
-        if label not in table.coords or table.coords[label].dims != table.dims[:1]:
+        if label not in table.coords or table.coords[label].ndim != 1:
             return table, None
         return table.drop_vars(label), table.coords[label].to_numpy()
     if label in getattr(table, "columns", ()):

@@ -118,7 +118,7 @@ def warn_repeated(arrays: Sequence[Any], effect: str, *, repeats: int = 1, each:
     number, distinct = len(samples[0]), num_distinct(samples)
     if distinct < number:
         warn(
-            f"{distinct} of {number} samples are distinct: the others repeat them up to rounding, and {effect}. Pass "
-            "`groups`, the label of each sample's original, or drop the copies.",
+            f"{distinct} of {number} samples are distinct: the others repeat them up to rounding. If they are copies, "
+            f"{effect}: pass `groups`, the label of each sample's original, or drop the copies.",
             gates=2,
         )

@@ -184,8 +184,8 @@ class _Rule(NamedTuple):
         if type(value) in self.exact or isinstance(value, self.plain):
             return value
         if self.in_time:
-            value = as_trajectories(name, value, bound.reading, one=not self.items)
-        if self.items and isinstance(value, list | tuple) and not value:
+            value = as_trajectories(name, value, bound.reading._replace(by_index=True), one=not self.items)
+        if self.items and not self.forms and isinstance(value, list | tuple) and not value:
             fail(name, f"be {self.words}", "an empty list")
         if self.items and holds_arrays(value):
             return [

@@ -157,7 +157,7 @@ def information(
         return _information(to_device(x), to_device(z), estimator, num_neighbours, block)
     choices = one_per_group(group_numbers(groups, len(x)), _CHOICES)
     if num_neighbours >= choices.shape[1]:
-        fail("groups", f"be more than `num_neighbours` ({num_neighbours})", choices.shape[1])
+        fail("groups", f"label more groups than `num_neighbours` ({num_neighbours})", f"{choices.shape[1]} groups")
     return _mean_information(to_device(x), to_device(z), to_device(choices), estimator, num_neighbours, block)
 
 

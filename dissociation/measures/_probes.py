@@ -236,7 +236,8 @@ def _check_groups(groups: Array | None, counts: Sequence[int], num_splits: int) 
     """Raise unless the first samples, by their numbers `counts`, are in a group per fold at least."""
     for count in [] if groups is None else counts:
         if (number := len(np.unique(np.asarray(groups)[:count]))) < num_splits:
-            fail("groups", f"be at least `num_splits` ({num_splits})", f"{number} of the {count} samples in use")
+            wanted = f"label at least `num_splits` ({num_splits}) groups"
+            fail("groups", wanted, f"{number} in the {count} samples in use")
 
 
 # Jitted here because single operations at a new length would compile dozens of programs.

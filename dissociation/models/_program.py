@@ -110,8 +110,8 @@ def program_of(model: Any, call: Call | None) -> Program:
     # Names are the same with and without a state.
     skipped = int(isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State))
     # Flax wraps each array in an object with the attribute `value`.
-    keys = [path[skipped : -1 if str(path[-1]) == ".value" else None] for path, _ in named]
-    matrices = {path for path, leaf in zip(keys, leaves, strict=True) if np.ndim(leaf) > 1}
+    keys = [path[skipped : -1 if path and str(path[-1]) == ".value" else None] for path, _ in named]
+    matrices = {path for path, leaf in zip(keys, leaves, strict=True) if np.size(leaf) > max(np.shape(leaf), default=1)}
     return Program(paths, _layers_of(keys, matrices), leaves, run)
 
 
@@ -124,6 +124,8 @@ def _layers_of(paths: list[tuple[Any, ...]], matrices: set[tuple[Any, ...]]) -> 
     own = [path[:-1] for path in matrices]
 
     def layer(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not path:
+            return path
         *head, last = path
         if isinstance(last, jax.tree_util.GetAttrKey):
             return tuple(head) if head and last.name.startswith(("weight", "bias")) else path

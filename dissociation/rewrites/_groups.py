@@ -371,10 +371,10 @@ def _read(flow: Flow, program: Program, made: list[Value], model: Any, example: 
         incoming = [slot for slot in own if not slot.outgoing]
         # Dictionaries have their keys in the order of text, biases before kernels.
         by_text = bool(incoming) and incoming[0].path.removesuffix(".value").endswith("]")
-        matrices = [slot for slot in incoming if by_text and len(slot.shape) > 1]
+        matrices = [slot for slot in incoming if by_text and math.prod(slot.shape) > max(slot.shape)]
         first = next(iter(matrices or incoming), own[0])
         # One array may hold the incoming weights of several groups.
-        name = numbered(program.layers[first.leaf], groups)
+        name = numbered(program.layers[first.leaf], {"logits", *groups})  # as representations are named
         scalings, sharing = exponents_of(rows.get(atom, []), own)
         slots = tuple(
             slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))

@@ -232,7 +232,7 @@ def check_groups(form: Form, groups: np.ndarray, left: str = "") -> None:
     sizes = np.bincount(groups)
     number = int(np.count_nonzero(sizes))
     if form.labels is not None and number < form.minimum:
-        fail("groups", f"be at least {form.minimum}", f"{number}{left}")
+        fail("groups", f"label at least {form.minimum} groups", f"{number} groups{left}")
     inside, outside = int(sizes.max()), len(groups) - int(sizes.max())
     if form.outside and outside < max(form.outside, inside + 1):
         wanted = f"leave at least {max(form.outside, inside + 1)} samples outside of the largest, of {inside} samples"

@@ -300,7 +300,9 @@ def groups_of(sets: Sequence[Items], measure: Measure, groups: Any, blocks: str)
         return None
     if blocks != "shuffled":
         fail("blocks", "be 'shuffled' for samples in groups", repr(blocks), "A group may be a stretch of time")
-    return group_numbers(groups, number, repeats=measure.repeats, each=each)
+    numbers = group_numbers(groups, number, repeats=measure.repeats, each=each)
+    alone = int(numbers.max()) + 1 == number // measure.repeats // each
+    return None if alone and each == 1 else numbers
 
 
 def warn_few_exchanges(units: Units) -> bool:

@@ -187,7 +187,10 @@ class Modes(NamedTuple):
     def __repr__(self) -> str:
         if self.growth.ndim != 1 or is_traced(self.growth):
             return printed(self)
-        lines = ["Modes, a line for each pair, in units of `time_step`:", "    growth  frequency  half-life   share"]
+        lines = [
+            "Modes, a line for each pair; the unit of time is that of `time_step`:",
+            "    growth  frequency  half-life   share",
+        ]
         known = [np.asarray(part) for part in (self.growth, self.frequency, self.half_life, self.share)]
         columns = np.stack(known, 1)
         place = 0

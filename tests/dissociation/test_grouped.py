@@ -229,7 +229,7 @@ def test_a_probe_predicts_groups_that_it_has_not_seen():
     assert float(budgets[-1]) > 0.3
     with pytest.warns(RuntimeWarning, match="40 of 400 samples are distinct.*copies of a held-out sample are fitted"):
         linear_probe(np.repeat(centres, 10, 0), np.repeat(labels[:40], 10))
-    with pytest.raises(ValueError, match=r"`groups` must be at least `num_splits` \(10\), got 4 of the 40 samples"):
+    with pytest.raises(ValueError, match=r"`groups` must label at least `num_splits` \(10\) groups, got 4"):
         linear_probe(x[:40], labels[:40], groups=np.arange(40) // 10)
 
 
@@ -291,7 +291,7 @@ def test_groups_may_be_named(unchecked):
         (np.arange(23), r"`groups` must be 24 integers or texts, the label of each sample, got shape \(23,\)"),
         (np.full(24, 0.5), "got 0.5 of type float"),
         (np.array(["a", None] * 12, object), "got None of type NoneType"),
-        (np.arange(24) // 8, "`groups` must be at least 4, got 3"),
+        (np.arange(24) // 8, "`groups` must label at least 4 groups, got 3"),
         (np.minimum(np.arange(24) // 2, 5), "leave at least 15 samples outside of the largest, of 14 samples, got 10"),
     ],
 )

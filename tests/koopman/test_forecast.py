@@ -176,7 +176,7 @@ def test_several_trajectories_are_scored_by_their_pairs():
         ValueError, match=r"`observable` must be of the lengths of the trajectories, \[15, 15\], got \[30\]"
     ):
         score(operator, parts, observable=states)
-    with pytest.raises(ValueError, match=r"Use lagged_pairs\(frame, run='run', time='t'\)"):
+    with pytest.raises(ValueError, match=r"Pass frame.set_index\(\['run', 't'\]\)"):
         score(operator, runs.reset_index("t"))
 
 

@@ -35,12 +35,19 @@ RIGHT = [0.9 + 0.3j, 0.9 - 0.3j]
 RNG = np.random.default_rng(0)
 
 
-def advised(error):
-    """Return the arguments of the first call that an error advises."""
-    given = re.search(r"[pP]ass ((?:run|time|columns)=.*?)(?: to count| of frame|\. |; |, or, if)", f"{error}. ").group(
-        1
-    )
-    return eval(f"dict({given})")  # noqa: S307
+def advised(error, frame):
+    """Return the frame and the arguments of the first call that an error advises."""
+    text = f"{error}. "
+    given = re.search(r"[pP]ass ((?:run|time|columns)=.*?)(?: to count| of frame|\. |; |, or, if)", text).group(1)
+    changed = re.search(r" of (frame\.assign\(.*?cumsum\(\)\))", text)
+    frame = eval(changed.group(1), {"frame": frame, "numpy": np}) if changed else frame  # noqa: S307
+    return frame, eval(f"dict({given})")  # noqa: S307
+
+
+def _dates(frame):
+    """Return times of a frame as text, hours of a day."""
+    hours = np.round(20 * frame.t).astype(int)
+    return [f"2024-02-28 {hour:02d}:00:00" for hour in hours]
 
 
 LAYOUTS = {
@@ -56,6 +63,12 @@ LAYOUTS = {
     "runs in the index": lambda: runs_of(6, text=True).set_index("r"),
     "times in the index": lambda: runs_of(7, text=True).set_index("t", append=True),
     "clocks and counts": lambda: runs_of(8).assign(step=np.tile(np.arange(9), 5)),
+    "dates as text": lambda: runs_of(10).assign(t=_dates),
+    "dates as text in the order of time": lambda: (
+        runs_of(11).assign(t=_dates).sort_values(["t", "r"], kind="stable", ignore_index=True)
+    ),
+    "doses": lambda: runs_of(12).assign(r=lambda f: 0.1 * 2.0**f.r),
+    "times without runs": lambda: runs_of(13).drop(columns="r"),
     "gaps": lambda: runs_of(9).assign(t=lambda f: f.t + 0.2 * (f.t > 0.22)),
 }
 
@@ -68,7 +81,8 @@ def test_the_first_advice_is_a_call_that_works(layout, names, x64):
     frame = frame.rename(columns=labels).rename_axis(index=lambda name: labels.get(name, name))
     with pytest.raises((ValueError, TypeError)) as refused:
         lagged_pairs(frame)
-    np.testing.assert_allclose(rates(frame, **advised(refused.value)), RIGHT, atol=1e-8)
+    changed, names = advised(refused.value, frame)
+    np.testing.assert_allclose(rates(changed, **names), RIGHT, atol=1e-8)
 
 
 def test_one_run_with_a_clock(x64):
@@ -82,7 +96,8 @@ def test_one_run_with_a_clock(x64):
     uneven = frame.assign(t=np.cumsum(1 + RNG.random(20)))
     with pytest.raises(ValueError, match="to count rows as steps, because those of 't' are uneven") as refused:
         lagged_pairs(uneven)
-    np.testing.assert_allclose(rates(uneven, **advised(refused.value)), RIGHT, atol=1e-8)
+    changed, names = advised(refused.value, uneven)
+    np.testing.assert_allclose(rates(changed, **names), RIGHT, atol=1e-8)
     with pytest.raises(ValueError, match="even steps"):
         lagged_pairs(uneven, time="t")
 
@@ -162,17 +177,57 @@ def test_names_in_a_call(x64):
         lagged_pairs(frame.to_numpy(), time="t")
     with pytest.raises(ValueError, match=r"have a dimension 'time', got dimensions .*Pass time=, one of"):
         lagged_pairs(sheet[0])
+    rows = {"fly": ("obs", frame.r.to_numpy()), "hour": ("obs", frame.t.to_numpy())}
+    long = xr.DataArray(frame[["a", "b"]].to_numpy(), dims=("obs", "y"), coords=rows)
+    np.testing.assert_allclose(rates(long, run="fly", time="hour"), RIGHT, atol=1e-8)
+    np.testing.assert_allclose(rates(long.rename(obs="time"), run="fly"), RIGHT, atol=1e-8)
+    with pytest.raises(
+        ValueError, match=r"one trajectory along 'time', got what may be runs in \['fly'\].*Pass run='fly'"
+    ):
+        lagged_pairs(long.rename(obs="time"))
+    stacked = sheet.assign_coords(fly=range(5), hour=0.05 * np.arange(9)).stack(obs=("fly", "hour"))
+    assert len(lagged_pairs(stacked).x) == 40
+    for names in ({"run": frame.r}, {"time": frame.t.to_numpy()}):
+        with pytest.raises(TypeError, match="must name a column, an index level or a dimension"):
+            lagged_pairs(frame, **names)
+    with pytest.raises(ValueError, match="`columns` must name at least one column"):
+        lagged_pairs(frame, columns=[])
+    twice = pd.concat([several, several.assign(day=several.day + 2)], ignore_index=True).assign(r=0)
+    with pytest.raises(ValueError, match="increases, got .* after .*without time='t'"):
+        lagged_pairs(twice, run="r", time="t")
+
+
+def test_a_second_label_of_runs_is_named():
+    one, two = runs_of(0), runs_of(1)
+    both = pd.concat([one.assign(day=1), two.assign(day=2)], ignore_index=True)
+    with pytest.raises(ValueError, match=r"Rows of one time differ in 'day': pass run=\['r', 'day'\], time='t'"):
+        lagged_pairs(both, run="r", time="t")
+    text = both.assign(day=np.where(both.day == 1, "Monday", "Tuesday"))
+    with pytest.raises(TypeError, match=r"If they label runs, pass run=\['r', 'day'\]"):
+        lagged_pairs(text, run="r", time="t")
+    for table in (both, text):
+        assert len(lagged_pairs(table, run=["r", "day"], time="t").x) == 80
+    interleaved = pd.concat([one[:9], one[9:14], one[18:25]]).sort_values("t", ignore_index=True).drop(columns="t")
+    assert len(lagged_pairs(interleaved, run="r").x) == 18  # rows count within runs
+    with pytest.raises(ValueError, match="If a run begins where 't' starts again, pass run='run', time='t' of frame"):
+        lagged_pairs(one.drop(columns="r"), time="t")
 
 
 def test_other_functions_refuse_by_the_same_rule(unchecked):
     frame = runs_of(0)
     states = frame[["a", "b"]]
     operator = fit(Ridge(), *lagged_pairs(states))
-    for call in (lambda: fit(Ridge(), frame, frame), lambda: score(operator, frame)):
-        with pytest.raises(ValueError, match=r"Use lagged_pairs\(frame, run='r', time='t'\)"):
-            call()
+    with pytest.raises(ValueError, match=r"Use lagged_pairs\(frame, run='r', time='t'\)"):
+        fit(Ridge(), frame, frame)
+    with pytest.raises(ValueError, match=r"Pass frame.set_index\(\['r', 't'\]\)"):
+        score(operator, frame)
+    assert float(score(operator, frame.set_index(["r", "t"]))) > 0.99
+    with pytest.raises(
+        TypeError, match="`trajectory` must be trajectories, got Pairs, in which they are cut into pairs"
+    ):
+        score(operator, lagged_pairs(states))
     for call in (dissociation.compare, dissociation.linear_cka):
-        with pytest.raises(ValueError, match=r"features alone .*frame\[\['a', 'b'\]\].*groups='r'"):
+        with pytest.raises(ValueError, match=r"features alone .*frame.drop\(columns=\['r'\]\).*groups='r'"):
             call(frame[["r", "a", "b"]], states)
     groups = dissociation.compare(frame[["r", "a", "b"]], states, groups="r", num_blocks=None, p_values=False)
     assert float(groups.values) == pytest.approx(1, abs=1e-5)

@@ -169,7 +169,10 @@ def test_runs_of_an_index_are_trajectories(order):
 
 SHEETS = [xr.DataArray(STATES, dims=("time", "y"), coords={"y": labels}) for labels in (["p", "q"], ["q", "p"])]
 OPEN = [
-    (frame(RUNS["t"]), r"increases, got 0 after 6\. If time starts again .*groupby.*one trajectory"),
+    (
+        frame(RUNS["t"]),
+        r"increases, got 0 after 6\. If a run begins where the index starts again, .*counts rows as steps",
+    ),
     (frame(DAYS[::-1]), "increases, got 2024-03-06 00:00:00 after 2024-03-07"),
     (frame(DAYS + pd.to_timedelta([0] * 5 + [1] * 7, "D")), "got 2024-03-02 .* after 2024-02-29"),
     (frame(np.delete(np.arange(13.0), 11)), "even steps, got 12.0 after 10.0, where"),

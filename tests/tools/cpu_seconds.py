@@ -71,9 +71,9 @@ class CpuSeconds:
         numbers = dict(report.user_properties)
         if report.when != "call" or "cpu" not in numbers:
             return
-        self.shared_seconds[report.nodeid.partition("::")[0]] += numbers["shared"]
         if not {"slow", "full"} & set(report.keywords):
             self.seconds[report.nodeid] = numbers["cpu"]
+            self.shared_seconds[report.nodeid.partition("::")[0]] += numbers["shared"]
 
     def above(self, factor):
         """Return the tests, and the modules' shared fixtures, above a multiple of their limits."""
