@@ -34,6 +34,9 @@ from dissociation._core.conversion import (
 from dissociation._core.frames import as_trajectories, check_columns, check_same_rows, is_table, take_groups
 from dissociation._core.types import InTime, Labels
 
+READ_BY = {"time", "run", "columns"}
+"""Arguments that name parts of a frame."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -55,7 +58,7 @@ def validated(
         return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
     parameters = inspect.signature(function).parameters.values()
     positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    takes_names = {"time", "run", "columns"} <= set(positions)
+    takes_names = set(positions) >= READ_BY
     in_time = function.__module__.startswith("koopman")
     takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
     run = _with_copies(function) if hasattr(function, "lower") else function
@@ -74,7 +77,7 @@ def validated(
         given = dict(zip(positions, args, strict=False)) | kwargs
         # An axis of one name has one length in all arguments. Shapes are always checked, values only if they are
         # known.
-        names = {name: given.get(name) for name in ("time", "run", "columns")} if takes_names else {}
+        names: dict[str, Any] = {name: given[name] for name in READ_BY & given.keys()} if takes_names else {}
         bound = _Bound([], {}, Reading(**names, takes_names=takes_names, in_time=in_time))
         check_same_rows(given)
         given = take_groups(given)

@@ -218,8 +218,8 @@ def _prepare(
         num_samples = size
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
         fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
-    if not any(map(is_traced, (groups, num_samples))):
-        _check_groups(groups, [int(num_samples)], num_splits)
+    if groups is not None and not any(map(is_traced, (groups, num_samples))):
+        _check_groups(groups, [int(np.asarray(num_samples))], num_splits)
     features = no_derivative(x, "A cross-validated probe, as a function of its features,")
     return features, to_device(y, x.dtype), groups, jnp.asarray(num_samples, jnp.int32)
 

@@ -286,7 +286,8 @@ def warn_dropped(form: Form, name: str, x: Any) -> None:
     if known > kept:
         columns = np.asarray(features) - np.asarray(features).mean(0)
         columns = columns / column_units(columns) if evens else columns
-        right = np.linalg.svd(np.linalg.qr(columns, mode="r").astype(float))[2]
+        triangle = np.asarray(np.linalg.qr(columns, mode="r"), float)
+        right = np.linalg.svd(triangle)[2]
         most = ", ".join(map(str, np.abs(right[kept:known]).argmax(1)))
         warn(
             f"{known - kept} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "

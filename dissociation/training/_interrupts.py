@@ -96,7 +96,7 @@ def interruptible() -> Iterator[None]:
     global _block
     if _heard:
         raise KeyboardInterrupt  # a collection of garbage, say, has lost it
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
     if _block is not None or threading.current_thread() is not threading.main_thread():
         yield
