@@ -11,6 +11,10 @@ FEWEST = 8
 """Rows from which on rising columns and repeated integers are not due to chance."""
 
 
+MOST = 50
+"""Columns of numbers that advice looks through for a clock."""
+
+
 class Reading(NamedTuple):
     """Parts of a frame that a call names, and the calls that advice may give."""
 
@@ -96,7 +100,8 @@ def _known(table: Any, order: np.ndarray) -> Iterator[tuple[Any, str, np.ndarray
     for label in table.columns if table.columns.is_unique else ():
         column = table[label]
         kind = getattr(column.dtype, "kind", "O")
-        if kind in "mM" or hasattr(column.array, "asi8") or hasattr(labels_of(table, label), "asi8"):
+        is_date = kind in "mM" or hasattr(column.array, "asi8")
+        if is_date or (is_text(column) and hasattr(labels_of(table, label), "asi8")):
             yield label, "M", np.arange(len(order))
         elif kind not in "biuf":
             yield label, "O", column.astype(str).to_numpy()[order]
@@ -232,7 +237,7 @@ def _pairs(doubts: Doubts, table: Any, reading: Reading) -> list[tuple[Any, Any]
     repeated = [label for label in doubted if label in integers and table[label].duplicated().any()]
     labelled = [level for level in levels if not _is_measured(table, level)]
     runs = reading.runs[:1] or [*doubts.runs, *labelled, *doubts.labels, *repeated]
-    others = [label for label in table.columns if label not in doubted]
+    others = [label for label in table.columns if label not in doubted][:MOST]
     times = [*doubts.wraps, *doubts.clocks, *levels, *doubts.runs, *others]
     times = times if reading.time is None else [reading.time]
     numbers = {time: _numbers(table, time) for time in times}
@@ -271,7 +276,7 @@ def _even_within(table: Any, run: Any, time: Any) -> bool:
 
 def labels_of(table: Any, label: Any) -> Any:
     """Return a column or an index level of a frame as an index; text of dates as dates."""
-    values = table.set_index(label).index if label in table.columns else table.index.get_level_values(label)
+    values = table[[label]].set_index(label).index if label in table.columns else table.index.get_level_values(label)
     first = values[0] if len(values) else None
     if isinstance(first, str) and _DATES.match(first):
         with suppress(ValueError, TypeError):
