@@ -72,6 +72,7 @@ ELSEWHERE = {
     "callback",
     "start",
     "batches",
+    "function",
     "register",
     "fold_in",
     "if_array",
