@@ -70,7 +70,8 @@ def _runs(features: np.ndarray, runs: np.ndarray, near: float) -> tuple[np.ndarr
     reach = 8 * width**0.5 * (near + rounding) * sizes
     for draw in range(2):
         factors = 1.0 - np.random.Philox(key=3 + draw).random_raw(width) / 2.0**63
-        places = features @ factors.astype(features.dtype)
+        # The threads of NumPy's library for products would wait for work on the cores of the measure that follows.
+        places = np.einsum("ij,j->i", features, factors.astype(features.dtype))
         order = np.lexsort((places, runs))
         far = np.diff(places[order]) > np.maximum(reach[order][1:], reach[order][:-1])
         starts = np.append(True, far | (np.diff(runs[order]) != 0))
