@@ -109,7 +109,7 @@ def gradient_flow(task: Task, network: LinearNetwork, times: Float[Array | np.nd
     most = longest / _LONGEST * _growth(task, *spectra).max() + 1
     limit = max(_MOST // len(steps), 1)
     if is_traced(most):
-        divisions = jnp.minimum(most, limit).astype(int)
+        divisions = jnp.where(most <= limit, most, 1).astype(int)
         steps = jnp.where(most <= limit, steps, jnp.nan)
     elif most > limit:
         latest = f"{longest * limit / float(most):.3g} in each of {len(steps)} intervals"
