@@ -315,6 +315,7 @@ def moved(array, order):
 
 
 @pytest.mark.parametrize(("function", "make_call"), BY_ORDER)
+@pytest.mark.slow
 def test_the_order_of_samples_does_not_matter(function, make_call):
     call = make_call()
     rules = {name: rule_of(function, name) for name in arrays_of(function, call)}

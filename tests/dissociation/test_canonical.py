@@ -173,6 +173,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("name", NARROW)
+@pytest.mark.slow
 def test_layers_of_one_neuron_and_of_none(name):
     make, shape = NARROW[name]
     model = jax.tree.map(lambda x: jnp.abs(x) if eqx.is_array(x) else x, make(jax.random.key(1)))  # nothing is dead

@@ -228,6 +228,7 @@ def separate_rewrites(group):
 
 
 @pytest.mark.parametrize("name", SEPARATE)
+@pytest.mark.slow
 def test_copies_move_separately(name):
     """Sizes and copies of the groups are as wanted, and each copy moves by itself without changing the function."""
     function, kinds, wanted = SEPARATE[name]

@@ -297,6 +297,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("name", "index"), GROUPS)
+@pytest.mark.slow
 def test_modules_that_hold_sizes_grow(name, index):
     """Neurons are duplicated, and new ones added to the wider group that is found in the wider model."""
     model, inputs, count = HOLD_SIZES[name]

@@ -100,6 +100,7 @@ CASES = [("ill-conditioned", 12, "float32"), *product(SHAPES, [12], ["float64"])
 
 @pytest.mark.parametrize(("shape", "hidden", "dtype"), CASES)
 @pytest.mark.usefixtures("precision")
+@pytest.mark.slow
 def test_samples_are_members(shape, hidden, dtype):
     task = task_of(shape)
     x, y = arrays(task)

@@ -71,6 +71,7 @@ def exact(name, x, y):
         pytest.param("linear_cka", 8, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_p_values_of_few_samples_are_those_of_all_orders(name, number):
     draws = np.random.default_rng(number)
     x = draws.normal(size=(number, 2)).astype(np.float32)

@@ -36,6 +36,7 @@ def intervals(measure_of, num_blocks):
 
 
 @pytest.mark.parametrize(("kind", "num_blocks"), [("shuffled", 12), ("contiguous", 7)])
+@pytest.mark.slow
 def test_rows_keep_their_folds_when_others_are_left_out(kind, num_blocks):
     fold_of = fold_numbers(60, 3, contiguous=kind == "contiguous")
     value, interval = intervals(lambda rows: r_squared(X[rows], Y[rows], fold_of[rows]), num_blocks)

@@ -55,6 +55,7 @@ def precision(request):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.slow
 def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     """Invariances with their negative controls, symmetry, range, identity, the triangle inequality: from one table."""
     measure = MEASURES[name]
@@ -189,6 +190,7 @@ def test_small_distances_are_not_lost_in_rounding():
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [name for name in MEASURES if name not in WITHOUT_DERIVATIVE])
+@pytest.mark.slow
 def test_derivatives_are_those_of_differences_or_refused(name):
     direction = np.random.default_rng(3).standard_normal(X.shape)
     along = lambda t: MEASURES[name](X + t * direction, Y, **FEW_FOLDS.get(name, {}))  # noqa: E731

@@ -377,6 +377,7 @@ def test_many_samples_cost_no_matrix_over_them():
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "rbf_cka", "cca_squared", "rsa", "mutual_knn"])
+@pytest.mark.slow
 def test_baselines_are_means_over_all_orders(name):
     """Of 6 samples there are 720 orders."""
     x, y = RNG.standard_normal((2, 6, 2))
