@@ -245,8 +245,6 @@ def teacher_task(
     """
     check_non_negative("noise", noise)
     check_known("tasks are made on the host", x=x, weights=weights, key=key)
-    if not weights:
-        fail("weights", "hold the matrix of at least one layer", "none")
     y: Any = np.asarray(x)
     for place, weight in enumerate(map(np.asarray, weights)):
         if weight.ndim != 2 or weight.shape[1] != y.shape[1]:

@@ -227,7 +227,7 @@ def check_size(form: Form, name: str, number: int, width: int, left: str = "") -
         fail(name, "have fewer features than samples less one", f"{width} features of {number} samples{left}", advice)
 
 
-def check_groups(form: Form, groups: np.ndarray, left: str = "") -> None:
+def check_group_sizes(form: Form, groups: np.ndarray, left: str = "") -> None:
     """Raise unless samples in groups [n] are in enough groups, none of which is too large."""
     sizes = np.bincount(groups)
     number = int(np.count_nonzero(sizes))

@@ -14,7 +14,7 @@ from dissociation.models._representations import Layers
 from dissociation.similarity._base import (
     Form,
     Measure,
-    check_groups,
+    check_group_sizes,
     check_size,
     in_common_dtype,
     real_numbers,
@@ -175,6 +175,6 @@ def check_fit(
     for one in sets[: len(form.sides)]:
         check_size(form, one.name, least, max(array.shape[2] for array in one.arrays), left)
     if groups is not None:
-        check_groups(form, groups)
+        check_group_sizes(form, groups)
         for rows in (choice for of_size in kept for choice in of_size):
-            check_groups(form, groups[rows], " without one block")
+            check_group_sizes(form, groups[rows], " without one block")

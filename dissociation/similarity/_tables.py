@@ -81,7 +81,8 @@ def _tables(
             a = _prepared(form, first, of_rows, rows)
             return a, a
         if [stack.shape[1:] for stack in first] == [stack.shape[1:] for stack in second]:  # compiled once for both
-            both = _prepared(form, tuple(map(_one_stack, first, second)), of_rows, rows)
+            stacks = tuple(jnp.concatenate(pair) for pair in zip(first, second, strict=True))
+            both = _prepared(form, stacks, of_rows, rows)
             counts = [len(stack) for stack in first]
             return _parts(both, [slice(count) for count in counts]), _parts(both, [slice(n, None) for n in counts])
         return _prepared(form, first, of_rows, rows), _prepared(form, second, of_rows, rows)
@@ -94,10 +95,6 @@ def _tables(
         outer = jax.vmap(jax.vmap(form.expected, (None, 0)), (0, None))
         found.append(jnp.block([[outer(one, other) for other in b] for one in a]))
     return jnp.stack(found)
-
-
-def _one_stack(first: Array, second: Array) -> Array:
-    return jnp.concatenate([first, second])
 
 
 def _parts(trees: list[Any], parts: list[slice]) -> list[Any]:
