@@ -20,7 +20,9 @@ DocsDir.post_validation = lambda *_, **__: None
 
 
 def on_files(files, config):
-    """Add a page for every notebook, with the text, outputs and images of its cells."""
+    """Add the front page, which is README, and a page for every notebook with its text, outputs and images."""
+    readme = (ROOT / "README.md").read_text().replace("](docs/", "](").replace("[imports](notebooks/paper/)", "imports")
+    files.append(File.generated(config, "index.md", content=readme))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, images = page_of(path)
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
