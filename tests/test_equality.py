@@ -40,7 +40,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "lengths of rows of zeros, which are exactly 0":
         "_core/distances.py:cosine_distances_with_size",
     "an order for show":
-        "figures/_eigenvector_measures.py:details figures/freedom.py:_intervals "
+        "figures/_eigenvector_measures.py:details "
         "koopman/figures/_ordered_mnist_drawing.py:_shown_seed",
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "

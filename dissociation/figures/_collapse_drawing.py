@@ -101,8 +101,8 @@ def _panels(dataset: xarray.Dataset) -> list[tuple[Callable[[Axes], None], str]]
     threshold = config.collapse_threshold
     accuracy: dict[str, Any] = {"dashed": dataset.train_accuracy, "within": (0.0, 1.0), "ylim": (0, 1.02)}
     accuracy |= {"ylabel": "accuracy", "title": "test (line), training (dashed)"}
-    collapse = {"threshold": threshold, "ylabel": "RNC1 (log)", "title": "collapse of classes (training)"}
-    means = {"threshold": 1, "within": (1.0, np.inf), "ylabel": "NC2 (log)", "title": "condition number of means"}
+    collapse = {"threshold": threshold, "ylabel": "RNC1", "title": "collapse of classes (training)"}
+    means = {"threshold": 1, "within": (1.0, np.inf), "ylabel": "NC2", "title": "condition number of means"}
     panels: list[tuple[Callable[[Axes], None], str]] = [
         (
             partial(_series, values=dataset.test_accuracy, **accuracy),
@@ -129,7 +129,7 @@ def _panels(dataset: xarray.Dataset) -> list[tuple[Callable[[Axes], None], str]]
         panels.append((partial(_estimators, dataset=dataset), f"two estimators of information at {decay}"))
     panels.append((partial(_geometry, dataset=dataset), f"distances from collapse at {decay}"))
     # Sweeps of earlier versions lack norms of weights.
-    norms = {"dashed": dataset.get("weight_norm"), "dotted": dataset.get("head_norm"), "ylabel": "norm (log)"}
+    norms = {"dashed": dataset.get("weight_norm"), "dotted": dataset.get("head_norm"), "ylabel": "norm"}
     norms |= {"title": "features (line), weights (dashed), last (dotted)"}
     panel = partial(_series, values=dataset.scale_means, log=True, **norms)
     panels.append((panel, "norm of the class means; dashed, of all weights; dotted, of the last layer's weights"))
@@ -233,7 +233,7 @@ def _geometry(axis: Axes, dataset: xarray.Dataset) -> None:
         "1 - NC4": 1 - dataset.nc4_score,
     }
     _lines(axis, curves, log=True)
-    axis.set(ylabel="distance (log)")
+    axis.set(ylabel="distance")
     _title(axis, dataset, "distances from collapse")
     _legend(axis, 3)
 
@@ -274,7 +274,7 @@ def _plane(axis: Axes, dataset: xarray.Dataset) -> None:
 def _crossings(axis: Axes, dataset: xarray.Dataset) -> None:
     end = int(dataset.time_step.values[-1])
     shown = (("fitted", "0.65", "o", 0.88), ("generalised", "0.4", "D", 1.0), ("collapsed", "black", "s", 1.14))
-    axis.set(xlabel="weight decay", ylabel="step (log)", title="first crossing (open: never)")
+    axis.set(xlabel="weight decay", ylabel="step", title="first crossing (above the line: never)")
     dataset = dataset.isel(weight_decays=dataset.weight_decays.values > 0)  # a logarithmic axis has no 0
     decays, alive = dataset.weight_decays.values, ~dataset.diverged.values
     for name, color, marker, aside in shown:
@@ -283,7 +283,7 @@ def _crossings(axis: Axes, dataset: xarray.Dataset) -> None:
         flat = times[alive]
         crossed = ~np.isnan(flat)
         axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
-        never = np.full((~crossed).sum(), end)
+        never = np.full((~crossed).sum(), 2 * end)
         axis.plot(places[~crossed], never, marker, color=color, markersize=3, mfc="none", linestyle="")
         medians = dataset.median_crossing.sel(events=name).values
         kept = np.isfinite(medians[:, 0])
@@ -291,11 +291,7 @@ def _crossings(axis: Axes, dataset: xarray.Dataset) -> None:
         spread = np.maximum([values - low, high - values], 0)
         where = decays[kept] * aside
         axis.errorbar(where, values, spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
-    slope, intercept = dataset.collapse_line.values
-    if np.isfinite(slope):
-        ends = np.asarray([decays.min(), decays.max()])
-        times = np.exp(intercept + slope * np.log(ends))
-        axis.plot(ends, times, color="black", linewidth=0.8, linestyle="--", label=f"slope {slope:.2f}")
+    axis.axhline(1.4 * end, color="0.5", linestyle=":", linewidth=0.8, label="end of training")
     axis.set_xscale("log")
     axis.margins(0.12)
     plotting.log_height(axis)

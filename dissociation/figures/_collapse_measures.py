@@ -184,13 +184,13 @@ def crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple[dict[
     """Return variables on the steps at which networks crossed the thresholds, and a sentence on slopes.
 
     `first_crossing` [events, weight_decays, seeds], see `first_crossings`; `median_crossing` [events, weight_decays,
-    bounds] with 90 % intervals, over the seeds that did not diverge and for "delay" fitted; `collapse_line`, slope and
-    intercept of log collapse time on log weight decay, NaN if too few networks crossed; `diverged` [weight_decays,
-    seeds].
+    bounds] with 90 % intervals, over the seeds that did not diverge and for "delay" fitted; `diverged`
+    [weight_decays, seeds].
     """
     first, ends = first_crossings(config, series, time_step)
     median = [[median_of(*both) for both in zip(first[name], ends[name], strict=True)] for name in EVENTS]
-    decays, line, sentences = np.asarray(config.weight_decays, float), np.full(2, np.nan), []
+    decays = np.asarray(config.weight_decays, float)
+    sentences = []
     for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
         # A logarithm has no place for 0: neither a decay, nor a delay of a network that fitted at the last step.
         kept = (decays[:, None] > 0) & (ends[name] > 0)
@@ -202,13 +202,10 @@ def crossings(config: Any, series: Arrays, time_step: np.ndarray) -> tuple[dict[
             sentences.append(f"{words}: no slope, which takes three crossings at two weight decays, of {crossed}")
             continue
         sentences.append(f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})")
-        if name == "collapsed":
-            line = np.asarray([slope.slope, slope.intercept])
     steps = {"units": "steps"}
     variables = {
         "first_crossing": (("events", "weight_decays", "seeds"), np.stack(list(first.values())), steps),
         "median_crossing": (("events", "weight_decays", "bounds"), np.array(median), steps),
-        "collapse_line": ("coefficients", line),
         "diverged": (("weight_decays", "seeds"), np.isnan(ends["fitted"])),
     }
     return variables, "; ".join(sentences)
@@ -243,7 +240,6 @@ def assemble(
         "information_step": ("information_step", steps[measured], {"units": "steps"}),
         "events": list(EVENTS),
         "bounds": ["median", "low", "high"],
-        "coefficients": ["slope", "intercept"],
     }
     if margins:
         axes = ("classes", "splits", *networks, "images")

@@ -17,7 +17,10 @@ from dissociation.plotting import _axes as plotting
 QUANTITIES = "first layer", "second layer", "hidden activity", "RSM", "predictions", "loss"
 """Panels of a walk, in their order."""
 
-TITLES = {"rsa": "RSA", "in-sample predictivity": "in-sample"}
+SMALLEST = 1e-9
+"""Least relative distance that a walk shows."""
+
+TITLES = {"rsa": "RSA", "in-sample predictivity": "predictivity in sample"}
 
 
 @jax.jit
@@ -69,9 +72,15 @@ def _handles(*panels: Axes) -> tuple[list, list]:
 
 
 def _walk(panel: Axes, dataset: xarray.Dataset, name: str) -> None:
-    curves = dataset.moved.sel(quantities=name).values
-    plotting.band(panel, np.arange(curves.shape[1]), curves, label=name, color=plotting.color(0))
-    panel.set(title=name, xlabel="step", ylim=(-0.1, 1.1 * max(1.0, np.nanmax(curves))))
+    """Draw the median over tasks and the quartiles: distances of RSMs have a heavy tail, which a mean follows."""
+    curves = np.maximum(dataset.moved.sel(quantities=name).values, SMALLEST)
+    steps = np.arange(curves.shape[1])
+    low, median, high = np.nanquantile(curves, (0.25, 0.5, 0.75), axis=0)
+    panel.plot(steps, median, color=plotting.color(0))
+    panel.fill_between(steps, low, high, color=plotting.color(0), alpha=0.2, linewidth=0)
+    panel.set(title=name, xlabel="step", ylim=(0, 1.1 * max(1.0, np.nanmax(high))))
+    if np.nanmax(high) < 0.01:
+        panel.set(yscale="log", ylim=(SMALLEST / 2, 10))
 
 
 def _hierarchy(panels: np.ndarray, dataset: xarray.Dataset) -> None:
@@ -161,8 +170,9 @@ def caption(dataset: xarray.Dataset) -> str:
         f"Two-layer linear networks with {config.hidden} hidden units that solve random tasks of rank {config.rank} "
         f"({config.num_samples} samples, {config.num_inputs} inputs of rank {config.input_rank}, {config.num_outputs} "
         f"outputs). (a to f) Distance from the start of a walk of {config.num_steps} steps through the general "
-        f"solutions, relative, {tasks} and their mean: weights and activities move, predictions and loss stand. (g to "
-        f"r) A hierarchy of {len(dataset.leaves)} leaves, its inputs and targets; hidden activities, their products "
+        f"solutions, relative, median and quartiles of {tasks}: weights and activities move, predictions and loss "
+        f"stand (logarithmic, from 1e-9 up). (g to r) A hierarchy of {len(dataset.leaves)} leaves, its inputs and "
+        "targets; hidden activities, their products "
         "and multidimensional scaling for a least-squares solution with the leaves exchanged, MRNS and MWNS. (s to x) "
         f"Similarity of two independent solutions, of a family in a row and one in a column, means over {tasks} and "
         f"{config.pair_steps} steps; predictivity is cross-validated, except in w and x. (y) Relative error of "

@@ -18,6 +18,7 @@ import xarray
 from jaxtyping import Array
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from dissociation.data._datasets import Dataset
 from dissociation.figures import _members as members
@@ -43,13 +44,16 @@ SHOWS = "Linear CKA between seeds, within the attainable range of networks with 
 _INTERVALS = ("measured", "low", "high", "residual")
 LAYERS = ("first hidden layer", "last hidden layer")
 REWRITES = {
-    "scaled": "all scaled",
-    "unevenly": "scaled\nunevenly",
+    "scaled": "scaled",
+    "unevenly": "scaled unevenly",
     "duplicated": "duplicated",
-    "nuisance": "nuisance\nneurons",
-    "null-perturbed": "null space",
+    "nuisance": "nuisance",
+    "null-perturbed": "null-perturbed",
 }
 """Rewrites of the last layer, by their names in the figure."""
+
+TICKS = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
+"""Ticks of linear CKA; values beyond the first and the last are drawn there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,17 +208,19 @@ def _row(rewrite: Any, model: Any, given: Any, images: Array, features: Array) -
 
 @drawing
 def draw(dataset: xarray.Dataset) -> Figure:
-    """Draw a panel per layer with every pair's value in its interval, and one of rewrites; 1.75 x 1.7 inches each."""
-    layers = dataset.layers.values
-    figure, axes = plt.subplots(1, len(layers) + 1, figsize=(1.75 * (len(layers) + 1), 1.7), sharey=True)
-    for index, (panel, title) in enumerate(zip(axes, LAYERS[-len(layers) :], strict=False)):
-        _intervals(panel, dataset.isel(layers=index))
-        panel.set_title(title)
-    axes[0].set_ylabel("linear CKA")
-    axes[0].set_ylim(-0.03, 1.03)
-    _rewrites(axes[-1], dataset)
-    plotting.letter(*axes)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    """Draw the attainable interval of every layer, and the values of rewritten networks; 5.6 x 1.8 inches."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(5.6, 1.8), sharex=True)
+    _intervals(left, dataset)
+    _rewrites(right, dataset)
+    left.set_xscale("logit")
+    left.set_xlim(5e-4, 1 - 5e-4)
+    left.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    left.xaxis.set_minor_locator(NullLocator())
+    for panel in (left, right):
+        panel.set_xlabel("linear CKA")
+        panel.invert_yaxis()
+    plotting.letter(left, right)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
@@ -223,38 +229,47 @@ def _known(values: xarray.DataArray) -> np.ndarray:
     return values.values[np.isfinite(values.values)]
 
 
-def _intervals(panel: Axes, layer: xarray.Dataset) -> None:
-    """Draw pairs from left to right by similarity."""
-    own = [_known(layer[name]) for name in ("measured", "low", "high")]
-    measured, low, high = (part[np.argsort(own[0])] for part in own)
-    places = np.arange(len(measured))
-    panel.vlines(places, low, high, color="0.75", linewidth=min(3.0, 80 / max(len(places), 1)), label="same function")
-    panel.plot(places, measured, ".", markersize=3, color=plotting.color(0), label="measured")
-    panel.set(xticks=[], xlabel="pairs of seeds", xlim=(-1, len(places)))
+def _dots(panel: Axes, row: int, values: np.ndarray, **options: Any) -> None:
+    """Draw a dot for each pair beside the middle of a row."""
+    heights = row + 0.24 * np.linspace(-1, 1, len(values) + 2)[1:-1]
+    inside = np.clip(values, *np.array(TICKS)[[0, -1]])
+    panel.plot(inside, heights, ".", markersize=2, color=plotting.color(0), **options)
+
+
+def _intervals(panel: Axes, dataset: xarray.Dataset) -> None:
+    """Draw a row for each layer: the mean interval with its ends in numbers, and the measured values of all pairs."""
+    titles = LAYERS[-len(dataset.layers) :]
+    for row, layer in enumerate(dataset.layers.values):
+        numbers = dataset.sel(layers=layer)
+        low, high = _known(numbers.low).mean(), _known(numbers.high).mean()
+        first = row == 0
+        ends = np.clip([low, high], *np.array(TICKS)[[0, -1]])
+        panel.plot(ends, [row, row], color="0.75", linewidth=8, solid_capstyle="butt", label="same functions" * first)
+        _dots(panel, row, _known(numbers.measured), label="measured, a dot for each pair of seeds" * first)
+        panel.text(ends[0], row - 0.3, f"{low:.3f}", ha="left", va="bottom", fontsize="small")
+        panel.text(ends[1], row - 0.3, f"{high:.3f}", ha="right", va="bottom", fontsize="small")
+    panel.set_yticks(range(len(titles)), titles)
+    panel.set_ylim(-0.7, len(titles) - 0.5)
+    panel.set_title("attainable by scaling neurons")
 
 
 def _rewrites(panel: Axes, dataset: xarray.Dataset) -> None:
-    trained = _known(dataset.measured.isel(layers=-1))
-    panel.axhline(float(trained.mean()), color="0.5", linestyle=":", linewidth=0.8)
-    for place, moved in enumerate(dataset.moved):
-        values = _known(moved)
-        offsets = np.linspace(-0.25, 0.25, len(values)) if len(values) > 1 else np.zeros(1)
-        panel.plot(place + offsets, values, ".", markersize=2, color=plotting.color(0))
-    names = [REWRITES[name] for name in dataset.rewrites.values]
-    panel.set_xticks(range(len(names)), names, fontsize=4.5, rotation=45)
-    panel.set_title("first one rewritten")
+    """Draw a row for each rewrite of the first network of a pair, below the last layer as trained."""
+    rows = {"as trained": dataset.measured.isel(layers=-1)}
+    rows |= {REWRITES[name]: dataset.moved.sel(rewrites=name) for name in dataset.rewrites.values}
+    for row, values in enumerate(rows.values()):
+        _dots(panel, row, _known(values))
+    panel.set_yticks(range(len(rows)), list(rows))
+    panel.set_title("last hidden layer, first network rewritten")
 
 
 def caption(dataset: xarray.Dataset) -> str:
     """Return the caption."""
-    layers = [f"({letter}) {title}" for letter, title in zip("ab", LAYERS[-len(dataset.layers) :], strict=False)]
-    rewritten = "bc"[len(layers) - 1]
     return (
-        f"Linear CKA of {_known(dataset.measured[0]).size} ordered pairs of seeds on "
-        f"{config_of(dataset).num_samples} test images: {', '.join(layers)}. Dots are the pairs in ascending order; "
-        "bars are the attainable ranges when the first network's neurons are scaled, with the same functions. "
-        f"({rewritten}) The last hidden layer of the same pairs after rewrites of the first network, a dot per pair; "
-        f"the dotted line is the mean as trained. Data: {members.headline(dataset)}."
+        f"Linear CKA of {_known(dataset.measured[0]).size} ordered pairs of seeds on {config_of(dataset).num_samples} "
+        "test images, on a logit axis. (a) Dots are pairs; bars are the attainable range when the first network's "
+        "neurons are scaled and its function stays, mean of the pairs' ends. (b) The last hidden layer of the same "
+        f"pairs after rewrites of the first network, a dot for each pair. Data: {members.headline(dataset)}."
     )
 
 
@@ -281,6 +296,6 @@ def table(dataset: xarray.Dataset) -> list[list[str]]:
         numbers = [f"{distance:.0e}", f"{float(one.change.max()):.0e}", f"{float(one.residual.max()):.0e}"]
         shown.append([layer, *cells, *numbers])
     for name, values in zip(dataset.rewrites.values, dataset.moved, strict=True):
-        title = f"last, {REWRITES[name]}".replace("\n", " ")
+        title = f"last, {REWRITES[name]}"
         shown.append([title, cell(_known(values), 4), *[""] * (len(header) - 2)])
     return shown

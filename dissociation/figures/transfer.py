@@ -157,7 +157,7 @@ def draw(dataset: xarray.Dataset) -> Figure:
             plotting.differences(below, budgets, curves, looks=looks)
             above.set_title(f"{title},\n{PROBES[probe].format(steps)}")
             plotting.log_height(above)
-        pair[0, 0].set_ylabel("transfer error (log)")
+        pair[0, 0].set_ylabel("transfer error")
         pair[1, 0].set_ylabel("added transfer error")
     for panel in axes.flat:
         panel.set(xscale="log", xlim=(first if len(budgets) == 1 else max(first, budgets[0]), last))
@@ -165,7 +165,7 @@ def draw(dataset: xarray.Dataset) -> Figure:
         panel.xaxis.set_major_formatter(ScalarFormatter())
         panel.xaxis.set_minor_locator(NullLocator())
     for panel in axes[-1]:
-        panel.set_xlabel("sample budget (log)")
+        panel.set_xlabel("sample budget")
     plotting.letter(*axes.flat)
     handles = axes[0, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)

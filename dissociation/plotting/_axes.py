@@ -240,6 +240,12 @@ def letter(*panels: Axes) -> None:
         panel.annotate(mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place)
 
 
+def title_of(name: str) -> str:
+    """Return the name of a measure as figures show it: "debiased CKA" for "debiased_cka"."""
+    words = name.split("_")
+    return " ".join(word.upper() if word in ("cka", "cca", "rsa", "rbf", "knn", "gulp") else word for word in words)
+
+
 def heat(
     axes: Axes, values: Real[np.ndarray, "rows columns"], shown: Sequence[Sequence[str]] | None = None
 ) -> AxesImage:

@@ -100,7 +100,7 @@ def _draw_errors(panel: Any, dataset: xarray.Dataset) -> list[Any]:
         axis.set(xlabel="time steps", xlim=(min(1, len(times) - 0.5), len(times)))
         drawn, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
-    axes[0].set_ylabel("forecasts read wrongly (log)")
+    axes[0].set_ylabel("forecasts read wrongly")
     plotting.log_height(axes[0])
     axes[0].set_ylim(top=1.0)
     panel.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, handlelength=3)

@@ -214,15 +214,12 @@ def test_the_line_of_first_crossings(small):
     assert unfitted.median_crossing.sel(events="fitted")[0, 0] == np.inf
     never, slope = crossed(config, series | {"rnc1_score": np.ones_like(low)}, steps)
     assert slope.startswith("collapse time: no slope, which takes three crossings at two weight decays, of 0 of")
-    assert np.isnan(never.collapse_line).all()
     assert np.isinf(never.median_crossing.sel(events="collapsed")[:, 0]).all()
     times = np.where(results.time_step.values > 100, steps[-1], 0)
     shown = results.assign_coords(time_step=times).assign({name: found[name] for name in found})
     axes = next(axes for axes in collapse.draw(shown).axes if axes.get_title().startswith("first crossing"))
-    (line,) = (line for line in axes.lines if str(line.get_label()).startswith("slope"))
-    assert line.get_label() == "slope -1.00"
-    np.testing.assert_allclose(line.get_xdata(), [0.03, 0.3])
-    np.testing.assert_allclose(line.get_ydata(), [1000 / 0.03, 1000 / 0.3], rtol=0.02)
+    (line,) = (line for line in axes.lines if line.get_label() == "end of training")
+    assert line.get_ydata()[0] > steps[-1]
 
 
 def test_images_tables_and_resuming(small):
