@@ -16,7 +16,6 @@ from dissociation._core import checks
 from dissociation._core.datasets import as_json, check_sizes
 from dissociation._core.files import RefusedFile, locked, reading, replacing, write_bytes
 from dissociation.training import _checkpoint as checkpoint
-from dissociation.training import _distributed as distributed
 from dissociation.training._progress import MeterFactory, open_meter
 
 Arrays = dict[str, np.ndarray]
@@ -113,12 +112,9 @@ class Cache:
             RefusedFile: If the folder holds parts of another run, or of an unknown one.
             OSError: If the folder is in use, or cannot be read or written.
         """
-        distributed.on_main(self._take)
-        return self
-
-    def _take(self) -> None:
-        if (folder := self.folder) is None:
-            return
+        folder = self.folder
+        if folder is None:
+            return self
         with ExitStack() as stack:
             stack.enter_context(locked(folder / ".lock", folder))
             if not (folder / IDENTITY).exists():
@@ -133,6 +129,7 @@ class Cache:
                     "Name another folder, or delete this one to start from scratch."
                 )
             self._held = stack.pop_all()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
@@ -143,7 +140,7 @@ class Cache:
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
         """Write the part `name` to the folder, if there is one, over an earlier part of this name."""
-        if (path := self.path(f"{name}.npz")) is None or jax.process_index():
+        if (path := self.path(f"{name}.npz")) is None:
             return
         # Digest and checksum detect arrays that were changed, renamed or copied from another run.
         values = {key: np.asarray(value) for key, value in arrays.items()}
@@ -162,10 +159,8 @@ class Cache:
 
     def get(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Arrays:
         """Return the part `name`: read it if it was saved, else compute and save it."""
-        path = self.path(f"{name}.npz")
-        there = path is not None and path.exists()
-        # All processes read it, or all compute it, because computing may need all of them.
-        if all(distributed.all_values(there)) and (kept := self.load(name)) is not None:
+        kept = self.load(name)
+        if kept is not None:
             self.seconds[name] = float(kept.pop("seconds"))
             return kept
         began = time.perf_counter()

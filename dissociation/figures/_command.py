@@ -28,7 +28,6 @@ from dissociation.figures._harness import Figure, decoded
 from dissociation.figures._report import exhibit_of, report_html
 from dissociation.plotting import _axes as plotting
 from dissociation.rewrites._certificate import Certificate
-from dissociation.training import _distributed as distributed
 from dissociation.training import _interrupts as interrupts
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -40,7 +39,7 @@ _LONGEST_NAME = 60
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of a run: folder, seed, resuming, processes."""
+    """Options of a run: folder, seed, resuming."""
 
     out: Path = Path("results")
     """Folder with a folder per run: the figure (PDF and PNG), arrays (.npz), a description (.json), a report of all
@@ -55,23 +54,11 @@ class RunOptions:
     """Start from scratch, and set aside the parts of an earlier run with the same settings."""
     silent: Flag = False
     """Show no progress."""
-    distributed: Flag = False
-    """Compute the figure in several processes, each of which trains some of the networks. Without a cluster (SLURM,
-    Open MPI, Kubernetes, TPU), also give the three options below. All processes need the same `--out`."""
-    coordinator_address: str | None = None
-    """Address at which process 0 listens, host:port. Use it on trusted networks only."""
-    num_processes: int | None = None
-    """Number of processes."""
-    process_id: int | None = None
-    """Index of this process, from 0."""
 
     def __post_init__(self):
         check_seed("seed", self.seed)
         if self.fresh and self.resume:
             raise WrongValue("`fresh` must not be given together with `resume`.")
-        given = (self.coordinator_address, self.num_processes, self.process_id)
-        if not self.distributed and given != (None, None, None):
-            raise WrongValue("`distributed` must be given with the address, number or id of processes.")
 
 
 def run_command(
@@ -141,9 +128,7 @@ def produce(
     interrupts.advice = interrupts.NOTHING
     try:
         try:
-            if run.distributed:
-                distributed.initialize(run.coordinator_address, run.num_processes, run.process_id)
-            if not run.silent and jax.process_index() == 0:
+            if not run.silent:
                 print(f"{program}: compiling", file=sys.stderr, flush=True)
             data = figure.source(config)
         except (OSError, ValueError) as error:
@@ -157,7 +142,6 @@ def produce(
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) or interrupts.heard():  # a compiler can turn it into another exception
             print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
-            distributed.leave(interrupts.status())
             return interrupts.status()
         if "RESOURCE_EXHAUSTED" in str(error):
             return _tell(program, f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
@@ -167,7 +151,6 @@ def produce(
 
 def _tell(program: str, what: object, status: int) -> int:
     print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
-    distributed.leave(status)
     return status
 
 
@@ -176,24 +159,22 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequenc
     identity = caches.identity_of(config, key, data)
     folder = run.out / run_name(figure, run, identity)
     with contextlib.ExitStack() as held:
-        distributed.on_main(lambda: _take_folder(run, folder, held))
+        _take_folder(run, folder, held)
         interrupts.advice = f"The same command resumes; finished parts are in {folder / 'parts'}."
-        if jax.process_index() == 0:
-            facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
-            goes_on = [word for word in words if word != "--fresh"]
-            held.enter_context(provenance.recorded(folder, goes_on, facts))
+        facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
+        goes_on = [word for word in words if word != "--fresh"]
+        held.enter_context(provenance.recorded(folder, goes_on, facts))
         compiling = start_compilation_cache()
-        progress = None if run.silent or jax.process_index() else "terminal"
+        progress = None if run.silent else "terminal"
         cache = held.enter_context(caches.Cache(folder / "parts", identity, progress))
         dataset = figure.compute(config, key=key, data=data, cache=cache)
         seconds = {**cache.seconds, "this call": time.perf_counter() - began, "compiling": compiling["seconds"]}
         made = {"command": shlex.join(words), "seed": run.seed}
-        written = distributed.on_main(lambda: _write(figure, folder, dataset, cache.network, made, seconds))
-        if jax.process_index() == 0:
-            compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
-            kept = jax.config.values["jax_compilation_cache_dir"]
-            print(f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
-            print(f"Wrote {', '.join(written)} in {folder}", flush=True)
+        written = _write(figure, folder, dataset, cache.network, made, seconds)
+        compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
+        kept = jax.config.values["jax_compilation_cache_dir"]
+        print(f"\n{seconds['this call']:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
+        print(f"Wrote {', '.join(written)} in {folder}", flush=True)
 
 
 def _take_folder(run: RunOptions, folder: Path, held: contextlib.ExitStack) -> None:

@@ -195,7 +195,7 @@ def _computed(config: Config, key: Array, data: Dataset, cache: Cache, mesh: Mes
         **{name: getattr(config, name) for name in names},
     )
     cache.seconds["training and measuring"] = trained.seconds
-    if (path := cache.path(_MODELS)) is not None and jax.process_index() == 0:
+    if (path := cache.path(_MODELS)) is not None:
         checkpoints.save(path, trained.models, {"run": cache.digest})
     models = stand_ins(trained.models, trained.diverged_at < 0)
     margins = cache.get("margins", partial(margins_of, data, models, config.classes, config.num_train))

@@ -12,11 +12,10 @@ from dissociation._core.lazy import attach
 __all__ = [
     "make_step", "State", "Epochs", "FullBatch", "HostBatches", "Online", "Sampler", "train", "fit", "FitResult",
     "Save", "History", "Callback", "Progress", "CsvLog", "EarlyStop", "FreezeDiverged", "log_spaced_steps",
-    "fit_grid", "GridResult", "Grid", "initialize",
+    "fit_grid", "GridResult", "Grid",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from dissociation.training._distributed import initialize
     from dissociation.training._fitting import FitResult, fit
     from dissociation.training._grids import GridResult, fit_grid
     from dissociation.training._loop import train

@@ -5,13 +5,11 @@ their implementation.
 """
 
 import errno
-import glob
 import hashlib
 import json
 import os
-import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -154,33 +152,3 @@ def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:
     if len(contents) < end or zlib.crc32(meta) != int.from_bytes(contents[size + 8 : start], "little"):
         raise RefusedFile(f"{path} is damaged: its header cannot be read. {_ADVICE}")
     return json.loads(meta), end
-
-
-def own_file(path: Path) -> Path:
-    """Return this process' file of a checkpoint: the path itself for one process."""
-    count = jax.process_count()
-    return path if count == 1 else path.with_name(f"{path.name}.{jax.process_index()}-of-{count}")
-
-
-def before(own: Path) -> Path:
-    """Return the previous file of one of several processes."""
-    return own.with_name(f"{own.name}.before")
-
-
-def files_by_step(path: Path, check: Callable[[Path, dict[str, Any]], None]) -> dict[int, Path]:
-    """Return this process' checked files by step; raise if another number of processes wrote them."""
-    count = jax.process_count()
-    common = path if count == 1 else path.with_suffix("")
-    named = re.compile(rf"{re.escape(common.name)}\.\d+-of-(\d+)(\.before)?")
-    names = [named.fullmatch(other.name) for other in common.parent.glob(f"{glob.escape(common.name)}.*-of-*")]
-    counts = {int(name[1]) for name in names if name} | ({1} if common.exists() else set())
-    if wrong := counts - {count}:
-        wanted = f"be resumed by as many processes as wrote it ({min(wrong)})"
-        checks.fail("checkpoint", wanted, count, f"Delete {common} and files named {common}.*-of-* to start again")
-    found = {}
-    for file in [path] if count == 1 else [before(path), path]:
-        if file.exists():
-            header = read_header(file)
-            check(file, header)
-            found[header["step"]] = file
-    return found

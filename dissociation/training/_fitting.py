@@ -25,9 +25,9 @@ from dissociation.training import _checkpoint as checkpoints
 from dissociation.training._chunk import shapes
 from dissociation.training._interrupts import interruptible
 from dissociation.training._members import member_devices
-from dissociation.training._partition import Partition, without_layout
+from dissociation.training._partition import Partition
 from dissociation.training._records import Callback, History, OfFunction, Save, record_steps
-from dissociation.training._run import FORMAT, Run
+from dissociation.training._run import FORMAT, Run, RunFile, identity_of
 from dissociation.training._samplers import Sampler, as_arrays, leading_size, streams
 from dissociation.training._state import State, Static, Step, checked_models, first_opt_state
 from dissociation.training._traced import Traced, trace
@@ -78,7 +78,6 @@ def dataset_of_fit(history: History, diverged_at: np.ndarray, over: Over) -> "xa
     return history.to_xarray(over).merge(dataset_of({"diverged_at": diverged_at}, "members" if over is None else over))
 
 
-@without_layout
 @validated
 def fit(
     models: PyTree,
@@ -103,9 +102,6 @@ def fit(
     Every call traces step and observation, and compiles them unless an equal program was compiled before: a new
     optimiser or loss that computes the same compiles nothing. Arrays that it holds or closes over are arguments of the
     compiled program, not constants.
-
-    After `training.initialize` every process must call `fit` with the same arguments. Each process trains its own
-    members on its own devices and returns all members. Process 0 calls the callbacks.
 
     Args:
         models: PyTree, such as an Equinox module, whose array leaves carry members on the leading axis. Half-precision
@@ -139,8 +135,7 @@ def fit(
             callbacks and number of steps may differ: more steps extend a finished run. The values of "auto" arguments
             are taken from the file; another layout may change bits, which is logged. A run that a callback ended stays
             ended, unless no callback records any more, or no record is made at that step. One call at a time uses the
-            file. Each of several processes writes a file beside it and keeps its last two; as many processes resume
-            from the newest step of which all have one.
+            file.
         same_program: If True, accept a checkpoint whose program has other operations, as after an update of JAX.
 
     Raises:
@@ -157,30 +152,27 @@ def fit(
     state, first, total, keys = prepared(models, step, sampler, key=key, **given)
     heard = [each if isinstance(each, Callback) else OfFunction(i, each) for i, each in enumerate(callbacks)]
     times = record_steps(save, heard, first, total, sampler.epoch_steps)
-    path = None if checkpoint is None else checkpoints.own_file(files.followed(checkpoint))
-    partition = Partition.over_processes(len(state.step), member_map, members_per_batch, mesh)
+    path = None if checkpoint is None else files.followed(checkpoint)
+    partition = Partition(len(state.step), member_map, members_per_batch, mesh)
     header = checkpoints.read_header(path) if path is not None and path.exists() else {}
-    if header.get("format") == FORMAT:  # `Run.check` raises for another one
+    if header.get("format") == FORMAT:  # `RunFile.header` raises for another one
         partition = partition.resumed(header["layout"])
     with interruptible(), ExitStack() as held:
-        run = Run(state, step, sampler, keys, save, partition, heard)
-        check_names("save", run.observe and run.observe.out, "observed", "observed_at")
-        check_names("step", run.info[1], "metrics")
-        partition = run.partition
-        if not partition.alone:
-            run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
-        how = partition.total, partition.member_map, run.threads, member_devices(partition.devices)
+        run = Run(state, step, sampler, keys, save, partition, heard, began)
+        program, partition = run.program, run.members.partition
+        check_names("save", program.observe and program.observe.out, "observed", "observed_at")
+        check_names("step", program.info.metrics, "metrics")
+        how = partition.total, partition.member_map, run.members.threads, member_devices(partition.devices)
         logger.info("%d members by %s, %d threads, %d devices", *how)
-        run.began = began
         if path is not None:
-            run.identify(state, sampler, key, same_program)
+            file = RunFile(path, identity_of(run, state, sampler, key), same_program)
             held.enter_context(files.locked(path.with_name(f".{path.name}.lock"), path))
-            run.resume(path, total, times)
+            run.resume(file, total, times)
         del state  # steps donate it
         run.to_the_end(total, times)
-    state = jax.tree.map(to_device, partition.gather(partition.joined(run.states)))
-    ended = run.diverged_at, run.step, partition.member_map, time.perf_counter() - run.began
-    return FitResult(state.model, run.history(), *ended, state)
+    state = jax.tree.map(to_device, partition.joined(run.members.states))
+    ended = run.record.diverged_at, run.step, partition.member_map, time.perf_counter() - run.clock.began
+    return FitResult(state.model, run.record.history(), *ended, state)
 
 
 def prepared(

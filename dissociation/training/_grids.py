@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,16 +24,15 @@ from dissociation._core.results import Labels, Over
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
-from dissociation.training import _distributed as distributed
 from dissociation.training import _machine as machine
 from dissociation.training._chunk import drawn, observe_members, run_chunk
 from dissociation.training._fitting import dataset_of_fit, fit, prepared
 from dissociation.training._interrupts import interruptible
 from dissociation.training._members import concatenate, gathered, stack, take
-from dissociation.training._partition import Partition, Threads, without_layout
+from dissociation.training._partition import Partition, Threads
 from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import Callback, History, Save, record_steps
-from dissociation.training._run import Run
+from dissociation.training._run import Batches, Run
 from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid, folded
@@ -57,7 +56,7 @@ class Plan(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
     peak_bytes: int  # estimate for the largest group, without the memory of the compiler
     budget: int
-    devices: int  # of this process, which train members
+    devices: int  # which train members
 
     def __str__(self) -> str:
         members, most = sum(map(len, self.groups)), max(map(len, self.groups))
@@ -97,7 +96,6 @@ class GridResult(NamedTuple):
     to_dataframe, save = Labels.to_dataframe, Labels.save
 
 
-@without_layout
 @validated
 def fit_grid(
     init: Callable[..., PyTree],
@@ -305,7 +303,7 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tup
 
     Returns:
         Bytes of data and programs for any number of members, bytes per member, bytes of a trained model, and the number
-        of devices or worker threads of this process. The compiler's memory is left out.
+        of devices or worker threads. The compiler's memory is left out.
     """
     four, (step, sampler, save) = (list(members) * 4)[:4], (sweep.step, sweep.sampler, sweep.save)
 
@@ -322,31 +320,32 @@ def estimated_bytes(sweep: Sweep, members: Sequence[int], ample: int = 0) -> tup
 
     def compiled_bytes(run: Run) -> int:
         calls: list[Any] = [(run_chunk, run.example())]
-        if run.observe is not None:
-            calls.append((observe_members, (run.partition.how, run.observe, jnp.asarray(first), run.observe_keys[0])))
-        compiled = [function.lower(inputs, run.states[0]).compile().compiled for function, inputs in calls]
+        members, observe = run.members, run.program.observe
+        if observe is not None:
+            inputs = members.partition.how, observe, jnp.asarray(first), members.observe_keys[0]
+            calls.append((observe_members, inputs))
+        compiled = [function.lower(inputs, members.states[0]).compile().compiled for function, inputs in calls]
         return max(map(machine.program_bytes, compiled))  # chunk or observation
 
     run = run_of(2)
-    state_bytes = _bytes(run.states[0]) // 2
+    state, program = run.members.states[0], run.program
+    state_bytes = _bytes(state) // 2
     # Programs free most results of their operations, and copy some.
-    each = 2 * result_bytes(run.program.code.jaxpr)
-    if run.observe is not None:
-        each += 2 * result_bytes(run.observe.code.jaxpr)
+    each = sum(2 * result_bytes(traced.code.jaxpr) for traced in program.programs)
     of_program = 0
     if _bytes(sampler) + len(members) * (3 * state_bytes + each) > ample:
         programs = [compiled_bytes(run), compiled_bytes(run_of(4))]
         each = max(0, programs[1] - programs[0]) // 2
         of_program = max(0, programs[0] - 2 * each)
     times = len(record_steps(save, [], first, total, sampler.epoch_steps))
-    recorded = (run.info, total - first), (run.observe and run.observe.out, times)
+    recorded = (program.info, total - first), (program.observe and program.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
-    spread = jax.default_backend() == "cpu" and run.partition.member_map != "vmap"
+    spread = jax.default_backend() == "cpu" and run.members.partition.member_map != "vmap"
     threads = min(jax.local_device_count(), machine.available_cores()) if spread else 1
-    fixed = _bytes(sampler) + _bytes(run.observe) + threads * of_program
+    fixed = _bytes(sampler) + _bytes(program.observe) + threads * of_program
     # At most three copies of a state are in memory: given, trained and returned.
     per_member = 3 * state_bytes + each + history
-    return fixed, per_member, _bytes(run.states[0].arrays) // 2, threads
+    return fixed, per_member, _bytes(state.arrays) // 2, threads
 
 
 def result_bytes(jaxpr: Any) -> int:
@@ -361,13 +360,19 @@ def result_bytes(jaxpr: Any) -> int:
     return total
 
 
+class _ZeroBatches(Batches):
+    """Source with zeros as plans."""
+
+    def draw(self, step: int, block: int | None) -> Any:
+        if isinstance(self.sampler, HostBatches):
+            return super().draw(step, block)
+        return _zeros(eqx.filter_eval_shape(drawn, self.sampler, self.order, block))
+
+
 class _Estimate(Run):
     """Run whose programs are compiled but not called, with zeros as arrays."""
 
-    def _drawn(self, block: int) -> Any:
-        if isinstance(self.sampler, HostBatches):
-            return super()._drawn(block)
-        return _zeros(eqx.filter_eval_shape(drawn, self.sampler, self.order, block))
+    batches_of = _ZeroBatches
 
 
 def _zeros(shapes: PyTree, size: int | None = None) -> PyTree:
@@ -447,18 +452,13 @@ class _Steps(Callback):
 
 @contextmanager
 def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) -> Iterator["_Folder"]:
-    """Lock the folder of a sweep in process 0, and yield it with its manifest."""
+    """Lock the folder of a sweep, and yield it with its manifest."""
     if folder is None:
         yield _Folder(None, {"identity": identity}, {})
         return
     path = Path(folder)
-    with ExitStack() as held:
-
-        def taken() -> dict[str, Any]:
-            held.enter_context(files.locked(path / ".lock", path))
-            return _manifest(path, json.loads(json.dumps(identity)), fresh)
-
-        yield _Folder(path, distributed.on_main(taken), {})
+    with files.locked(path / ".lock", path):
+        yield _Folder(path, _manifest(path, json.loads(json.dumps(identity)), fresh), {})
 
 
 def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
@@ -502,14 +502,12 @@ class _Folder(NamedTuple):
     def plan(self, make: Callable[[], Plan], how: dict[str, Any]) -> Plan:
         """Return the stored plan, or store a new one, and how its members are mapped."""
         if "plan" not in self.manifest:
-            # Other processes need the same groups, even with less memory.
-            plan, partition = distributed.on_main(lambda: make()._asdict()), Partition(1, **how)
+            plan, partition = make(), Partition(1, **how)
             if partition.mesh == "auto":
-                partition = partition._replace(mesh=Threads(plan["devices"]))
-            self.manifest.update(plan=plan, layout=partition.stored())
+                partition = partition._replace(mesh=Threads(plan.devices))
+            self.manifest.update(plan=plan._asdict(), layout=partition.stored())
             if self.path is not None:
-                path, contents = self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode()
-                distributed.on_main(lambda: files.write_bytes(path, contents))
+                files.write_bytes(self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
         return _plan_of(self.manifest)
 
     def how(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -527,7 +525,7 @@ class _Folder(NamedTuple):
         if path is None:
             self.groups[index] = jax.device_get(trained)
         else:
-            distributed.on_main(lambda: checkpoints.save(path, trained))
+            checkpoints.save(path, trained)
 
     def trained(self, index: int, sweep: Sweep, plan: Plan) -> PyTree:
         """Return a group's trained models and `aux`."""

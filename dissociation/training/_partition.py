@@ -1,8 +1,8 @@
-"""Partition of the member axis: over processes, into shards for worker threads, and over the devices of a mesh."""
+"""Partition of the member axis into shards, for worker threads or for the devices of a mesh."""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,7 +13,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dissociation._core import checks
 from dissociation._core.conversion import to_device
-from dissociation.training._distributed import all_gather
 from dissociation.training._machine import compiled, number_of_threads, run_tasks
 from dissociation.training._members import (
     DATA_AXIS,
@@ -23,7 +22,6 @@ from dissociation.training._members import (
     member_devices,
     member_mesh,
     place_members,
-    take,
 )
 from dissociation.training._members import per_batch as at_once
 from dissociation.training._traced import Traced
@@ -36,51 +34,21 @@ class Threads(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """Cut of the member axis: a contiguous range per process, in shards of equal size, each on a mesh.
+    """Cut of the member axis into shards of equal size, each on a mesh.
 
     Copies of the last member fill the last shard.
 
     Attributes:
-        total: Number of members of all processes.
+        total: Number of members.
         member_map: Mapping of the members of a shard, "auto" until `chosen`.
         members_per_batch: With "vmap", number of members batched at once, None for all, or "auto".
         mesh: Mesh of `member_mesh`, `Threads`, or until `chosen` None or "auto".
-        processes: Number of processes that share the members.
-        process: Index of this process.
     """
 
     total: int
     member_map: str = "auto"
     members_per_batch: int | str | None = None
     mesh: Mesh | Threads | str | None = "auto"
-    processes: int = 1
-    process: int = 0
-
-    @classmethod
-    def over_processes(cls, total: int, *how: Any) -> "Partition":
-        """Return the partition with all processes that have joined."""
-        return cls(total, *how, processes=jax.process_count(), process=jax.process_index())
-
-    @property
-    def alone(self) -> bool:
-        """Return True without other processes."""
-        return self.processes == 1
-
-    @property
-    def bounds(self) -> list[int]:
-        """Return the first member of every process, and the total."""
-        return [self.total * i // self.processes for i in range(self.processes + 1)]
-
-    @property
-    def local(self) -> slice:
-        """Return the members of this process, at least one."""
-        start = min(self.bounds[self.process], self.total - 1)
-        return slice(start, max(self.bounds[self.process + 1], start + 1))
-
-    @property
-    def number(self) -> int:
-        """Return the number of members of this process."""
-        return self.local.stop - self.local.start
 
     @property
     def devices(self) -> Mesh | None:
@@ -107,41 +75,24 @@ class Partition(NamedTuple):
         """Return the number of members in a shard."""
         devices = member_devices(self.devices)
         # With "unroll", a shard is one member of every device, so that one program serves all shards.
-        return devices if self.member_map == "unroll" else devices * -(-self.number // (devices * self.shards))
-
-    def take(self, tree: Any) -> Any:
-        """Return this process' members of a PyTree with all members first."""
-        return tree if self.alone else take(tree, self.local)
-
-    def gather(self, tree: Any) -> Any:
-        """Return all members of a PyTree with this process' members first; NumPy arrays, and keys."""
-        if self.alone:
-            return tree
-        return jax.tree.map(lambda leaf: self._gathered(leaf) if eqx.is_array(leaf) else leaf, tree)
-
-    def _gathered(self, leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(self._gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-        counts = np.diff(self.bounds)
-        rows = zip(all_gather(np.asarray(leaf)[: counts[self.process]].tobytes()), counts, strict=True)
-        return np.concatenate([np.frombuffer(row, leaf.dtype).reshape(count, *leaf.shape[1:]) for row, count in rows])
+        return devices if self.member_map == "unroll" else devices * -(-self.total // (devices * self.shards))
 
     def split(self, stacked: Any) -> list[Any]:
-        """Cut this process' members into shards; leaves that are not arrays go to every shard."""
+        """Cut members into shards; leaves that are not arrays go to every shard."""
         arrays, rest = eqx.partition(stacked, eqx.is_array)
         shards, size = [], self.size
-        for start in range(0, self.number, size):
-            rows = np.minimum(np.arange(start, start + size), self.number - 1)
-            own = arrays if len(rows) == self.number else gathered(arrays, to_device(rows))
+        for start in range(0, self.total, size):
+            rows = np.minimum(np.arange(start, start + size), self.total - 1)
+            own = arrays if len(rows) == self.total else gathered(arrays, to_device(rows))
             shards.append(eqx.combine(own if self.devices is None else place_members(own, self.devices), rest))
         return shards
 
     def joined(self, shards: Sequence[Any]) -> Any:
         """Undo `split`."""
         arrays, rest = eqx.partition(list(shards), eqx.is_array)
-        if len(shards) == 1 and all(len(leaf) == self.number for leaf in jax.tree.leaves(arrays)):
+        if len(shards) == 1 and all(len(leaf) == self.total for leaf in jax.tree.leaves(arrays)):
             return shards[0]
-        return eqx.combine(_concatenated(arrays, self.number), rest[0])
+        return eqx.combine(_concatenated(arrays, self.total), rest[0])
 
     def placed(self, tree: Any, own: bool) -> Any:
         """Split arrays of single members into shards, or place those of all members on every device of the mesh."""
@@ -173,9 +124,9 @@ class Partition(NamedTuple):
         if mesh is not None or self.mesh is None:
             return chosen, 1
         operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
-        threads = number_of_threads(self.number, operations, (arrays, step, *others))
+        threads = number_of_threads(self.total, operations, (arrays, step, *others))
         # Bits depend on the shards, so fewer cores compute the same shards with fewer threads.
-        shards = min(self.mesh.shards, self.number) if isinstance(self.mesh, Threads) else threads
+        shards = min(self.mesh.shards, self.total) if isinstance(self.mesh, Threads) else threads
         return chosen._replace(mesh=Threads(shards)), threads
 
     def stored(self) -> dict[str, Any]:
@@ -208,16 +159,3 @@ def map_shards(function: Any, shared: Any, stacked: Any, num_members: int, threa
     each = partition.split(stacked)
     program = compiled(function, threads, shared, each[0])
     return partition.joined(run_tasks([partial(program, shared, one) for one in each], threads))
-
-
-def without_layout(function: Callable[..., Any]) -> Any:
-    """Decorate a function so that the earlier argument `layout` raises an error with the new call."""
-
-    @wraps(function)
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        if "layout" in kwargs:
-            advice = 'The call is fit(..., mesh=None, member_map="vmap", members_per_batch=2)'
-            checks.fail_kind("layout", "be given by its fields", repr(kwargs["layout"]), advice)
-        return function(*args, **kwargs)
-
-    return refusing

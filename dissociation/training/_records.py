@@ -19,6 +19,8 @@ from dissociation._core import checks
 from dissociation._core.files import naming, replacing
 from dissociation._core.results import Labels, Over, dataset_of, printed
 from dissociation._core.validation import validated
+from dissociation.training._members import concatenate, stack
+from dissociation.training._state import Info
 
 if TYPE_CHECKING:
     import xarray
@@ -61,6 +63,76 @@ class History(NamedTuple):
 
     to_dataframe, save = Labels.to_dataframe, Labels.save
     __repr__ = printed
+
+
+class Record:
+    """Losses, metrics and observations of all members since the first step of a run.
+
+    Attributes:
+        first: Number of updates of the initial state.
+        num_members: Number of members.
+        infos: Losses and metrics [members, steps, ...], a part per chunk.
+        observed_at: Steps of the observations.
+        observations: Observations, [members, ...] each.
+        diverged_at: First step whose loss was not finite, or -1: [members].
+    """
+
+    def __init__(self, first: int, num_members: int, info: Info):
+        self.first, self.num_members = first, num_members
+        self.infos = [self.empty(info, 0)]
+        self.observed_at: list[int] = []
+        self.observations: list[Any] = []
+        self.diverged_at = np.full(num_members, -1)
+
+    def empty(self, tree: Any, columns: int) -> Any:
+        """Return NumPy zeros [members, columns, ...] for the shapes of one member."""
+        return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
+
+    def add(self, infos: Info, step: int, frozen: np.ndarray) -> None:
+        """Add the last steps up to `step`, and warn of losses that are not finite."""
+        self.infos.append(infos)
+        bad = ~np.isfinite(infos.loss)
+        for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~frozen):
+            column = int(bad[member].argmax())
+            self.diverged_at[member] = step - bad.shape[1] + column
+            became = f"the loss became {infos.loss[member, column]} at step {self.diverged_at[member]}"
+            checks.warn(f"member {member}: {became}; the other members go on.")
+
+    def observe(self, step: int, observed: Any) -> None:
+        """Add an observation, or None."""
+        self.observed_at.append(step)
+        self.observations.append(observed)
+
+    def restore(self, infos: Info, observations: Sequence[tuple[int, Any]], diverged_at: np.ndarray) -> None:
+        """Replace everything by what a checkpoint holds."""
+        self.infos = [infos]
+        self.observed_at = [step for step, _ in observations]
+        self.observations = [observed for _, observed in observations]
+        self.diverged_at = diverged_at
+
+    def _done(self) -> Info:
+        """Return losses and metrics of all steps."""
+        self.infos = [concatenate(self.infos, axis=1)]
+        return self.infos[0]
+
+    def at(self, index: int) -> dict[str, Any]:
+        """Return a record for callbacks: means since the last one, and the observation."""
+        index = index % len(self.observed_at)
+        end, begin = self.observed_at[index], self.observed_at[index - 1] if index else self.first
+
+        def mean(leaf: np.ndarray) -> np.ndarray:
+            part = leaf[:, begin - self.first : end - self.first]
+            kind = np.result_type(leaf.dtype, np.float16)
+            return part.mean(axis=1) if end > begin else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
+
+        return {**jax.tree.map(mean, self._done())._asdict(), "observed": self.observations[index]}
+
+    def history(self) -> History:
+        """Return everything as the result of `fit` holds it."""
+        done = self._done()
+        known = [observed for observed in self.observations if observed is not None]
+        observed = stack(known, axis=1) if known else None
+        return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
 
 class Save(NamedTuple):
