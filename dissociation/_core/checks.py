@@ -157,7 +157,7 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
         return jax.eval_shape(model, shapes)
     except WrongValue:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         first = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
         if first.startswith(f"`{name}` must "):

@@ -114,7 +114,7 @@ def _runs_of_rows(name: str, table: Any, reading: Reading, steps: list[Any]) -> 
     found = []
     for key in np.argsort(first):
         rows = np.flatnonzero(run == key)
-        label = f"[{runs[0][rows[0]]!r}]" if runs else ""
+        label = f"[{str(runs[0][rows[0]])!r}]" if runs else ""
         if time is not None:
             if reading.time is not None:
                 rows = rows[np.asarray(time[rows].argsort(kind="stable"))]

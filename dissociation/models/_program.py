@@ -56,7 +56,12 @@ def called(model: Any, example: Any) -> Any:
 def function_of(name: str, model: Any) -> Callable[[Any], Any]:
     """Return `called` as a function of one example; raise `TypeError` if `model` cannot be called."""
     if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
-        fail_kind(name, "be a function", describe(model), "A model with state is a pair (model, state)")
+        fail_kind(
+            name,
+            "be a function",
+            describe(model),
+            "Weights alone need `call=`; a model with state is a pair (model, state)",
+        )
     return functools.partial(called, model)
 
 

@@ -104,7 +104,8 @@ def as_items(name: str, given: Any, *, members: bool | None, positions: str | No
     # Positions are compared as samples, so every layer needs the same ones.
     if positions == "samples" and len(grids) > 1:
         sizes = ", ".join(map(str, sorted(grids)))
-        fail(name, 'have positions of one size throughout for `positions="samples"`', sizes)
+        advice = 'Pass positions="neurons", which makes each position of each channel a neuron'
+        fail(name, 'have positions of one size throughout for `positions="samples"`', sizes, advice)
     numbers = {array.shape[1] for arrays, _ in widths.values() for array in arrays}
     if len(numbers) > 1:
         fail(name, "be of the same samples throughout", f"{', '.join(map(str, sorted(numbers)))} samples")

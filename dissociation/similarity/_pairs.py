@@ -33,6 +33,9 @@ FUNCTIONAL = ("disagreement", "jensen_shannon")
 LARGEST_BIAS = 2
 """Bias in standard errors above which `pairwise` warns."""
 
+SPECTRAL = ("cca", "svcca", "pwcca", "angular_similarity", "angular_distance", "partial_whitening_distance")
+"""Measures with half of this limit: sums of singular values keep more bias than the first order removes."""
+
 
 class Similarities(Result):
     """Similarities of all pairs of two sets of representations, which may be the same set.
@@ -385,11 +388,12 @@ def _warn_undefined(measure: Measure, values: np.ndarray, first: Items, second: 
 
 def _warn_biased(measure: Measure, values: np.ndarray, interval: inference.Interval) -> None:
     estimate = np.asarray(interval.estimate)
-    leaning = np.abs(interval.bias) > LARGEST_BIAS * interval.standard_error + 1e-5
+    limit = LARGEST_BIAS / 2 if measure.name in SPECTRAL else LARGEST_BIAS
+    leaning = np.abs(interval.bias) > limit * interval.standard_error + 1e-5
     if leaning.any():
         warn(
-            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {LARGEST_BIAS} "
-            "standard errors: read `estimate`, from which it is removed to first order. What remains may exceed the "
+            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {limit:g} standard "
+            "errors: read `estimate`, from which it is removed to first order. What remains may exceed the "
             "interval. Use more samples for so many features, or a debiased measure."
         )
     clipped = np.isin(estimate, measure.range) & (np.abs(values - estimate) > 1e-5)

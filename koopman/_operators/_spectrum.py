@@ -188,7 +188,7 @@ class Modes(NamedTuple):
         if self.growth.ndim != 1 or is_traced(self.growth):
             return printed(self)
         lines = [
-            "Modes, a line for each pair; the unit of time is that of `time_step`:",
+            "Modes, a line for each pair; the unit of time is that of `time_step`, by default one lag:",
             "    growth  frequency  half-life   share",
         ]
         known = [np.asarray(part) for part in (self.growth, self.frequency, self.half_life, self.share)]

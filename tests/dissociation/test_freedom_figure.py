@@ -80,7 +80,7 @@ def test_seeds_that_diverged_are_left_out(monkeypatch):
 def test_the_files_and_the_figure(run):
     results, folder = run
     dims = {"change": ("ends", "layers", "seeds", "other_seeds"), "moved": ("rewrites", "seeds", "other_seeds")}
-    parts = ("6 ordered pairs", "80 test images", "400 training", "(b) last hidden layer", "(c)")
+    parts = ("6 ordered pairs", "80 test images", "400 training", "(b) The last hidden layer")
     assert_figure(freedom, CONFIG, jax.random.PRNGKey(0), results, folder, dims=dims, rows=1 + 2 + 5, parts=parts)
     assert "the functions of a pair can show anything from" in freedom.headline(results)
 
@@ -92,5 +92,5 @@ def test_of_networks_of_images_the_last_layer():
     )
     results = freedom.compute(config, key=jax.random.PRNGKey(0))
     assert results.layers.values.tolist() == ["hidden"]
-    assert "(a) last hidden layer" in freedom.caption(results)
+    assert "2 ordered pairs" in freedom.caption(results)
     assert results.change.sel(ends="high", layers="hidden")[0, 1] < 1e-5
