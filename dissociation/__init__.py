@@ -40,4 +40,4 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    __getattr__, __dir__ = attach(__name__, fit_mnist="Call `fit_classifiers`")
+    __getattr__, __dir__ = attach(__name__)

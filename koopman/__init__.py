@@ -67,9 +67,4 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        train_autoencoders="Call train_encoders(lambda key: Autoencoder(5, init='lecun', key=key), 'reconstruction', "
-        "lagged_pairs(trajectories), key=key)",
-        train_classifiers="Call train_encoders(network, 'classes', (states, labels), key=key)",
-    )
+    __getattr__, __dir__ = attach(__name__)

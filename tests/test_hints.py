@@ -67,6 +67,10 @@ def test_other_names_are_missing_as_python_has_it(name):
 
 
 ELSEWHERE = {
+    "submit",
+    "result",
+    "done",
+    "get_executor",
     "step",
     "init",
     "callback",

@@ -53,13 +53,6 @@ def test_an_unknown_name_is_an_error(package):
         _ = package.nonsense
 
 
-def test_a_name_of_before_names_the_new_one():
-    with pytest.raises(ImportError, match="dissociation.fit_mnist was removed. Call `fit_classifiers`"):
-        _ = dissociation.fit_mnist
-    with pytest.raises(ImportError, match="figures.results_of was removed. `compute` returns the dataset"):
-        from dissociation.figures import results_of  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def test_a_dependency_that_fails_is_named(monkeypatch):
     def fails(name):
         raise AttributeError("a dependency lacks nonsense")

@@ -212,11 +212,11 @@ def _read_npz(path: Path) -> "xarray.Dataset":
     check_sizes(path)
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
-    dims, rest = json.loads(str(arrays.pop(_AXES))), json.loads(str(arrays.pop(_REST, "{}")))
+    dims, rest = json.loads(str(arrays.pop(_AXES))), json.loads(str(arrays.pop(_REST)))
     if not isinstance(dims, dict) or not isinstance(rest, dict):
         raise ValueError("the description of its arrays is not a dictionary")
-    coords = {name: arrays.pop(name) for name in rest.get("coords", ())}
-    return make_dataset(arrays, dims, coords=coords, units=rest.get("units"), attrs=rest.get("attrs"))
+    coords = {name: arrays.pop(name) for name in rest["coords"]}
+    return make_dataset(arrays, dims, coords=coords, units=rest["units"], attrs=rest["attrs"])
 
 
 def _read_netcdf(path: Path) -> "xarray.Dataset":

@@ -9,18 +9,17 @@ from typing import Any
 DISTRIBUTION = "dissociation"
 
 
-def attach(package: str, **removed: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package, which import a public name at its first use.
 
     The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`. Its folders are imported too. A
-    name in `removed` raises an `ImportError` with its text, and one that is elsewhere with the place.
+    name that is elsewhere raises an `ImportError` with the place, because `from package import name` hides the message
+    of an `AttributeError`.
     """
     homes: dict[str, str] = {}
 
     def getattribute(name: str) -> Any:
         module = sys.modules[package]
-        if name in removed:  # `from package import name` hides the message of an AttributeError
-            raise ImportError(f"{package}.{name} was removed. {removed[name]}.")
         if not homes:
             import ast  # here, because `import dissociation` takes milliseconds
 

@@ -18,4 +18,4 @@ if TYPE_CHECKING:
     from dissociation.figures._report import Exhibit, exhibit_of, report_html
     from dissociation.figures._seeds import cell, check_some_left, named_diverged
 else:
-    __getattr__, __dir__ = attach(__name__, results_of="`compute` returns the dataset", Parts="Call `run`")
+    __getattr__, __dir__ = attach(__name__)

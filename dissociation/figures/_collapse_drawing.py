@@ -128,8 +128,7 @@ def _panels(dataset: xarray.Dataset) -> list[tuple[Callable[[Axes], None], str]]
     if len(panels) > 3 and "mi_zx_compression" in dataset:
         panels.append((partial(_estimators, dataset=dataset), f"two estimators of information at {decay}"))
     panels.append((partial(_geometry, dataset=dataset), f"distances from collapse at {decay}"))
-    # Sweeps of earlier versions lack norms of weights.
-    norms = {"dashed": dataset.get("weight_norm"), "dotted": dataset.get("head_norm"), "ylabel": "norm"}
+    norms = {"dashed": dataset["weight_norm"], "dotted": dataset["head_norm"], "ylabel": "norm"}
     norms |= {"title": "features (line), weights (dashed), last (dotted)"}
     panel = partial(_series, values=dataset.scale_means, log=True, **norms)
     panels.append((panel, "norm of the class means; dashed, of all weights; dotted, of the last layer's weights"))

@@ -57,9 +57,7 @@ def layer_named(argument: str, name: str, layers: Iterable[str]) -> str:
         return name
     if name == "features" and hidden:
         return hidden[-1]
-    # Layers were named by their position once.
-    now = {f"hidden{place}": f"It is {layer!r} now" for place, layer in enumerate(hidden)}
-    fail(argument, f"be one of {', '.join(map(repr, known))}", repr(name), now.get(name, ""))
+    fail(argument, f"be one of {', '.join(map(repr, known))}", repr(name))
 
 
 def named(hidden: Mapping[str, Array], logits: Array) -> Layers:

@@ -21,4 +21,4 @@ if TYPE_CHECKING:
     )
     from dissociation.recipes._mnist import cross_entropy, fit_classifiers, fresh_networks, train_mnist
 else:
-    __getattr__, __dir__ = attach(__name__, fit_mnist="Call `fit_classifiers`")
+    __getattr__, __dir__ = attach(__name__)

@@ -1,6 +1,5 @@
 """Comparison of all pairs of representations of layers and members."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, check_count, check_level, fail, fail_kind, warn
-from dissociation._core.conversion import describe, to_device
+from dissociation._core.conversion import to_device
 from dissociation._core.results import Result
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
@@ -203,7 +202,6 @@ def pairwise(
         ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
         TypeError: If representations are of another type.
     """
-    _check_order(representations)
     check_level(level)
     known = as_measure(measure)
     form = known.with_options(**options)
@@ -273,13 +271,6 @@ def pairwise(
     results.insert(6, p_value)  # on the host, in float64
     labels = {"items": tuple(first.labels), "others": tuple(second.labels)}
     return Similarities(*results, **labels, measure=known.name, num_samples=number, counts_once=symmetric)
-
-
-def _check_order(representations: Any) -> None:
-    # The measure came first once.
-    if isinstance(representations, str | Measure) or inspect.isroutine(representations):
-        advice = "The measure comes second: pairwise(representations, measure)"
-        fail_kind("representations", "be arrays", describe(representations), advice)
 
 
 @validated

@@ -33,5 +33,4 @@ if TYPE_CHECKING:
     from dissociation.training._state import State, make_step
     from dissociation.training._sweeps import Grid
 else:
-    call = 'fit(..., mesh=None, member_map="vmap", members_per_batch=2)'
-    __getattr__, __dir__ = attach(__name__, Layout=f"Pass its fields to `fit` or `fit_grid`: {call}")
+    __getattr__, __dir__ = attach(__name__)

@@ -37,7 +37,7 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
 """Losses of features now and one lag later: VAMP-2 and DPNets without centring, spectral contrastive."""
 
 LOSSES = (*ENCODER_LOSSES, "reconstruction", "classes")
-NEW_CALL = "train_encoders(lambda key: FeatureMap(5, key=key), 'vamp', lagged_pairs(trajectories), key=key)"
+EXAMPLE = "train_encoders(lambda key: FeatureMap(5, key=key), 'vamp', lagged_pairs(trajectories), key=key)"
 
 
 @validated
@@ -90,8 +90,8 @@ class _Validation(eqx.Module):
 @validated
 def train_encoders(
     model: Any,
-    loss: Any = None,
-    data: Any = None,
+    loss: Any,
+    data: Any,
     *,
     key: PRNGKey,
     optimizer: Any = None,
@@ -131,12 +131,9 @@ def train_encoders(
     References:
         See `vamp_loss`, `spectral_contrastive_loss`, `dpnets_loss` and `autoencoder_loss`.
     """
-    if isinstance(model, str) or data is None:
-        got = repr(model) if isinstance(model, str) else "no `data`"
-        fail_kind("model", "come first, then `loss` and `data`", got, f"Call {NEW_CALL}")
     for name in options:
         if name not in FIT_OPTIONS:
-            advice = f"Settings of networks are arguments of `model`, as in {NEW_CALL}"
+            advice = f"Settings of networks are arguments of `model`, as in {EXAMPLE}"
             fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option", advice)
     if isinstance(loss, str):
         check_choice("loss", loss, LOSSES)

@@ -184,7 +184,7 @@ def test_a_pipe_is_refused_before_it_is_read(tmp_path):
         ("x.npz", lambda path: np.savez(path, a=np.array([{}], object)), "it holds Python objects, which are"),
         ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "not a file of results: it lacks 'axes'"),
         ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "not a file of results: it lacks 'labelled'"),
-        ("x.npz", lambda path: np.savez(path, axes=np.array("3")), "the description of its arrays is not a dictionary"),
+        ("x.npz", lambda path: np.savez(path, axes=np.array("3"), labelled=np.array("3")), "the description of its arrays is not a dictionary"),
     ],
 )
 def test_other_files_raise_with_a_reason(tmp_path, name, write, reason):
@@ -193,19 +193,6 @@ def test_other_files_raise_with_a_reason(tmp_path, name, write, reason):
         load_results(tmp_path / name)
     assert str(refused.value).startswith(f"{tmp_path / name} is ")
     assert "pickle" not in str(refused.value)
-
-
-def test_files_of_earlier_versions_are_read(tmp_path):
-    """They hold the variants of a figure as arrays of their own, and axes without a coordinate."""
-    axes = json.dumps({"error_scaled": ["seeds", "scales"], "error_trained": ["seeds", "scales"], "scales": ["scales"]})
-    rest = json.dumps({"coords": ["scales"], "units": {"scales": "s"}, "attrs": {"config": {"a": 1}}, "families": {}})
-    arrays = {"error_scaled": np.zeros((2, 3)), "error_trained": np.ones((2, 3)), "scales": np.arange(3)}
-    for more in ({"labelled": rest}, {}):  # first without units and attributes
-        np.savez(tmp_path / "x.npz", axes=axes, **arrays, **more)
-        found = load_results(tmp_path / "x.npz")
-        assert (found.error_scaled.dims, list(found.coords)) == (("seeds", "scales"), ["scales"])
-        assert (found.error_trained == 1).all()
-    assert load_results(tmp_path / "x.npz").attrs == {}
 
 
 def test_an_unreadable_file_is_not_called_broken(everything, tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_all_pairs_are_each_pair_whatever_the_memory(name, options, reference_op
     assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
     for last in ("layers[1]", "features"):
         np.testing.assert_array_equal(found.between(last, "logits"), found.values[3:6, 6:])
-    with pytest.raises(ValueError, match=r"`layer` must be one of .* 'hidden0'. It is 'layers\[0\]' now"):
+    with pytest.raises(ValueError, match=r"`layer` must be one of .* 'hidden0'"):
         found.between("hidden0")
     assert found.measure == name
 
@@ -221,7 +221,6 @@ def test_wrong_calls_are_refused_by_name():
     table = lambda **options: similarity.pairwise(LAYERS, "linear_cka", members=True, **options)  # noqa: E731
     few = lambda: similarity.compare(one[:20], other[:20], "mutual_knn", num_neighbours=19)  # noqa: E731
     for call, words in (
-        (lambda: similarity.pairwise("linear_cka", LAYERS), r"comes second: pairwise\(representations, measure\)"),
         (lambda: similarity.pairwise([one, other], lambda x: x.sum()), r"must take 2 arguments \(x, y\), got \(x\)"),
         (few, "at least 20 samples, got 19 without one block"),
         (lambda: compiled(LAYERS["layers[0]"]), "`representations` must be concrete: pairs of representations"),

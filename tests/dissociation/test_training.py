@@ -415,9 +415,3 @@ def test_results_print_in_a_line(key):
     assert said.startswith("FitResult(3 of Linear, 0 diverged, 30 steps by ")
     assert repr(found.history) in said
     assert f"loss=f32[3,30](numpy) from {found.history.loss.min():.4g} to {found.history.loss.max():.4g}" in said
-
-
-def test_the_class_of_layouts_is_named_with_the_new_call():
-    words = r"Layout was removed. Pass its fields to `fit` or `fit_grid`: fit\(..., mesh=None, member_map="
-    with pytest.raises(ImportError, match=words):
-        from dissociation.training import Layout  # noqa: F401

@@ -236,11 +236,3 @@ def test_stacked_models_are_told_from_one(trajectories):
     assert encode(member(result.models, 0), states).shape == (len(states), 2)
     assert eqx.filter_vmap(lambda model: encode(model, states))(result.models).shape == (2, len(states), 2)
     assert jnp.isnan(encode(member(result.models, 0), states * np.nan)).all()
-
-
-def test_old_calls_raise_errors_with_the_new_ones(trajectories):
-    with pytest.raises(TypeError, match=r"`model` must come first.*Call train_encoders\(lambda key: FeatureMap\(5"):
-        train_encoders("vamp", trajectories[0], key=jax.random.key(0))
-    for name, loss in (("train_autoencoders", "reconstruction"), ("train_classifiers", "classes")):
-        with pytest.raises(ImportError, match=rf"koopman.{name} was removed. Call train_encoders\(.*'{loss}'"):
-            getattr(koopman, name)
