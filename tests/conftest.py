@@ -43,10 +43,10 @@ from jax.experimental.compilation_cache import compilation_cache
 OPTIMISED = {"test_learn.py", "test_resuming.py", "test_training.py"}
 """Modules of tests that compare the bits of two programs."""
 LONGEST = """
-    notebooks/test_notebooks dissociation/test_distributed_figures dissociation/test_rewrites dissociation/test_figures
+    notebooks/test_notebooks dissociation/test_rewrites dissociation/test_figures
     dissociation/test_canonical dissociation/test_similarity_pairs tests/test_docs tests/test_keys
     dissociation/test_similarity koopman/test_operators dissociation/test_nearest_information dissociation/test_linear
-    tests/test_protocol dissociation/test_distributed koopman/test_derivatives koopman/test_learn koopman/test_figures
+    tests/test_protocol dissociation/test_executor koopman/test_derivatives koopman/test_learn koopman/test_figures
     dissociation/test_collapse_figure dissociation/test_matching dissociation/test_growth koopman/test_nystroem
     koopman/test_losses dissociation/test_planting dissociation/test_training tests/test_docs_recipes
 """

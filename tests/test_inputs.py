@@ -33,7 +33,6 @@ NO_ROW = {
     "dissociation.plotting": "what figures and notebooks share",
     "dissociation.training._progress": "what long work shows",
     "dissociation.training._machine": "takes no data",
-    "dissociation.training._distributed": "takes no data: test_distributed.py",
     "dissociation.training._members.take": "an index into arrays: test_members.py",
     "dissociation.training._members.per_batch": "takes a platform alone",
     "dissociation.models._representations.named": "what models of one's own call within",

@@ -42,7 +42,7 @@ Over = str | Sequence[str] | Mapping[str, Any] | Axes | None
 """Leading axes: names, a mapping of names to coordinates, or a grid whose axes replace the first axis."""
 
 
-class Labels:
+class Labelled:
     """Mixin of methods that convert and save a result."""
 
     __slots__ = ()
@@ -196,7 +196,7 @@ def _own_axes(hint: Any, axes: tuple[str, ...], ndim: int) -> Sequence[str | Non
     return None if kinds or ndim < 0 else [None] * ndim
 
 
-class Result(eqx.Module, Labels):
+class Result(eqx.Module, Labelled):
     """Base of results. `repr` prints small arrays as numbers, larger ones as shape and range.
 
     After a `vmap` over seeds, `result.to_xarray("seeds")` names the leading axis.

@@ -3,8 +3,6 @@
 The notebook of the paper imports them from here. For a bias, append a column to `w_in` and an input that is always 1.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from jaxtyping import Array, Float, Real
 from dissociation._core.checks import check_count, check_non_negative, check_positive, fail
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from dissociation.rewrites._growth import copies_of, least_squares
+from dissociation.rewrites._growth import cancelling, copies_of, least_squares
 
 __all__ = ["add_phantom_zero_neurons", "add_random_zero_neurons", "duplicate_neurons", "scale_neurons"]
 
@@ -138,9 +136,7 @@ def add_random_zero_neurons(
             outgoing_std = jnp.sqrt(jnp.mean(w_out**2))
         check_non_negative("outgoing_std", outgoing_std)
         draws = jax.random.normal(key_out, (w_out.shape[0], groups, size), w_out.dtype)
-        # Subtracting the mean lowers the variance by (size - 1) / size; the square root restores it.
-        centred = (draws - jnp.mean(draws, axis=-1, keepdims=True)) * math.sqrt(size / (size - 1))
-        new_out = (jnp.asarray(outgoing_std, w_out.dtype) * centred).reshape(w_out.shape[0], groups * size)
+        new_out = cancelling(draws, outgoing_std, axis=-1).reshape(w_out.shape[0], groups * size)
     return jnp.concatenate([w_in, new_in]), jnp.concatenate([w_out, new_out], axis=1)
 
 

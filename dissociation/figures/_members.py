@@ -26,7 +26,6 @@ from dissociation.rewrites._growth import add_nuisance, duplicate
 from dissociation.rewrites._rewrites import scale
 from dissociation.training._bmap import bmap
 from dissociation.training._members import per_batch, take
-from dissociation.training._partition import Partition
 
 if TYPE_CHECKING:
     DataName = str
@@ -185,16 +184,13 @@ def measure_members(
 ) -> Any:
     """Return `measure(model, rewrite(model, rewrite_key), measure_key)` of every member, compiled.
 
-    Each process measures its own members: sequentially on a CPU, in a thread per device, and all at once on an
-    accelerator. All rewritten networks stay in memory. Arrays bound by `eqx.Partial` are arguments of the program, not
-    constants.
+    Members are measured sequentially on a CPU, in a thread per device, and all at once on an accelerator. All rewritten
+    networks stay in memory. Arrays bound by `eqx.Partial` are arguments of the program, not constants.
     """
-    local = Partition.over_processes(len(measure_keys))
-    models, rewrite_keys, keys = local.take((models, rewrite_keys, measure_keys))
     # Two programs, so that rewrites that keep shapes share the second one, which takes longer to compile.
-    stacked = models, _rewritten(rewrite, models, rewrite_keys), keys
+    stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
     run = bmap(measure, batch_size=1, loop="scan") if per_batch() == 1 else partial(_measured, measure)
-    return local.gather(run(*stacked))
+    return run(*stacked)
 
 
 @eqx.filter_jit

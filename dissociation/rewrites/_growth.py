@@ -113,6 +113,14 @@ def _taken(indices: Array, slot: Slot, array: Array) -> Array:
     return jnp.take(array, indices, axis=slot.axis)
 
 
+def cancelling(normal: Array, std: Any, axis: int) -> Array:
+    """Return draws of N(0, std^2) from standard normal numbers, which add up to zero along an axis."""
+    size = normal.shape[axis]
+    centred = normal - jnp.mean(normal, axis=axis, keepdims=True)
+    # Subtracting the mean lowers the variance by (size - 1) / size; the square root restores it.
+    return jnp.asarray(std, normal.dtype) * (size / (size - 1)) ** 0.5 * centred
+
+
 def _drawn(
     num_groups: int,
     size: int,
@@ -137,9 +145,7 @@ def _drawn(
     elif slot.outgoing:  # they add up to zero in each set
         std = jnp.sqrt(jnp.mean(weights**2)) if outgoing_std is None else outgoing_std
         normal = jax.random.normal(key, (num_groups, size, *shape), array.dtype)
-        centred = normal - jnp.mean(normal, axis=1, keepdims=True)
-        std = jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5
-        values = (std * centred).reshape(num_groups * size, *shape)
+        values = cancelling(normal, std, axis=1).reshape(num_groups * size, *shape)
     # A number per neuron, such as a variance, may have to be like those of others.
     elif array.size == array.shape[slot.axis]:
         pick = jax.random.randint(key, (num_groups,), 0, num_present)

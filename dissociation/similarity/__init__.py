@@ -11,7 +11,7 @@ __all__ = [
     "compare_rdms", "rsa", "crossnobis_rdm", "crossnobis_rsa", "mutual_knn", "knn_jaccard", "linear_predictivity",
     "predictivity_path", "hard_matching", "soft_matching", "disagreement", "jensen_shannon", "min_max_disagreement",
     "member_interval", "jackknife_interval", "permutation_test", "calibrate", "adjust_p_values", "stream_moments",
-    "similarity_from_moments", "baseline_from_moments", "predictivity_from_moments", "classical_mds", "smacof",
+    "similarity_from_moments", "baseline_from_moments", "classical_mds", "smacof",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     )
     from dissociation.similarity._streaming import (
         baseline_from_moments,
-        predictivity_from_moments,
         similarity_from_moments,
         stream_moments,
     )

@@ -1,7 +1,6 @@
 """Similarities from joint moments that add over batches of samples."""
 
 from collections.abc import Callable, Iterable
-from functools import partial, reduce
 from typing import Any
 
 import equinox as eqx
@@ -10,14 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_finite, check_non_negative, fail, is_traced, warn
+from dissociation._core.checks import check_choice, check_finite, fail, is_traced, warn
 from dissociation._core.conversion import as_array, as_numbers, describe, to_device
-from dissociation._core.distances import root
-from dissociation._core.linalg import centre, nuclear_norm, product, psd_power, scale_of
+from dissociation._core.linalg import centre, product
 from dissociation._core.results import Result
-from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from dissociation.similarity._base import Score, apart_from_rounding, check_size, in_common_dtype, real_numbers
+from dissociation.similarity._base import apart_from_rounding, check_size, in_common_dtype, real_numbers
 from dissociation.similarity._measures import MEASURES
 
 Tables = tuple[Array, Any]
@@ -56,15 +53,6 @@ class JointMoments(Result):
     def squares(self) -> Array:
         """Return sums |x_r|^2, [R]."""
         return _per_representation(jnp.diagonal(self.products), self.widths)
-
-    def place(self, index: int) -> slice:
-        """Return the place of one representation's features among all."""
-        start = sum(self.widths[:index])
-        return slice(start, start + self.widths[index])
-
-    def block(self, one: int, other: int) -> Array:
-        """Return sums of products of two representations' features, [p, q]."""
-        return self.products[self.place(one), self.place(other)]
 
 
 def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
@@ -168,51 +156,8 @@ def _debiased_cka(m: JointMoments) -> Tables:
     return jnp.clip(hsic / own[:, None] / own[None], -1.0, 1.0), jnp.zeros_like(hsic)
 
 
-def _of_pairs(m: JointMoments, of_pair: Callable[[int, int], Array]) -> Array:
-    rows, columns = np.triu_indices(len(m.widths))
-    values = jnp.stack([of_pair(i, j) for i, j in zip(rows.tolist(), columns.tolist(), strict=True)])
-    return jnp.zeros_like(m.quartics).at[rows, columns].set(values).at[columns, rows].set(values)
-
-
-def _nuclear(m: JointMoments) -> Array:
-    return _of_pairs(m, lambda i, j: nuclear_norm(m.block(i, j)))
-
-
-def _angular(m: JointMoments) -> Tables:
-    return jnp.minimum(_nuclear(_scaled(m)), 1.0), None
-
-
-def _procrustes(m: JointMoments) -> Tables:
-    squares = m.squares()
-    return root(jnp.maximum(squares[:, None] + squares[None] - 2 * _nuclear(m), 0.0)), None
-
-
-def _whitened(m: JointMoments) -> tuple[JointMoments, list[Array], list[Array]]:
-    """Return sums of features of one size, the inverse square root of each covariance, and its rank."""
-    m = _divided(m, scale_of(jnp.sqrt(jnp.diagonal(m.products))), jnp.ones(len(m.widths), m.sums.dtype))
-    own = [m.block(i, i) for i in range(len(m.widths))]
-    # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
-    roots = [psd_power(each, -0.5, rtol=8 * len(each) * float(jnp.finfo(each.dtype).eps)) for each in own]
-    return m, roots, [jnp.round(jnp.sum(product(root, each) * root)) for root, each in zip(roots, own, strict=True)]
-
-
-def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Tables:
-    m, roots, ranks = _whitened(m)
-    sums = _of_pairs(m, lambda i, j: total(product(product(roots[i], m.block(i, j)), roots[j])))
-    rank = jnp.stack(ranks)
-    expected = jnp.maximum(rank[:, None], rank[None]) / (m.count - 1)  # of the sum of squares
-    return jnp.minimum(sums / jnp.minimum(rank[:, None], rank[None]), 1.0), expected
-
-
 # These depend on samples through sums of x_i y_j, x_i |y|^2 and |x|^2 |y|^2 about the means only.
-STREAMED: dict[str, Callable[[JointMoments], Tables]] = {
-    "linear_cka": _linear_cka,
-    "debiased_cka": _debiased_cka,
-    "angular_similarity": _angular,
-    "procrustes_distance": _procrustes,
-    "cca": partial(_canonical, nuclear_norm),
-    "cca_squared": partial(_canonical, lambda meet: jnp.sum(meet**2)),
-}
+STREAMED: dict[str, Callable[[JointMoments], Tables]] = {"linear_cka": _linear_cka, "debiased_cka": _debiased_cka}
 """Measures that follow from joint moments."""
 
 
@@ -220,41 +165,30 @@ STREAMED: dict[str, Callable[[JointMoments], Tables]] = {
 def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
     """Return a measure of all pairs of representations, from their joint moments.
 
-    Values equal those of the samples up to rounding. In float32, CCA loses directions of a feature below 1e-3 of the
-    largest, and debiased CKA loses digits to a sample hundreds of times longer than others.
+    Values equal those of the samples up to rounding. In float32, debiased CKA loses digits to a sample hundreds of
+    times longer than others.
 
     Args:
         moments: Moments from `stream_moments`.
-        measure: "linear_cka", "debiased_cka", "angular_similarity", "procrustes_distance", "cca" or "cca_squared".
+        measure: "linear_cka" or "debiased_cka".
 
     Returns:
         Table, [R, R]. `baseline_from_moments` returns chance.
 
     Raises:
-        ValueError: If `measure` is unknown, there are too few samples, or for CCA no more than features.
+        ValueError: If `measure` is another one, or there are too few samples.
     """
     check_choice("measure", measure, STREAMED)
     if not is_traced(moments.sums):
-        form = MEASURES[measure].with_options()
         diagonal = np.diagonal(np.asarray(moments.sums))
-        check_size(form, "moments", int(diagonal[0]), max(moments.widths))
+        check_size(MEASURES[measure].with_options(), "moments", int(diagonal[0]), max(moments.widths))
         starts = np.cumsum((0, *moments.widths[:-1]))
-        own = diagonal[1 : 1 + len(moments.mean)]
-        _check_scale(np.add.reduceat(own, starts) / diagonal[0])
-        if form.cut:
-            with jax.ensure_compile_time_eval():  # known moments may be used under a trace
-                ranks = np.asarray(_ranks(moments))
-            _warn_lost(np.add.reduceat((own > 0).astype(int), starts) - ranks.astype(int))
+        _check_scale(np.add.reduceat(diagonal[1 : 1 + len(moments.mean)], starts) / diagonal[0])
     found = _from_moments(moments, measure)[0]
     if not is_traced(found) and np.isnan(np.diagonal(found)).any():
         places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
         warn(f"{measure} is not defined for representation {places}, counted from 0: its values are NaN.")
     return found
-
-
-@eqx.filter_jit
-def _ranks(moments: JointMoments) -> Array:
-    return jnp.stack(_whitened(moments)[2])
 
 
 def _check_scale(squares: np.ndarray) -> None:
@@ -265,15 +199,6 @@ def _check_scale(squares: np.ndarray) -> None:
         if not (square == 0 or low < square < high):
             wanted = f"have representations of mean squares from {low:.0e} to {high:.0e}, whose squares it holds"
             fail("moments", wanted, f"{square:.2g}", "Scale the features")
-
-
-def _warn_lost(lost: np.ndarray) -> None:
-    """Warn if a covariance has a lower rank than the number of its features that vary, by `lost`."""
-    if lost.any():
-        warn(
-            f"{', '.join(map(str, lost))} directions of the representations, in their order, depend on others or are "
-            "lost in a covariance, which holds squares: they count as absent. The samples themselves keep more."
-        )
 
 
 @eqx.filter_jit
@@ -289,64 +214,10 @@ def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") 
 
     Args:
         moments: Moments from `stream_moments`.
-        measure: "linear_cka", "debiased_cka" or "cca_squared".
+        measure: "linear_cka" or "debiased_cka".
 
     Raises:
         ValueError: If `measure` is another one.
     """
-    check_choice("measure", measure, ("linear_cka", "debiased_cka", "cca_squared"))
+    check_choice("measure", measure, STREAMED)
     return _from_moments(moments, measure)[1]
-
-
-@validated
-def predictivity_from_moments(
-    folds: list[JointMoments], source: int = 0, target: int = 1, *, alpha: Scalar = 0.0
-) -> Score:
-    """Return `linear_predictivity` of one representation from another, computed from the moments of each fold.
-
-    Args:
-        folds: Moments of at least two disjoint folds of the samples. A map fitted to the other folds predicts each.
-        source: Index of the representation that predicts.
-        target: Index of the predicted representation.
-        alpha: Non-negative ridge penalty, in squared units of the source summed over samples.
-
-    Returns:
-        R^2, at most 1.
-
-    Raises:
-        ValueError: If there are fewer than two folds, widths differ, or an option is out of range.
-    """
-    if len(folds) < 2:
-        fail("folds", "hold the moments of at least two folds", len(folds))
-    check_non_negative("alpha", alpha)
-    for name, place in (("source", source), ("target", target)):
-        if not 0 <= place < len(folds[0].widths):
-            fail(name, f"be one of the {len(folds[0].widths)} representations, counted from 0", place)
-    if len({fold.widths for fold in folds}) > 1:
-        fail("folds", "be of the same widths", [fold.widths for fold in folds])
-    penalty = to_device(alpha, folds[0].mean.dtype)
-    return _predicted(folds, penalty, source, target)
-
-
-@eqx.filter_jit
-def _predicted(folds: list[JointMoments], alpha: Array, source: int, target: int) -> Array:
-    wrong = jnp.zeros((), alpha.dtype)
-    for index, test in enumerate(folds):
-        train = reduce(_merged, folds[:index] + folds[index + 1 :])
-        wrong = wrong + _missed(train, test, alpha, source, target)
-    return 1 - wrong / reduce(_merged, folds).squares()[target]
-
-
-@eqx.filter_jit
-def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, target: int) -> Array:
-    own = train.block(source, source)
-    # Features of one size stay above the rank cut of `psd_power`. With a penalty, or with as many features as samples,
-    # scaling them would change the solution.
-    sizes = scale_of(jnp.sqrt(jnp.diagonal(own)))
-    sizes = jnp.where((alpha > 0) | (own.shape[0] >= train.count), 1.0, sizes)
-    own = own / sizes[:, None] / sizes[None] + alpha * jnp.eye(own.shape[0], dtype=own.dtype)
-    weights = product(psd_power(own, -1), train.block(source, target) / sizes[:, None]) / sizes[:, None]
-    explained = product(test.block(source, source), weights) - 2 * test.block(source, target)
-    apart = test.mean - train.mean
-    offset = apart[test.place(target)] - product(apart[test.place(source)][None], weights)[0]
-    return test.squares()[target] + jnp.sum(weights * explained) + test.count * jnp.sum(offset**2)

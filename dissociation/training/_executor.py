@@ -25,7 +25,7 @@ from dissociation.training import _interrupts as interrupts
 from dissociation.training._plan import Plan, planned
 from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import Callback
-from dissociation.training._sweep_folder import MANIFEST, SweepFolder, plan_of
+from dissociation.training._sweep_folder import MANIFEST, SweepFolder, group_file, plan_of
 
 TASKS = "tasks.pickle"
 """File with the functions and arrays of a sweep."""
@@ -99,18 +99,18 @@ class Tasks:
             raise RuntimeError(f"A worker could not plan the sweep. It raised:\n{error}")
         return None if plan is None else Plan(**plan)
 
-    def train(self, plan: Plan, num_steps: int, kept: SweepFolder, progress: str | MeterFactory | None) -> None:
+    def train(self, plan: Plan, num_steps: int, progress: str | MeterFactory | None) -> None:
         """Train the groups that are not finished; those that are lost are left as they are."""
-        steps = {index: num_steps for index in range(len(plan.groups))}
+        folder, steps = self.path.parent, dict.fromkeys(range(len(plan.groups)), num_steps)
         futures = {}
         for index in steps:
-            if not kept.file(index, "trained").exists():
+            if not group_file(folder, index, "trained").exists():
                 futures[index] = self._submit(index)
         errors = []
         with closing(open_meter(progress, num_steps * len(steps), f"{plan}, in workers")) as meter:
             while futures:
                 for index, future in list(futures.items()):
-                    steps[index] = _steps_of(kept.file(index, "steps"))
+                    steps[index] = _steps_of(group_file(folder, index, "steps"))
                     if future is not None and not future.done():
                         continue
                     del futures[index]
@@ -150,10 +150,10 @@ def run_task(path: str, digest: str, index: int | None) -> tuple[Any, str | None
             folder = Path(path).parent
             kept = SweepFolder(folder, json.loads((folder / MANIFEST).read_text()), {})
             members, how = plan_of(kept.manifest).groups[index], kept.how(sweep.how)
-            steps = _StepsFile(kept.file(index, "steps"))
+            steps, checkpoint = (group_file(folder, index, kind) for kind in ("steps", "ckpt"))
             while True:
                 try:
-                    sweep.fit(members, how, kept.file(index, "ckpt"), steps, same_program=same_program)
+                    sweep.fit(members, how, checkpoint, _StepsFile(steps), same_program=same_program)
                     return None, None
                 except BlockingIOError:  # a task of an earlier call trains this group
                     time.sleep(1)

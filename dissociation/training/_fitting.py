@@ -18,7 +18,7 @@ from jaxtyping import Array
 from dissociation._core import checks, files
 from dissociation._core.conversion import to_device
 from dissociation._core.keys import typed
-from dissociation._core.results import Labels, Over, check_names, dataset_of
+from dissociation._core.results import Labelled, Over, check_names, dataset_of
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
@@ -64,7 +64,7 @@ class FitResult(NamedTuple):
         attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
         return dataset_of_fit(self.history, self.diverged_at, over).assign_attrs(attrs)
 
-    to_dataframe, save = Labels.to_dataframe, Labels.save
+    to_dataframe, save = Labelled.to_dataframe, Labelled.save
 
     def __repr__(self) -> str:
         members = f"{self.diverged_at.size} of {type(self.models).__name__}, {np.sum(self.diverged_at >= 0)} diverged"

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 from dissociation._core import checks
 from dissociation._core.conversion import to_device
 from dissociation._core.keys import typed
-from dissociation._core.results import Labels, Over
+from dissociation._core.results import Labelled, Over
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
@@ -70,7 +70,7 @@ class GridResult(NamedTuple):
         """Return the history along the grid's axes, see `History.to_xarray`, and `diverged_at`."""
         return dataset_of_fit(self.history, self.diverged_at, self.grid if over is None else over)
 
-    to_dataframe, save = Labels.to_dataframe, Labels.save
+    to_dataframe, save = Labelled.to_dataframe, Labelled.save
 
 
 @validated
@@ -180,12 +180,12 @@ def fit_grid(
         checks.fail_kind("mesh", 'be None or "auto" with `executor`', repr(mesh))
     with interruptible(), opened(folder, identity, fresh) as kept:
         plan_here = partial(planned, sweep, memory_budget, num_groups, keeps=folder is None, progress=progress)
-        if executor is None:
+        if executor is None or kept.path is None:
             plan = kept.plan(plan_here, how, num_groups)
         else:
             with submitting(executor, kept.path, (sweep, memory_budget, num_groups, same_program)) as tasks:
                 plan = kept.plan(lambda: tasks.plan() or plan_here(), how, num_groups)
-                tasks.train(plan, sweep.num_steps, kept, progress)
+                tasks.train(plan, sweep.num_steps, progress)
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
 

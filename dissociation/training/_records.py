@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from dissociation._core import checks
 from dissociation._core.files import naming, replacing
-from dissociation._core.results import Labels, Over, dataset_of, printed
+from dissociation._core.results import Labelled, Over, dataset_of, printed
 from dissociation._core.validation import validated
 from dissociation.training._members import concatenate, stack
 from dissociation.training._state import Info
@@ -61,7 +61,7 @@ class History(NamedTuple):
         seen = dataset_of({"observed": self.observed}, over, then={"observed_at": self.observed_at})
         return done.merge(seen)
 
-    to_dataframe, save = Labels.to_dataframe, Labels.save
+    to_dataframe, save = Labelled.to_dataframe, Labelled.save
     __repr__ = printed
 
 

@@ -63,6 +63,11 @@ def plan_of(manifest: dict[str, Any]) -> Plan:
     return Plan(**{**stored, "groups": tuple(map(tuple, stored["groups"]))})
 
 
+def group_file(folder: Path, index: int, kind: str) -> Path:
+    """Return the path of a group's file."""
+    return folder / f"group-{index:04d}.{kind}"
+
+
 class SweepFolder(NamedTuple):
     """Manifest and trained groups of a sweep, on disk or, without a path, in memory."""
 
@@ -92,7 +97,7 @@ class SweepFolder(NamedTuple):
 
     def file(self, index: int, kind: str) -> Path | None:
         """Return the path of a group's file."""
-        return None if self.path is None else self.path / f"group-{index:04d}.{kind}"
+        return None if self.path is None else group_file(self.path, index, kind)
 
     def finish(self, index: int, trained: PyTree) -> None:
         """Store a group's trained models and `aux`."""

@@ -26,7 +26,7 @@ def _warn(message: str) -> None:
 _warn_once, _hint_once = cache(_warn), cache(warn)
 
 
-def warn_narrowed(*arrays: Array | np.ndarray) -> None:
+def warn_float32(*arrays: Array | np.ndarray) -> None:
     """Warn, once per process, if NumPy's float64 data are computed in float32 because x64 mode is off."""
     given = any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays)
     if given and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
@@ -69,7 +69,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
     some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
     with np.errstate(all="ignore"):
         mean, deviation = np.abs(some.mean(0)), some.std(0)
-        # Columns that float32 rounds are left to `dissociation._core.conversion.warn_narrowed`.
+        # Columns that float32 rounds are left to `dissociation._core.conversion.warn_float32`.
         lost = (deviation < eps**0.5 * mean) & (some == some.astype(dtype)).all(0)
     # A constant column, as the function 1 in a dictionary, has no variance to lose.
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():

@@ -17,7 +17,7 @@ from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_narrowed
+from koopman._operators._diagnostics import warn_float32
 from koopman._operators._kernels import Kernel, LinearMap, Operator, compiled_by_kernel
 from koopman._operators._pairs import Rows, as_known, cut
 from koopman._operators._spectrum import decompose, modes
@@ -49,7 +49,7 @@ def predict(operator: Operator, x: Rows, steps: Steps = 1) -> Float[Array, "..."
         Kostic et al. (2022), section 2.
     """
     ahead = _checked(steps)
-    warn_narrowed(x)
+    warn_float32(x)
     _warn_lost(operator, ahead)
     return _forecast(operator, operator.encode(x), to_device(ahead), _num_digits(ahead - 1))
 
@@ -163,7 +163,7 @@ def risk(operator: Operator, x: Rows, y: Rows) -> Float[Array, ""]:
     References:
         Kostic et al. (2022), eq. 4.
     """
-    warn_narrowed(x, y)
+    warn_float32(x, y)
     latent = operator.encode(x)
     if isinstance(operator.dual, LinearMap):
         return _feature_risk(operator.dual, latent, to_device(y))
@@ -197,7 +197,7 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
     """
     if target.shape[0] < 2:
         fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
-    warn_narrowed(target, forecast)
+    warn_float32(target, forecast)
     return _r2_score(to_device(target), to_device(forecast))
 
 

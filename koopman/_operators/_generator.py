@@ -13,7 +13,7 @@ from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product, scale_of
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_large_alpha, warn_narrowed, warn_offset
+from koopman._operators._diagnostics import warn_float32, warn_large_alpha, warn_offset
 from koopman._operators._pairs import check_square, default_alpha, gram_root
 from koopman._operators._spectrum import couplings
 
@@ -89,7 +89,7 @@ def fit_generator(
     size = check_count("rank", rank, minimum=1)
     if size > x.shape[1]:
         fail("rank", f"be at most the number of features ({x.shape[1]})", rank)
-    warn_narrowed(x, jac)
+    warn_float32(x, jac)
     warn_offset(x, advice="take them about their mean")
     width = x.shape[1]
     x = to_device(x)

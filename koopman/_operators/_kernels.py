@@ -32,7 +32,7 @@ from dissociation._core.linalg import product, psd_power, scale_of
 from dissociation._core.splits import permutation
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_constant, warn_narrowed
+from koopman._operators._diagnostics import warn_constant, warn_float32
 
 Kernel = Callable[[Array, Array], Array]
 Result = TypeVar("Result")
@@ -235,7 +235,7 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     check_count("max_samples", max_samples, minimum=2)
     if x.shape[0] < 2:
         fail("x", "hold at least two states", f"shape {x.shape}")
-    warn_narrowed(x)
+    warn_float32(x)
     if x.shape[0] > max_samples:
         chosen = permutation(x.shape[0])[:max_samples]
         x = x[chosen] if isinstance(x, np.ndarray) else jnp.take(x, chosen, axis=0)
@@ -336,7 +336,7 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> K
     References:
         Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
     """
-    warn_narrowed(centres)
+    warn_float32(centres)
     centres = to_device(centres)
     kernel = as_module(kernel)
     values, extreme, coefficients = _nystroem(kernel, centres)
@@ -390,7 +390,7 @@ def choose_centres(
         fail("kernel", "be given for leverage scores", "None")
     if alpha is not None:
         check_non_negative("alpha", alpha)
-    warn_narrowed(x)
+    warn_float32(x)
     x = to_device(x)
     _, centres, second = _drawn(key, number, count, x)
     indices, alpha = _by_leverage(nystroem_map(kernel, centres)(x), alpha, second)

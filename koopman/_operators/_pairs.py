@@ -16,7 +16,7 @@ from dissociation._core.conversion import common_dtype, to_device
 from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_narrowed, warn_offset
+from koopman._operators._diagnostics import warn_float32, warn_offset
 
 Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
 Placed = TypeVar("Placed")
@@ -178,7 +178,7 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
     names = [f"{name}[{index}]" for index in range(len(arrays))]
     for which, array in zip(names if several else [name], arrays, strict=True):
         check_finite(which, array)
-    warn_narrowed(*arrays)
+    warn_float32(*arrays)
     dtype, known = common_dtype(names, arrays), all(map(_on_host, arrays))
     # NumPy if possible: slices of JAX's arrays compile a program per start and length.
     arrays = [(np if known else jnp).asarray(array, dtype) for array in arrays]
@@ -237,7 +237,7 @@ def checked_pairs(
     observable = y if observable is None else observable
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
-    warn_narrowed(x, y, observable)
+    warn_float32(x, y, observable)
     return place(x), place(y), place(observable.reshape(x.shape[0], -1)), tuple(observable.shape[1:])
 
 
@@ -332,7 +332,7 @@ def moments(
 def _parts(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[Array, Array, Array]:
     """Return x, y and the observable (default: y) as JAX arrays, and warn of rounding."""
     observable = y if observable is None else observable
-    warn_narrowed(x, y, observable)
+    warn_float32(x, y, observable)
     if not center:
         warn_offset(x)
     return to_device(x), to_device(y), to_device(observable)

@@ -21,7 +21,7 @@ from koopman._operators._pairs import Rows
 from koopman._operators._subspaces import refused
 
 
-class Spectrum(NamedTuple):
+class Eigensystem(NamedTuple):
     """Eigenpairs of an operator, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T, by falling modulus.
 
     Of a conjugate pair the eigenvalue with positive imaginary part comes first. Derivatives are not finite if
@@ -62,7 +62,7 @@ def eigenvalues(operator: Operator) -> Complex[Array, " r"]:
 
 @validated
 @eqx.filter_jit
-def decompose(operator: Operator) -> Spectrum:
+def decompose(operator: Operator) -> Eigensystem:
     """Return all eigenpairs with their residuals.
 
     Args:
@@ -85,7 +85,7 @@ def decompose(operator: Operator) -> Spectrum:
     square = ahead - 2 * jnp.real(values.conj() * across) + jnp.real(values * values.conj()) * held
     norms = jnp.real(jnp.sum(right.conj() * right, 0))
     penalty = jnp.real(jnp.sum(right.conj() * product(operator.penalty.astype(kind), right), 0))
-    return Spectrum(
+    return Eigensystem(
         eigenvalues=values,
         right=right,
         left=left,
@@ -95,7 +95,7 @@ def decompose(operator: Operator) -> Spectrum:
     )
 
 
-def _constants(operator: Operator, spectrum: Spectrum) -> Array:
+def _constants(operator: Operator, spectrum: Eigensystem) -> Array:
     """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], or zero if lambda_i is 1 up to rounding."""
     # The added constant c_i solves (lambda_i - 1) c_i = m w_i, which in general has no solution at lambda_i = 1.
     gap = spectrum.eigenvalues - 1
@@ -114,7 +114,7 @@ def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
 
 
 @validated
-def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None = None) -> Complex[Array, "n r"]:
+def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Eigensystem | None = None) -> Complex[Array, "n r"]:
     """Return psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1), with E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t).
 
     The constant is zero for operators that are not centred, and at lambda_i = 1.
@@ -132,12 +132,12 @@ def right_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None 
 
 
 @eqx.filter_jit
-def _right_values(operator: Operator, spectrum: Spectrum, latent: Array) -> Array:
+def _right_values(operator: Operator, spectrum: Eigensystem, latent: Array) -> Array:
     return product(latent.astype(spectrum.right.dtype), spectrum.right) + _constants(operator, spectrum)[None]
 
 
 @validated
-def left_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None = None) -> Complex[Array, "n r"]:
+def left_eigenfunctions(operator: Operator, x: Rows, spectrum: Eigensystem | None = None) -> Complex[Array, "n r"]:
     """Return xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i; zero for an eigenvalue of zero.
 
     Args:
@@ -153,7 +153,7 @@ def left_eigenfunctions(operator: Operator, x: Rows, spectrum: Spectrum | None =
 
 
 @jax.jit
-def _left_values(spectrum: Spectrum, latent: Array) -> Array:
+def _left_values(spectrum: Eigensystem, latent: Array) -> Array:
     nonzero = spectrum.eigenvalues != 0
     inverse = jnp.where(nonzero, 1.0 / jnp.where(nonzero, spectrum.eigenvalues, 1.0), 0.0)
     return product(latent.astype(spectrum.left.dtype), spectrum.left) * inverse[None]
@@ -206,7 +206,7 @@ class Modes(NamedTuple):
 
 
 @validated
-def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | None = None) -> Modes:
+def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Eigensystem | None = None) -> Modes:
     """Return the Koopman modes of the observable that the operator was fitted with, in the order of the spectrum.
 
     Args:
@@ -223,7 +223,7 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
 
 
 @eqx.filter_jit
-def _modes(operator: Operator, spectrum: Spectrum, time_step: Array) -> Modes:
+def _modes(operator: Operator, spectrum: Eigensystem, time_step: Array) -> Modes:
     amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
     about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
     held = product(spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right))

@@ -184,7 +184,11 @@ def test_a_pipe_is_refused_before_it_is_read(tmp_path):
         ("x.npz", lambda path: np.savez(path, a=np.array([{}], object)), "it holds Python objects, which are"),
         ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "not a file of results: it lacks 'axes'"),
         ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "not a file of results: it lacks 'labelled'"),
-        ("x.npz", lambda path: np.savez(path, axes=np.array("3"), labelled=np.array("3")), "the description of its arrays is not a dictionary"),
+        (
+            "x.npz",
+            lambda path: np.savez(path, axes=np.array("3"), labelled=np.array("3")),
+            "the description of its arrays is not a dictionary",
+        ),
     ],
 )
 def test_other_files_raise_with_a_reason(tmp_path, name, write, reason):

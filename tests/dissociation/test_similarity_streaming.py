@@ -9,7 +9,6 @@ from scipy.spatial.distance import pdist, squareform
 from sklearn.manifold import smacof
 
 from dissociation import similarity
-from dissociation._core import splits
 from dissociation.similarity import _streaming as streaming
 
 RNG = np.random.default_rng(0)
@@ -41,15 +40,11 @@ def test_streamed_measures_are_those_of_the_samples(name, is_double, tolerance, 
     with jax.enable_x64(is_double):
         found = np.asarray(similarity.similarity_from_moments(moments_of_precision[is_double], name))
     wanted = np.array([[getattr(reference, name)(a, b) for b in (X, Y, Z)] for a in (X, Y, Z)])
-    if name == "procrustes_distance":
-        found = found**2
-        wanted = wanted**2
-    loose = 100 if name in ("cca", "cca_squared") else 1  # covariances square the condition number
-    np.testing.assert_allclose(found, wanted, atol=loose * tolerance * max(1, wanted.max()))
+    np.testing.assert_allclose(found, wanted, atol=tolerance)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "cca_squared"])
+@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka"])
 def test_streamed_baselines_are_those_of_the_samples(name, moments_of_precision):
     stacked = np.stack([np.pad(part, ((0, 0), (0, 5 - part.shape[1]))) for part in (X, Y, Z)])
     baseline = similarity.pairwise(stacked, name, members=True).baseline
@@ -69,20 +64,11 @@ def test_moments_merge_in_any_order():
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9 * float(jnp.abs(other).max()))
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("source", "target", "alpha", "num_folds"), [(0, 1, 0.0, 3), (1, 0, 3.0, 2)])
-def test_predictivity_of_folds(source, target, alpha, num_folds):
-    folds = [similarity.stream_moments([(X[rows], Y[rows])]) for rows in splits.folds(len(X), num_folds)]
-    found = similarity.predictivity_from_moments(folds, source, target, alpha=alpha)
-    wanted = reference.linear_predictivity((X, Y)[source], (X, Y)[target], alpha, num_folds)
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
-
-
 def test_large_means_cost_a_stream_no_digits():
     parts = [(1e5 + X[start : start + 7], 3e4 + Y[start : start + 7]) for start in range(0, 399, 7)]
     moments = similarity.stream_moments((a.astype(np.float32), b.astype(np.float32)) for a, b in parts)
     x, y = (np.concatenate([np.asarray(part[k], np.float32) for part in parts]).astype(float) for k in (0, 1))
-    for name in ("linear_cka", "debiased_cka", "angular_similarity"):
+    for name in ("linear_cka", "debiased_cka"):
         found = similarity.similarity_from_moments(moments, name)[0, 1]
         np.testing.assert_allclose(found, getattr(reference, name)(x, y), atol=1e-5)
 
@@ -96,20 +82,12 @@ def test_wrong_moments_are_refused_by_name():
         (lambda: joint(np.where(X[7, 1] == X, np.nan, X)), r"`batches\[0\]\[0\]` must be finite, .* \(7, 1\)"),
         (lambda: joint(X, Y[1:]), r"`batches` must hold arrays \[n, p\], \[n, q\], ... of one n"),
         (lambda: similarity.stream_moments([(X, Y), (Y, X)]), "of the same widths throughout"),
-        (lambda: read(joint(X[:6], Y[:6]), "cca"), "fewer features than samples less one, got 5 features of 6 samples"),
+        (lambda: read(joint(X, Y), "cca"), "`measure` must be one of"),
         (lambda: read(joint(np.float32(1e-19) * single, Y)), "representations of mean squares from 3e-16 to 6e"),
         (lambda: read(joint(np.float32(1e18) * single, Y)), "representations of mean squares from 3e-16 to 6e"),
-        (lambda: similarity.predictivity_from_moments([joint(X)] * 2, source=1), "must be one of the 1 representat"),
-        (
-            lambda: similarity.predictivity_from_moments([joint(X, Y), joint(Y, X)]),
-            "`folds` must be of the same widths",
-        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    drift = single + np.linspace(0, 1e5, len(X), dtype=np.float32)[:, None]
-    with pytest.warns(RuntimeWarning, match=r"^[1-9]\d*, 0 directions of the representations, in their order, dep"):
-        read(joint(drift, Y), "cca")
 
 
 @pytest.mark.usefixtures("x64")

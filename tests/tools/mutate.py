@@ -45,6 +45,8 @@ TESTED_BY = {
     "dissociation.training._loop": ["dissociation/test_training_loop.py"],
     "dissociation.training._chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
     "dissociation.training._run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training._plan": ["dissociation/test_grids.py", "dissociation/test_executor.py"],
+    "dissociation.training._sweep_folder": ["dissociation/test_grids.py", "dissociation/test_executor.py"],
     "dissociation.training._fitting": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
     "dissociation.training._records": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
     "dissociation.measures._softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
