@@ -159,8 +159,12 @@ def save_results(dataset: "xarray.Dataset", path: str | os.PathLike[str]) -> Pat
     elif target.suffix == ".nc":
         _netcdf()
         rest = json.dumps({"dtypes": {name: array.dtype.str for name, array in arrays.items()}, "attrs": dataset.attrs})
+        # A checksum of each block, which tells of bits that changed on the disk.
+        numbers = [name for name, array in arrays.items() if array.ndim and array.size and array.dtype.kind in "biuf"]
+        encoding = {name: {"fletcher32": True} for name in numbers}
         drawn = io.BytesIO()
-        dataset.assign_attrs({_REST: rest}).to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True)
+        marked = dataset.assign_attrs({_REST: rest})
+        marked.to_netcdf(drawn, engine="h5netcdf", invalid_netcdf=True, encoding=encoding)
         write_bytes(target, drawn.getvalue())
     else:
         fail("path", "end in .npz or .nc", target.name)
@@ -215,6 +219,9 @@ def _read_npz(path: Path) -> "xarray.Dataset":
     dims, rest = json.loads(str(arrays.pop(_AXES))), json.loads(str(arrays.pop(_REST)))
     if not isinstance(dims, dict) or not isinstance(rest, dict):
         raise ValueError("the description of its arrays is not a dictionary")
+    for name in dims:
+        if name not in arrays:
+            raise KeyError(name)
     coords = {name: arrays.pop(name) for name in rest["coords"]}
     return make_dataset(arrays, dims, coords=coords, units=rest["units"], attrs=rest["attrs"])
 

@@ -11,8 +11,9 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 
 class RefusedFile(ValueError):
@@ -137,21 +138,24 @@ def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
         OSError: If another process holds it; the message names `subject`.
     """
     path = Path(lock)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock_file(path, subject) as file:
-        with naming(path):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-            file.flush()
+    holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _lock_file(path, subject)
+    with file:
         try:
+            with naming(path):
+                file.truncate(0)
+                file.write(holder.encode())
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _lock_file(path: Path, subject: object) -> TextIO:
+def _lock_file(path: Path, subject: object) -> FileIO:
     while True:
-        file = open(path, "a+", opener=_without_links)  # noqa: SIM115
+        # Without a buffer, which closing would write again to a full disk.
+        file = open(path, "ab+", buffering=0, opener=_without_links)  # noqa: SIM115
         try:
             if not _lock(file.fileno()):
                 message = f"The file system of {path} has no locks: nothing keeps another process from using {subject}."
@@ -162,9 +166,12 @@ def _lock_file(path: Path, subject: object) -> TextIO:
                     return file
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = file.read().decode(errors="replace").strip() or "another process"
             file.close()
             raise BlockingIOError(f"{subject} is in use by {holder}. Wait for it to end, or stop it.") from None
+        except OSError:
+            file.close()
+            raise
         file.close()  # its last holder has removed it
 
 

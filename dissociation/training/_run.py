@@ -91,9 +91,10 @@ class Batches:
         """Return the plan of a block, or stacked batches of the host from a step on."""
         if not isinstance(self.sampler, HostBatches):
             return drawn(self.sampler, self.order, jnp.asarray(block))  # a Python number would be a constant
-        if step != self.host_end:
-            self.host_blocks = self.sampler.blocks(step)
-        self.host_end, batches = next(self.host_blocks, (-1, None))
+        with interrupts.waiting():
+            if step != self.host_end:
+                self.host_blocks = self.sampler.blocks(step)
+            self.host_end, batches = next(self.host_blocks, (-1, None))
         if batches is None:
             wanted, advice = f"give a batch for every step, {step} among them", "Repeat it with itertools.cycle"
             checks.fail("start", wanted, "an iterator that has ended", advice)
@@ -267,8 +268,7 @@ class Run:
                 interrupts.check()
                 if self.stopped or self.step == total or self.frozen.all():
                     break
-                with interrupts.waiting():
-                    segment = self.batches.at(self.step)
+                segment = self.batches.at(self.step)
                 target = min([total, segment.end, *times[times > self.step][:1].tolist()])
                 losses = self.advance(target, segment)
                 if self.clock.due(self.save.seconds):

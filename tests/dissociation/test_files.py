@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -144,6 +145,25 @@ def test_a_lock_is_no_link(tmp_path):
     with pytest.raises(OSError, match="symbolic links: '.*.lock'"), files.locked(lock, "the run"):
         pass
     assert target.read_bytes() == b"the user's"
+
+
+def test_errors_of_locks_name_their_file(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, "no such luck")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(OSError, match=r"x\.lock") as caught, files.locked(tmp_path / "x.lock", "the run"):
+        pass
+    assert caught.value.filename == str(tmp_path / "x.lock")
+
+
+def test_a_full_disk_names_the_lock(tmp_path, monkeypatch):
+    lock = tmp_path / "x.lock"
+    full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(files, "_lock_file", lambda path, subject: (path.touch(), MagicMock(wraps=full))[1])
+    with pytest.raises(OSError, match=r"No space left on device.*x\.lock"), files.locked(lock, "the run"):
+        pass
+    assert not lock.exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

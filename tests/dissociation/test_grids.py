@@ -17,6 +17,7 @@ from dissociation._core.files import RefusedFile
 from dissociation.training import Epochs, Grid, GridResult, Save, fit, fit_grid, make_step
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _grids as module
+from dissociation.training import _sweep_folder as folder_module
 from dissociation.training._run import Run
 
 X = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
@@ -114,13 +115,17 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     monkeypatch.setattr(Run, "advance", None)  # nothing is trained
     again = swept(SMALL, folder=tmp_path)
     np.testing.assert_array_equal(again.history.loss, first.history.loss)
-    assert json.loads((tmp_path / module.MANIFEST).read_text())["identity"]["grid"]["axes"] == ["width", "rate", "seed"]
+    assert json.loads((tmp_path / folder_module.MANIFEST).read_text())["identity"]["grid"]["axes"] == [
+        "width",
+        "rate",
+        "seed",
+    ]
     with pytest.raises(RefusedFile, match="must hold the same sweep"):
         swept(folder=tmp_path, grid=GRID)
     with pytest.raises(ValueError, match="`checkpoint` must be .* same run, .* whose observe differs.* fresh=True"):
         swept(SMALL, folder=tmp_path, save=Save(lambda model, step, key: jnp.zeros(3)))
-    earlier = json.loads((tmp_path / module.MANIFEST).read_text()) | {"format": 1}
-    (tmp_path / module.MANIFEST).write_text(json.dumps(earlier))
+    earlier = json.loads((tmp_path / folder_module.MANIFEST).read_text()) | {"format": 1}
+    (tmp_path / folder_module.MANIFEST).write_text(json.dumps(earlier))
     with pytest.raises(RefusedFile, match="is broken, or of another version"):
         swept(SMALL, folder=tmp_path)
 
@@ -138,7 +143,7 @@ def test_a_fresh_sweep_moves_the_earlier_one(few, tmp_path):
     swept(SMALL, folder=tmp_path)
     fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0, 1]), fresh=True)
     assert fresh.history.loss.shape == (2, 12)
-    assert (tmp_path / "before-1" / module.MANIFEST).exists()
+    assert (tmp_path / "before-1" / folder_module.MANIFEST).exists()
 
 
 def network(key):
@@ -226,7 +231,7 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
         assert meter.steps == sorted(meter.steps)
         assert meter.text == str(result.plan)
-    monkeypatch.setattr("dissociation.training._grids.estimated_bytes", lambda *_: 1 / 0)
+    monkeypatch.setattr("dissociation.training._plan.estimated_bytes", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swept(**given | {"folder": None})
     assert meters[-1].steps == [0]  # before anything is compiled
@@ -253,7 +258,7 @@ def interrupted(given, folder):
 
 def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called(few, tmp_path):
     given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "save": Save(at=[3])}
-    assert interrupted(given, tmp_path) >= {"group-0000.trained", "group-0001.ckpt", module.MANIFEST}
+    assert interrupted(given, tmp_path) >= {"group-0000.trained", "group-0001.ckpt", folder_module.MANIFEST}
 
 
 @pytest.mark.slow

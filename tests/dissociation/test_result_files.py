@@ -199,6 +199,23 @@ def test_other_files_raise_with_a_reason(tmp_path, name, write, reason):
     assert "pickle" not in str(refused.value)
 
 
+@pytest.mark.parametrize("suffix", ["npz", "nc"])
+def test_arrays_that_changed_or_are_lacking_raise(tmp_path, suffix):
+    path = tmp_path / f"x.{suffix}"
+    save_results(make_dataset({"a": np.arange(6.0), "b": np.ones(3)}, {"a": ("time",), "b": ("seeds",)}), path)
+    if suffix == "nc":
+        contents = bytearray(path.read_bytes())
+        contents[contents.index(np.float64(4.0).tobytes()) + 6] ^= 1
+        path.write_bytes(contents)
+    else:
+        with np.load(path) as file:
+            left = {name: file[name] for name in file if name != "b"}
+        np.savez(path, **left)
+    reason = "it lacks 'b'" if suffix == "npz" else ""
+    with pytest.raises(RefusedFile, match=f"broken, or not a file of results: {reason}"):
+        load_results(path)
+
+
 def test_an_unreadable_file_is_not_called_broken(everything, tmp_path, monkeypatch):
     path = save_results(everything, tmp_path / "x.npz")
     monkeypatch.setattr(type(path), "open", Mock(side_effect=PermissionError))
