@@ -385,16 +385,19 @@ def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path, inter
     assert not over.is_set()
     assert checkpoints.read_header(path)["step"] == 1
     over.set()
-    reached = []
+    reached, late = [], threading.Event()
 
     def first(step):
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
+        late.wait(20)
         reached.append(step)
         yield batch
 
     with pytest.raises(KeyboardInterrupt):
         trained(key, sampler=HostBatches(first, block=1), num_steps=9)
-    assert reached == []  # at once, in the first batch too
+    assert reached == []  # in the first batch, too
+    late.set()
 
 
 KILLED = """
