@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dissociation._core.lazy import attach
 
 __all__ = [
-    "lagged_pairs", "delay_embed", "Moments", "moments", "merge_moments", "scan_moments", "fit", "Ridge",
+    "lagged_pairs", "delay_embed", "Moments", "moments", "merge_moments", "scan_moments", "fit", "diagnose", "Ridge",
     "PrincipalComponents", "ReducedRank", "Operator", "Linear", "RBF", "Laplacian", "Matern", "Polynomial",
     "median_distance", "nystroem_map", "choose_centres", "eigenvalues", "decompose", "right_eigenfunctions",
     "left_eigenfunctions", "modes", "singular_values", "eigenpairs", "predict", "matrix_powers", "risk", "score",
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         vamp_score,
     )
     from koopman._encoders._networks import Autoencoder, FeatureMap
+    from koopman._operators._diagnose import diagnose
     from koopman._operators._dynamical_similarity import (
         align_dynamics,
         dynamical_distance,

@@ -15,7 +15,7 @@ from dissociation._core.checks import check_choice, check_count, check_non_negat
 from dissociation._core.linalg import centre, nuclear_norm, product, psd_power
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_offset
+from koopman._operators._findings import lost_variance, warn_of
 
 Features = Float[Array | np.ndarray, "n d"]
 Loss = Float[Array, ""]
@@ -68,7 +68,7 @@ def _vamp(x: Array, y: Array, schatten_norm: int, center: bool) -> Array:
 
 def _warn_offsets(center: bool, **features: Array | np.ndarray) -> None:
     for name, array in features.items() if not center else ():
-        warn_offset(array, name, advice="pass center_covariances=True")
+        warn_of(lost_variance(array, name, advice="pass center_covariances=True"))
 
 
 @validated
@@ -208,7 +208,7 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
     for name, array in (("x", x), ("y", y)):
-        warn_offset(array, name, advice="take features about their mean")
+        warn_of(lost_variance(array, name, advice="take features about their mean"))
     return _contrastive(x, y)
 
 

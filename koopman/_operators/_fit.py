@@ -1,6 +1,5 @@
 """Fit an evolution operator on explicit features, with a kernel, or on Nystroem features."""
 
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +12,12 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_choice, check_single, fail, is_traced
 from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product, scale_of
-from dissociation._core.splits import permutation
 from dissociation._core.validation import validated
-from koopman._operators import _diagnostics as diagnostics
+from koopman._operators._diagnose import diagnose
 from koopman._operators._estimators import Estimator, check_factor, refuse_singular, span
+from koopman._operators._findings import refuse_large_gram, warn_of
 from koopman._operators._kernels import (
+    Fitting,
     Kernel,
     KernelMap,
     Linear,
@@ -117,32 +117,46 @@ def fit(
     check_single("alpha", estimator.alpha)
     check_single("rank", estimator.rank)
     if kernel is None:
+        problem, shape = _features(x, y, centres, observable, center)
+        centred = x.center if isinstance(x, Moments) else center
+        solver = estimator.solver or estimator.feature_solver
+        operator = _fit(estimator, problem, shape, solver, route, centred=centred)
+    else:
+        states, successors = _states(x, y, center)
         if centres is not None:
-            fail("kernel", "be given with `centres`", "None")
-        if isinstance(x, Moments):
-            if y is not None or observable is not None or center:
-                wanted = "stand alone when it is `Moments`: they hold successors, observable and means"
-                fail("x", wanted, "more arguments")
-            problem, shape = _from_moments(x)
-        elif y is None:
-            fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
+            operator = _fit_on_centres(estimator, states, successors, kernel, centres, observable, route)
+        elif route == "covariance":
+            fail("route", "be 'qr' for a kernel without `centres`", repr(route))
         else:
-            problem, shape = _from_pairs(x, y, observable, center)
-        operator = _fit(estimator, problem, shape, estimator.solver or estimator.feature_solver, route)
-        _warn_regression(estimator, operator, x, y, center)
-        return operator
+            operator = _fit_with_kernel(estimator, states, successors, kernel, observable)
+    if not any(is_traced(part) for part in (operator.core, operator.alpha, estimator.rank)):
+        warn_of(diagnose(operator, x, y))
+    return operator
+
+
+def _features(
+    x: Data, y: Given | None, centres: Given | None, observable: Given | None, center: bool
+) -> tuple["_Problem", tuple[int, ...]]:
+    """Return the problem of pairs or moments of explicit features, and the shape of one observable."""
+    if centres is not None:
+        fail("kernel", "be given with `centres`", "None")
+    if not isinstance(x, Moments):
+        if y is None:
+            fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
+        return _from_pairs(x, y, observable, center)
+    if y is not None or observable is not None or center:
+        fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
+    return _from_moments(x)
+
+
+def _states(x: Data, y: Given | None, center: bool) -> tuple[Given, Given]:
+    """Return states and successors for a kernel."""
     if isinstance(x, Moments) or y is None:
         got = "moments" if isinstance(x, Moments) else "no `y`"
         fail("x", "be states, with their successors `y`, where there is a `kernel`", got)
     if center:
         fail("center", "be False with a kernel", center, "Take the states about their mean")
-    if centres is not None:
-        return _fit_on_centres(estimator, x, y, kernel, centres, observable, route)
-    if route == "covariance":
-        fail("route", "be 'qr' for a kernel without `centres`", repr(route))
-    operator = _fit_with_kernel(estimator, x, y, kernel, observable)
-    _warn_regression(estimator, operator, x, y, False, kernel)
-    return operator
+    return x, y
 
 
 class _Problem(NamedTuple):
@@ -168,6 +182,7 @@ def _fit(
     route: str,
     fallback: Array | None = None,
     lift: Array | None = None,
+    centred: bool = False,
 ) -> Operator:
     """Fit features; `lift` [m, d] maps their coefficients to those of k(x, centres)."""
     (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
@@ -183,27 +198,50 @@ def _fit(
     if route == "auto" and (rounding > 1e-12 or width < 64 or few):
         route = "qr"
     regression = FeatureRegression(problem.x, problem.y, alpha, active, size, solver, route)
-    known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
-    if not is_traced(largest) and float(largest) > 0:
-        check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
-    if known and float(alpha) == 0.0:  # the default is zero too if all features are
-        if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
-            got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
-            fail("x", "hold features that vary", got)
-        values = np.linalg.svd(np.asarray(_root(problem.x)), compute_uv=False)
-        cutoff = (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
-        refuse_singular(estimator, regression, values, cutoff, "the covariance of `x`", "C_x")
+    if not is_traced(largest):
+        _refuse_features(estimator, regression, problem, largest, trace, units[0], fallback)
+    compared = ""
+    if fallback is not None:
+        compared = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
+    hidden = squares if asked is None and not level else None
+    words = _Words(compared, estimator.rank is not None, estimator.inverts_all, centred)
     static = eqx.filter(estimator, False)
-    operator, basis, cutoff = _solve(static, problem, regression, units, lift, shape, given)
-    diagnostics.warn_unconverged(basis.residual, rounding)
-    if known and not is_traced(estimator.rank):
-        if fallback is not None:
-            which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
-            diagnostics.warn_large_alpha(alpha, basis.variance, trace, which, units[0])
-        if asked is None and not level:
-            diagnostics.warn_small_columns(squares, alpha)
-        diagnostics.warn_directions(operator, basis, float(cutoff), estimator.rank)
-    return operator
+    return _solve(static, problem, regression, units, lift, hidden, trace, shape, given, words)
+
+
+def _refuse_features(
+    estimator: Estimator,
+    regression: FeatureRegression,
+    problem: _Problem,
+    largest: Array,
+    trace: Array,
+    unit: Array,
+    fallback: Array | None,
+) -> None:
+    """Raise if known squares are out of range, or if `alpha` is zero and C_x singular."""
+    width, dtype = problem.x.shape[1], problem.x.dtype
+    if float(largest) > 0:
+        check_square("x", float(trace) / width * float(unit) * float(unit), "a mean square", dtype)
+    alpha = regression.alpha
+    # The default is zero too if all features are.
+    if is_traced(alpha) or is_traced(problem.x) or is_traced(problem.y) or float(alpha) != 0.0:
+        return
+    if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
+        got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
+        fail("x", "hold features that vary", got)
+    values = np.linalg.svd(np.asarray(_root(problem.x)), compute_uv=False)
+    rounding = float(jnp.finfo(dtype).eps)
+    cutoff = (8 * rounding) ** 0.5 if regression.route == "covariance" else width * rounding
+    refuse_singular(estimator, regression, values, cutoff, "the covariance of `x`", "C_x")
+
+
+class _Words(NamedTuple):
+    """Static fields of `Fitting`."""
+
+    compared: str
+    ranked: bool
+    whole: bool
+    centred: bool
 
 
 @partial(jax.jit, static_argnames="level")
@@ -245,14 +283,9 @@ def _fit_on_centres(
     features = nystroem_map(kernel, centres)
     arrays = features.centres, features.coefficients, x, y
     features_x, features_y, fallback = _centre_features(features.kernel, *arrays)
-    with warnings.catch_warnings():  # the caller has no such columns; `nystroem_map` has warned
-        warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
-        problem, _ = _from_pairs(features_x, features_y, flat, center=False)
+    problem, _ = _from_pairs(features_x, features_y, flat, center=False)
     solver = estimator.solver or "auto"
     fitted = _fit(estimator, problem, shape, solver, route, fallback, features.coefficients)
-    rows = (x, y) if len(centres) >= x.shape[1] else (features_x, features_y)
-    _warn_regression(estimator, fitted, *rows, False, kernel)
-
     maps = [
         KernelMap(features.kernel, features.centres, linear.matrix)
         for linear in (fitted.encode, fitted.dual)
@@ -272,10 +305,7 @@ def _centre_features(
 
 
 def _from_pairs(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[_Problem, tuple[int, ...]]:
-    states = x
     x, y, flat, shape = checked_pairs(x, y, observable, as_known)
-    if not center:
-        diagnostics.warn_offset(states)
     arrays = [x, y]
     if observable is not None:
         arrays.append(flat)
@@ -335,7 +365,7 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
     """Fit by exact Gram matrices K = k(X, X) / n and L = k(Y, Y) / n."""
     x, y, flat, shape = checked_pairs(x, y, observable, to_device)
     # Measured numbers of matrices: a full eigendecomposition takes more.
-    diagnostics.refuse_large_gram(x, 7 if estimator.rank is None else 3)
+    refuse_large_gram(x, 7 if estimator.rank is None else 3)
     kernel, number = as_module(kernel), x.shape[0]
     solver, solvers = estimator.solver or "auto", estimator.kernel_solvers
     size, active, solver = latent(estimator.rank, number, "samples", solver, solvers)
@@ -347,15 +377,16 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
         check_kernel(extreme_of_states)
     if not is_traced(gram_x):
         check_square("kernel", float(trace) * float(unit) ** 2, "a mean of k(x, x)", gram_x.dtype)
-        diagnostics.warn_constant(x, gram_x)
     known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
     if solver == "auto":
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
         if solver == "krylov" and estimator.inverts_all and is_linear and not given:
             solver = "spectral"  # the default `alpha` of rounding is too small for a factor
     problem = KernelRegression(gram_x, gram_y, alpha, active, size, solver)
-    fields, basis = _solve_kernel(eqx.filter(estimator, False), problem, gram(kernel, y, x), flat, unit)
-    diagnostics.warn_unconverged(basis.residual, float(jnp.finfo(x.dtype).eps))
+    compared = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
+    words = _Words(compared, estimator.rank is not None, estimator.inverts_all, False)
+    static = eqx.filter(estimator, False)
+    fields, basis = _solve_kernel(static, problem, gram(kernel, y, x), flat, unit, trace, words)
     if known and estimator.inverts_all and solver == "krylov":
         check_factor(problem, basis)
     elif known and given and float(alpha) == 0.0:
@@ -364,12 +395,7 @@ def _fit_with_kernel(estimator: Estimator, x: Given, y: Given, kernel: Kernel, o
         squares = np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if whole else np.asarray(basis.values) ** 2
         refuse_singular(estimator, problem, squares, problem.cutoff, "the kernel matrix of `x`", "K")
     maps = {name: KernelMap(kernel, states, fields.pop(name)) for name, states in (("encode", x), ("dual", y))}
-    operator = Operator(**maps, **fields, observable_shape=shape, given=given)
-    if known and not is_traced(estimator.rank):
-        which = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
-        diagnostics.warn_large_alpha(alpha, basis.variance, trace, which, unit)
-        diagnostics.warn_directions(operator, basis, problem.cutoff**0.5, estimator.rank)
-    return operator
+    return Operator(**maps, **fields, observable_shape=shape, given=given)
 
 
 @partial(jax.jit, static_argnames="is_linear")
@@ -386,49 +412,20 @@ def _kernel_in_units(
     return gram_x, gram_y, alpha, unit, trace, extreme
 
 
-def _warn_regression(
-    estimator: Estimator, operator: Operator, x: Data, y: Given | None, center: bool, kernel: Kernel | None = None
-) -> None:
-    """Warn, for explicit features or a linear kernel, if `alpha` or a missing intercept spoils the regression."""
-    if is_traced(operator.core) or is_traced(operator.alpha):
-        return
-    if kernel is not None and not (type(kernel) is Linear and not isinstance(x, Moments) and x.shape[1] < len(x)):
-        return
-    eps = float(jnp.finfo(operator.core.dtype).eps)
-    if isinstance(x, Moments):
-        count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
-        root = np.asarray(x.root, float)[: 2 * width, : 2 * width]
-        mean = np.concatenate([np.asarray(x.mean_x, float), np.asarray(x.mean_y, float)])
-        rest = np.asarray(x.rest, float)[1 : 1 + 2 * width]
-        # Moments hold only the products of a column of ones with the data. What lies beyond their span gets a row.
-        ones = np.linalg.lstsq(root.T, count * (mean + rest), rcond=8 * width * eps)[0]
-        ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
-        now, later = np.split(np.pad(root, ((0, 1), (0, 0))), 2, 1)
-    else:
-        diagnostics.hint_columns(x, estimator.rank)
-        some = np.sort(permutation(x.shape[0])[: max(diagnostics.ROWS, 4 * x.shape[1])])
-        now, later = (np.asarray(part, float)[some] for part in (x, y))
-        if center:
-            now, later = now - now.mean(0), later - later.mean(0)
-        count, width, ones, slack = len(some), x.shape[1], np.ones(len(some)), 1e-20
-    alpha = float(operator.alpha) if operator.given else None
-    size = width if estimator.inverts_all or estimator.rank is None else operator.core.shape[0]
-    diagnostics.warn_regression(
-        now, later, None if center else ones, count=count, slack=slack, eps=eps, alpha=alpha, size=size
-    )
-
-
-@partial(jax.jit, static_argnames=("estimator", "shape", "given"))
+@partial(jax.jit, static_argnames=("estimator", "shape", "given", "words"))
 def _solve(
     estimator: Estimator,
     problem: _Problem,
     regression: FeatureRegression,
     units: tuple[Array, Array, Array],
     lift: Array | None,
+    squares: Array | None,
+    trace: Array,
     shape: tuple[int, ...],
     given: bool,
-) -> tuple[Operator, Basis, Array]:
-    """Return the operator, its basis, and the relative size below which singular values count as zero."""
+    words: _Words,
+) -> Operator:
+    """Return the operator of a regression in units, whose columns' mean squares and tr(C_x) are `squares`, `trace`."""
     solution = span(estimator, regression)
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
     unit, sizes, share = units
@@ -444,7 +441,16 @@ def _solve(
     def lifted(coefficients: Array) -> Array:
         return coefficients if lift is None else product(lift, coefficients)
 
-    operator = Operator(
+    fitting = Fitting(
+        solution.rest * unit,
+        solution.variance * unit * unit,
+        trace * unit * unit,
+        None if squares is None else squares * unit * unit,
+        cutoff,
+        solution.residual,
+        *words,
+    )
+    return Operator(
         **moments,
         encode=LinearMap(problem.offset, lifted(basis / unit)),
         dual=LinearMap(problem.offset_y, lifted(dual * unit)),
@@ -459,14 +465,20 @@ def _solve(
         effective_rank=jnp.sum(jnp.where(uneven, regular > 0.5, values > cutoff * jnp.max(values))),
         observable_shape=shape,
         given=given,
+        fitting=fitting,
     )
-    return operator, solution, cutoff
 
 
-@partial(jax.jit, static_argnames="estimator")
+@partial(jax.jit, static_argnames=("estimator", "words"))
 def _solve_kernel(
-    estimator: Estimator, problem: KernelRegression, across: Array, flat: Array, unit: Array
-) -> tuple[dict[str, Array], Basis]:
+    estimator: Estimator,
+    problem: KernelRegression,
+    across: Array,
+    flat: Array,
+    unit: Array,
+    trace: Array,
+    words: _Words,
+) -> tuple[dict[str, Any], Basis]:
     """Return the fields of an operator, with coefficients of its maps, and its basis."""
     number, basis = problem.x.shape[0], span(estimator, problem)
     # U = sum_i c_i phi(x_i) / sqrt(n), with latent functions u(x) = k(x, X) c / sqrt(n).
@@ -475,7 +487,10 @@ def _solve_kernel(
     basis_gram = product(basis.vectors.T, latent_x) * number**-0.5
     latent_y = product(across, coefficients)
     weights, moments = _latent_moments(latent_x, latent_y, problem.alpha * basis_gram, number)
+    square, cutoff = unit * unit, jnp.asarray(problem.cutoff**0.5, trace.dtype)
+    measured = basis.rest * unit, basis.variance * square, trace * square
     fields = moments | {
+        "fitting": Fitting(*measured, None, cutoff, basis.residual, *words),
         "encode": coefficients,
         "dual": weights,
         "drift": jnp.zeros(latent_x.shape[1], latent_x.dtype),

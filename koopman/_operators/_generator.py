@@ -13,7 +13,7 @@ from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product, scale_of
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_float32, warn_large_alpha, warn_offset
+from koopman._operators._findings import large_alpha, lost_variance, warn_float32, warn_of
 from koopman._operators._pairs import check_square, default_alpha, gram_root
 from koopman._operators._spectrum import couplings
 
@@ -90,7 +90,7 @@ def fit_generator(
     if size > x.shape[1]:
         fail("rank", f"be at most the number of features ({x.shape[1]})", rank)
     warn_float32(x, jac)
-    warn_offset(x, advice="take them about their mean")
+    warn_of(lost_variance(x, advice="take them about their mean"))
     width = x.shape[1]
     x = to_device(x)
     numbers = jax.tree.map(lambda number: to_device(number, x.dtype), (diffusion, alpha, shift))
@@ -101,7 +101,8 @@ def fit_generator(
         if energy > 0 and trace > 0:
             check_square("jac", energy / trace * float(forms.pace) ** 2, "squares, over those of `x`,", x.dtype)
         which = "the mean eigenvalue of E[phi phi^T]"
-        warn_large_alpha(forms.penalty, trace / width, trace, which, forms.unit)
+        square = float(forms.unit) ** 2
+        warn_of(large_alpha(float(forms.penalty) * square, trace / width * square, trace * square, which))
     return _generator(forms, size)
 
 

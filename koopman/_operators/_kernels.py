@@ -32,7 +32,7 @@ from dissociation._core.linalg import product, psd_power, scale_of
 from dissociation._core.splits import permutation
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_constant, warn_float32
+from koopman._operators._findings import kernel_findings, warn_float32, warn_of
 
 Kernel = Callable[[Array, Array], Array]
 Result = TypeVar("Result")
@@ -342,7 +342,7 @@ def nystroem_map(kernel: Kernel, centres: Float[Array | np.ndarray, "m d"]) -> K
     values, extreme, coefficients = _nystroem(kernel, centres)
     check_kernel(extreme)
     if not is_traced(values):
-        warn_constant(centres, values)
+        warn_of(kernel_findings(centres, values))
     return KernelMap(kernel, centres, coefficients)
 
 
@@ -423,6 +423,34 @@ def _by_leverage(features: Array, alpha: Scalar | None, key: PRNGKey) -> tuple[A
 # M = U^T C_xy U loses a fraction b = alpha / (c + alpha) per step of a function with mean square c. Four steps of
 # iterated Tikhonov regularisation, by F, leave b^4 (Engl, Hanke and Neubauer 1996, Regularization of inverse problems,
 # section 5.1).
+class Fitting(eqx.Module):
+    """What a fit knows of itself, for `diagnose`.
+
+    Attributes:
+        rest: Singular values beyond the rank, in the units of `singular_values`: [k].
+        variance: Eigenvalue of C_x or K, or their mean, that `alpha` should not exceed.
+        trace: Trace of C_x or K.
+        squares: Mean squares of the columns, if the default `alpha` can suppress small ones, else None: [d].
+        cutoff: Relative size below which a singular value counts as zero.
+        residual: Relative residual of an iterative solver, or None.
+        compared: What `variance` is, in words; empty if `alpha` is not compared.
+        ranked: True if a rank was asked for.
+        whole: True if the estimator inverts C_x in all directions.
+        centred: True if features are taken about their mean.
+    """
+
+    rest: Float[Array, " k"]
+    variance: Float[Array, ""]
+    trace: Float[Array, ""]
+    squares: Float[Array, " d"] | None
+    cutoff: Float[Array, ""]
+    residual: Float[Array, ""] | None
+    compared: str = eqx.field(static=True)
+    ranked: bool = eqx.field(static=True)
+    whole: bool = eqx.field(static=True)
+    centred: bool = eqx.field(static=True)
+
+
 class Operator(eqx.Module):
     """Fitted evolution operator of rank r, U^T (C_x + alpha I) U = I (Kostic et al. 2022).
 
@@ -451,6 +479,7 @@ class Operator(eqx.Module):
         effective_rank: Number of singular values above rounding; the other latent functions are zero or rounding.
         observable_shape: Shape of one observable.
         given: If False, `alpha` is the default.
+        fitting: What `diagnose` reads beside these.
     """
 
     encode: LinearMap | KernelMap
@@ -471,6 +500,7 @@ class Operator(eqx.Module):
     effective_rank: Int[Array, ""]
     observable_shape: tuple[int, ...] = eqx.field(static=True)
     given: bool = eqx.field(static=True, default=True)
+    fitting: Fitting | None = None
 
     def __repr__(self) -> str:
         if is_traced(self.alpha) or jnp.ndim(self.alpha):

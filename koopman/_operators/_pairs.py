@@ -16,7 +16,7 @@ from dissociation._core.conversion import common_dtype, to_device
 from dissociation._core.linalg import product
 from dissociation._core.types import Count, InTime
 from dissociation._core.validation import validated
-from koopman._operators._diagnostics import warn_float32, warn_offset
+from koopman._operators._findings import lost_variance, warn_float32, warn_of
 
 Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
 Placed = TypeVar("Placed")
@@ -334,7 +334,7 @@ def _parts(x: Given, y: Given, observable: Given | None, center: bool) -> tuple[
     observable = y if observable is None else observable
     warn_float32(x, y, observable)
     if not center:
-        warn_offset(x)
+        warn_of(lost_variance(x))
     return to_device(x), to_device(y), to_device(observable)
 
 

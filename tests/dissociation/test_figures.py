@@ -178,8 +178,8 @@ def test_noise_figure_is_as_specified(noise):
     np.testing.assert_allclose(figure.get_size_inches(), [3.24, 2.9])
     above, below = figure.axes[:2], figure.axes[2:]
     assert [axes.get_yscale() for axes in figure.axes] == ["log", "log", "linear", "linear"]
-    assert [axes.get_xlabel() for axes in below] == ["noise scale (log)"] * 2
-    assert above[0].get_ylabel() == "test error (log)"
+    assert [axes.get_xlabel() for axes in below] == ["noise scale"] * 2
+    assert above[0].get_ylabel() == "test error"
     names = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
     assert [len(shown) for shown in names] == [6, 5, 5, 4]
     moved = next(line for line in below[0].lines if line.get_label() == "null-perturbed")
@@ -212,8 +212,8 @@ def test_transfer_curves_and_figure(transferred):
     one_rate = rows(results.transfer_error.sel(tasks="rotation", probes="one_rate"), "variants")
     assert one_rate["trained"][:, -1].mean() > one_rate["scaled"][:, -1].mean() + 0.05
     figure = transfer.draw(results)
-    assert figure.axes[-1].get_xlabel() == "sample budget (log)"
-    assert [axes.get_ylabel() for axes in figure.axes[::2]] == 2 * ["transfer error (log)", "added transfer error"]
+    assert figure.axes[-1].get_xlabel() == "sample budget"
+    assert [axes.get_ylabel() for axes in figure.axes[::2]] == 2 * ["transfer error", "added transfer error"]
     assert "quarter turns (a, b) and least prime factor (e, f)" in transfer.caption(results)
 
 

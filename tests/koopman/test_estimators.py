@@ -1,14 +1,14 @@
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman import RBF, PrincipalComponents, ReducedRank, Ridge, fit, risk
-from koopman._operators import _diagnostics as diagnostics
-from koopman._operators._diagnostics import warn_unconverged
+from koopman import RBF, PrincipalComponents, ReducedRank, Ridge, diagnose, fit, risk
 from koopman._operators._estimators import Estimator
+from koopman._operators._findings import unconverged, warn_of
 from koopman._operators._subspaces import Basis, find_eigenpairs, find_left_vectors
 
 RNG = np.random.default_rng(0)
@@ -72,23 +72,23 @@ def test_a_new_estimator_is_one_class():
 
 @pytest.mark.parametrize("kernel", [None, RBF(3.0)])
 @pytest.mark.parametrize("rank", [PrincipalComponents, ReducedRank])
-def test_an_iterative_solver_is_heard_where_numbers_are_known(kernel, rank, monkeypatch):
+def test_an_iterative_solver_is_heard_where_numbers_are_known(kernel, rank):
     """What it warns of is its residual, which a compiled program hands out."""
-    residuals = []
-    monkeypatch.setattr(diagnostics, "warn_unconverged", lambda residual, eps: residuals.append(residual))
     x = np.random.default_rng(0).normal(size=(120, 60)).astype(np.float32)
     spectral = kernel is not None and rank is ReducedRank
-    fit(rank(2, 1e-3, solver="spectral" if spectral else "krylov"), x[:-1], x[1:], kernel=kernel)
-    assert len(residuals) == 1
-    assert 0 < residuals[0] < 1e-3
+    operator = fit(rank(2, 1e-3, solver="spectral" if spectral else "krylov"), x[:-1], x[1:], kernel=kernel)
+    assert 0 < operator.fitting.residual < 1e-3
+    late = eqx.tree_at(lambda o: o.fitting.residual, operator, jnp.asarray(0.1, jnp.float32))
+    assert "unconverged" in {finding.name for finding in diagnose(late, x[:-1], x[1:])}
 
 
 def test_a_solver_that_does_not_converge_says_so(x64):
     values = jnp.linspace(1.0, 0.9, 400)[:, None]
     eps = float(jnp.finfo(float).eps)
+    late = find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64, max_restarts=1)
     with pytest.warns(UserWarning, match="ended with a relative residual of"):
-        warn_unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64, max_restarts=1).residual, eps)
-    warn_unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64).residual, eps)
+        warn_of(unconverged(late.residual, eps))
+    assert not [*unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64).residual, eps)]
 
 
 @pytest.mark.parametrize("solver", ["auto", "dense", "krylov", "randomized"])

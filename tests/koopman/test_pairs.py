@@ -23,7 +23,7 @@ from koopman import (
     spectral_contrastive_loss,
     vamp_score,
 )
-from koopman._operators import _diagnostics as diagnostics
+from koopman._operators import _findings as findings
 from koopman._operators._forecast import r2_score
 
 
@@ -295,16 +295,16 @@ def test_float64_that_becomes_float32_is_said_once():
         lambda: fit_generator(states, states[..., None], rank=1),
     )
     for call in calls:
-        diagnostics._warn_once.cache_clear()
+        findings._warn_once.cache_clear()
         with pytest.warns(UserWarning, match="float64 are computed in float32.*jax_enable_x64"):
             call()
     with warnings.catch_warnings(action="error"):
         calls[0]()
-        diagnostics._warn_once.cache_clear()
+        findings._warn_once.cache_clear()
         lagged_pairs(states.astype(np.float32))
         with jax.enable_x64(True):
             calls[0]()
-    diagnostics._warn_once.cache_clear()
+    findings._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(("center", "offset", "atol"), [(False, 2.0, 2e-5), (True, -3e4, 5e-5)])
