@@ -1,5 +1,7 @@
+import re
 import warnings
 from functools import partial
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -16,6 +18,7 @@ from koopman import (
     ReducedRank,
     Ridge,
     decompose,
+    diagnose,
     eigenvalues,
     fit,
     lagged_pairs,
@@ -532,6 +535,30 @@ def test_another_number_of_pairs_compiles_nothing(center):
 
         fitted(200)
         assert not compilations(lambda: fitted(5, 12, 37, 201, 399))  # fewer pairs than columns, too
+
+
+def test_fit_warns_of_what_diagnose_finds():
+    _, states = linear_trajectory(300, d=3)
+    pairs = lagged_pairs((states + 5).astype(np.float32))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        operator = fit(ReducedRank(3, 100.0), *pairs)
+    found = diagnose(operator, *pairs)
+    assert {str(finding) for finding in found} == {str(one.message) for one in seen}
+    assert [finding.name for finding in found] == ["suppressed_directions", "missing_intercept"]
+    assert found[0].numbers["alpha"] == 100
+    assert diagnose(fit(Ridge(), *pairs, center=True), *pairs) == ()
+    page = (Path(__file__).parents[2] / "docs" / "koopman.md").read_text()
+    named = set(
+        re.findall(r"\"(\w+)\"", re.search(r"Their names are(.*?)The last two", diagnose.__doc__, re.DOTALL)[1])
+    )
+    assert len(named) == 12
+    assert all(f"`{name}`" in page for name in named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stacked = jax.vmap(lambda x: fit(ReducedRank(3, 100.0), x, x))(np.stack([pairs.x] * 2))
+    with pytest.raises(ValueError, match=r"`operator` must be one known operator, got `core` of shape \(2, 3, 3\)"):
+        diagnose(stacked, *pairs)
 
 
 def test_snapshots_in_columns_are_hinted_at_once():

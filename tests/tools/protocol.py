@@ -39,6 +39,7 @@ HOST = {
     "dissociation.training._fitting": "training by the host",
     "dissociation.training._grids": "training by the host",
     "koopman._encoders._learn.train_": "training by the host",
+    "koopman._operators._diagnose.diagnose": "a step of the host",
     "dissociation.bilinear._similarity.pair_mean": "gives a function",
     "dissociation.similarity._inference.adjust_p_values": "a step of the host",
     "dissociation.similarity._inference.permutation_test": "p-values by the host",

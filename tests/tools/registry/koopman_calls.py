@@ -109,6 +109,7 @@ CALLS = {
     datasets.lorenz63: lambda: STEPS | dict(initial=np.ones((2, 3), np.float32), sigma=10.0, mu=28.0, beta=2.5),
     koopman.predict: lambda: dict(operator=operator(), x=X, steps=2),
     koopman.matrix_powers: lambda: dict(matrix=STABLE, exponents=np.array([1, 3])),
+    koopman.diagnose: lambda: dict(operator=operator()) | PAIRS,
     koopman.risk: lambda: dict(operator=operator()) | PAIRS,
     koopman.score: lambda: dict(
         operator=operator(), trajectory=PATH, lag=1, steps=2, observable=PATH, metric=squared_error
