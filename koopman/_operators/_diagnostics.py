@@ -61,7 +61,7 @@ def refuse_large_gram(x: Array, matrices: int) -> None:
 
 def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> None:
     """Warn if a column of `x` [..., d] varies by less than the rounding of its squared mean."""
-    if is_traced(x) or not x.size:
+    if is_traced(x):
         return
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     eps = float(jnp.finfo(dtype).eps)
