@@ -44,7 +44,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "koopman/figures/_ordered_mnist_drawing.py:_shown_seed",
     "classes":
         "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
-        "measures/_collapse.py:_agreement measures/_robustness.py:error_rate "
+        "measures/_collapse.py:nearest_centre_agreement measures/_robustness.py:error_rate "
         "similarity/_functional.py:_within_bounds measures/_probes.py:_errors "
         "figures/planted.py:_rsms rewrites/_plant_activity.py:_margins",
     "any of equal ones will do":

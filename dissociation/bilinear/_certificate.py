@@ -200,8 +200,8 @@ def certified_radius(
         Conn, Gould and Toint (2000), Trust-region methods, chapter 7; Boyd and Vandenberghe (2004), appendix B.
     """
     classes = source.table.shape[0]
-    if np.shape(x) != (source.directions.shape[2],):
-        fail("x", f"have shape [{source.directions.shape[2]}]", np.shape(x))
+    if len(x) != source.directions.shape[2]:
+        fail("x", f"have shape [{source.directions.shape[2]}]", x.shape)
     check_finite("x", x)
     if not is_traced(label) and not 0 <= int(label) < classes:
         fail("label", f"be a class from 0 to {classes - 1}", label)

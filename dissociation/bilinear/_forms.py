@@ -177,8 +177,6 @@ def _has_constant(model: BilinearNetwork, layer: int) -> bool:
 @validated(finite=("importance",))
 def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
     """Return a spectrum with components sorted by descending `importance`."""
-    if importance.shape != spectrum.values.shape:
-        fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
     values = jnp.take_along_axis(spectrum.values, order, 1)
     vectors = jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1)
@@ -220,20 +218,18 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
     if x.shape[1] != width:
-        fail("x", f"have shape [n, {width}]", np.shape(x))
+        fail("x", f"have shape [n, {width}]", x.shape)
     outputs, components, _ = spectrum.vectors.shape
     flat = spectrum.vectors[:, :, :width].reshape(-1, width)
     values = product(jnp.asarray(x), flat.T).reshape(-1, outputs, components)
     return values + spectrum.vectors[None, :, :, width] if spectrum.constant else values
 
 
-@validated
 def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
     """Return lambda_i (v_i . x)^2 of every component."""
     return spectrum.values[None] * activations(spectrum, x) ** 2
 
 
-@validated
 def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
     """Return the mean of |lambda_i| (v_i . x)^2 over examples, an `importance` for `reorder`."""
     return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)

@@ -18,7 +18,6 @@ from dissociation._core.validation import validated
 from dissociation.bilinear._forms import Spectrum, check_single, truncate
 
 
-@validated
 def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a components_b"]:
     """Return |cosine| of all pairs of components of two spectra, by output."""
     check_single("a", a)
@@ -160,12 +159,12 @@ def pair_mean(
     table, pairs = jnp.asarray(values), {"first": first, "second": second}
     known = {name: np.asarray(members) for name, members in pairs.items() if not is_traced(members)}
     for name, members in known.items():
-        if members.size and members.min() < 0:
+        if members.min() < 0:
             fail(name, "hold members counted from 0", members.min())
 
     def mean(weights: Array) -> Array:
         for name, members in known.items():
-            if members.size and members.max() >= weights.shape[0]:
+            if members.max() >= weights.shape[0]:
                 fail(name, f"hold members below {weights.shape[0]}, the number of weights", members.max())
         # A traced index that is out of range would be clamped.
         chosen = [weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan) for members in pairs.values()]

@@ -57,7 +57,7 @@ class Dataset(eqx.Module):
             rows = as_one_hot(f"{split}_labels", labels[split], classes or None)
             check_same_length(f"{split}_images", len(images), f"{split}_labels", len(rows))
             setattr(self, f"{split}_labels", rows)
-        check_same_length("train_labels", classes, "test_labels", self.test_labels.shape[1], "classes")
+        check_same_length("train_labels", self.num_classes, "test_labels", self.test_labels.shape[1], "classes")
 
     @property
     def num_pixels(self) -> int:

@@ -76,7 +76,6 @@ def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | 
     return train_images, train_labels, test_images, test_labels
 
 
-@validated
 def cache_folder() -> Path:
     """Return the platform's cache folder for downloads."""
     return Path(platformdirs.user_cache_dir("dissociation")) / "mnist"

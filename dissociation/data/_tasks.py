@@ -64,7 +64,6 @@ def rotated_quarters(
     return turned.reshape(images.shape)[last], jax.nn.one_hot(turns, NUM_QUARTERS, dtype=dtype)[last]
 
 
-@validated
 def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
     """Add the label columns [n, 10] of digits with one least prime factor: 4, 6, 8 to 2, and 9 to 3."""
     labels = jnp.asarray(labels)

@@ -225,7 +225,6 @@ def check_single(task: Task) -> None:
 def check_hidden(task: Task, hidden: int, name: str = "hidden") -> None:
     """Raise if hidden units are fewer than the task's rank."""
     check_single(task)
-    check_count(name, hidden, minimum=1)
     if hidden < task.rank:
         fail(name, f"be at least the rank of the best map ({task.rank})", hidden)
 

@@ -219,8 +219,6 @@ def fresh_loss(
     given = jnp.eye(whole.shape[1], dtype=whole.dtype) if covariance is None else jnp.asarray(covariance)
     if target.shape != whole.shape:
         fail("teacher", f"have the shape of the network's map, {whole.shape}", target.shape)
-    if given.shape != (whole.shape[1],) * 2:
-        fail("covariance", f"have shape {(whole.shape[1],) * 2}", given.shape)
     if covariance is not None and not is_traced(given):
         check_semidefinite("covariance", np.asarray(given, float))
     difference = target - whole

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_known, check_positive, fail
 from dissociation._core.validation import validated
-from dissociation.linear._families import LinearNetwork, check_hidden, check_single
+from dissociation.linear._families import LinearNetwork, check_hidden
 from dissociation.linear._tasks import Task, check_semidefinite
 
 
@@ -45,11 +45,10 @@ def plant(task: Task, pattern: Float[Array | np.ndarray, "samples hidden"], *, l
         Braun, Grant and Saxe (2025), section 3 and figure 5.
     """
     check_known("its rank is found on the host", pattern=pattern, task=task)
-    check_single(task)
     target = np.asarray(pattern, float)
+    check_hidden(task, target.shape[1], "pattern.shape[1]")
     if len(target) != len(task.x) or not target.any():
         fail("pattern", f"have one row per sample ({len(task.x)}), and not be zero", f"shape {target.shape}")
-    check_hidden(task, target.shape[1], "pattern.shape[1]")
     check_positive("least", least)
     size = float(np.linalg.norm(target, 2))
     codes, samples = np.asarray(task.target_right, float), np.asarray(task.sample_basis, float)
@@ -89,7 +88,7 @@ def plant_rsm(
     check_known("its eigenvalues are found on the host", rsm=rsm)
     check_hidden(task, hidden)
     given = np.asarray(rsm, float)
-    if given.shape != (len(task.x),) * 2 or not given.any():
+    if len(given) != len(task.x) or not given.any():
         fail("rsm", f"have shape {(len(task.x),) * 2}, and not be zero", given.shape)
     values, vectors = check_semidefinite("rsm", given)
     largest = (vectors * np.sqrt(np.maximum(values, 0)))[:, ::-1][:, :hidden]

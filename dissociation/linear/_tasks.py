@@ -227,7 +227,7 @@ def random_task(
     return _decomposed(x, y + noise * noises, rtol, jnp.zeros(0).dtype)
 
 
-@validated(finite=("x",))
+@validated
 def teacher_task(
     x: Float[Array | np.ndarray, "samples inputs"],
     weights: Sequence[Float[Array | np.ndarray, "..."]],
@@ -274,7 +274,7 @@ def hierarchy_task(
     References:
         Saxe, McClelland and Ganguli (2019), A mathematical theory of semantic development in deep neural networks.
     """
-    check_known("tasks are made on the host", parents=parents, x=x)
+    check_known("tasks are made on the host", parents=parents)
     above = np.asarray(parents)
     nodes = np.arange(len(above))
     if np.sum(above == -1) != 1 or above.min() < -1 or above.max() >= len(above):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dissociation._core.checks import check_classes, check_count, check_same_length, fail, is_traced, warn
+from dissociation._core.checks import check_classes, check_count, fail, is_traced, warn
 from dissociation._core.distances import root
 from dissociation._core.linalg import finite_part, product, scale_of
 from dissociation._core.results import Result
@@ -245,7 +245,6 @@ def _condition_number(moments: ClassMoments) -> Array:
     return jnp.where(enough, values[0] / jnp.where(enough, least, 1.0), jnp.inf) + undefined
 
 
-@validated
 @jax.jit
 def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     """Return tr(S_W pinv(S_B)) / C, the within-class covariance in units of the between-class covariance.
@@ -290,7 +289,6 @@ def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " class
     return means, present, jax.lax.stop_gradient(8 * means.shape[0] ** 0.5 * jnp.finfo(means.dtype).eps * size)
 
 
-@validated
 @jax.jit
 def simplex_frame(moments: ClassMoments) -> Frame:
     """Return the distances of centred class means from a simplex frame.
@@ -317,15 +315,12 @@ def simplex_frame(moments: ClassMoments) -> Frame:
     )
 
 
-@validated
 @jax.jit
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
     """Return |W / |W| - M / |M||^2 of the last layer's weights W and the centred class means M, in Frobenius norms.
 
     Source: Papyan, Han and Donoho (2020), NC3.
     """
-    if classifier.shape != moments.means.shape:
-        fail("classifier", f"have the shape of the class means, {moments.means.shape}", classifier.shape)
     means, present, smallest = _about_their_mean(moments)
     weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
     weights = weights / scale_of(jnp.max(jnp.abs(weights)))
@@ -333,21 +328,14 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
     return jnp.sum((weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)) ** 2)
 
 
-@validated(finite=("features",))
+@jax.jit
 def nearest_centre_agreement(
-    features: Features, logits: Float[Array | np.ndarray, "n classes"], moments: ClassMoments
+    features: Float[Array, "n d"], logits: Float[Array, "n classes"], moments: ClassMoments
 ) -> Float[Array, ""]:
     """Return the fraction of samples [samples, d] that the network assigns to the class with the nearest mean.
 
     Source: Papyan, Han and Donoho (2020), NC4.
     """
-    check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
-    check_same_length("moments", moments.means.shape[1], "features", features.shape[1], "dimensions")
-    return _agreement(jnp.asarray(features), jnp.asarray(logits), moments)
-
-
-@jax.jit
-def _agreement(features: Array, logits: Array, moments: ClassMoments) -> Array:
     means, present, _ = _about_their_mean(moments)
     # |z - mu|^2 minus |z|^2, about the middle of the means because an offset would cancel digits.
     share = jnp.where(present, 1.0, 0.0)[:, None] / jnp.sum(present)

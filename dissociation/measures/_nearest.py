@@ -84,13 +84,12 @@ def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " 
         Berrett, Samworth and Yuan (2019), Efficient multivariate entropy estimation via k-nearest neighbour distances,
         section 2.
     """
-    count = check_count("num_neighbours", num_neighbours, minimum=1)
-    width = check_count("dimension", dimension, minimum=1)
-    terms = np.arange(width // 4 + 1)
-    if len(terms) > count:
-        fail("num_neighbours", f"be at least {len(terms)} in {width} dimensions", num_neighbours)
-    order = np.arange(1, count + 1)
-    return np.linalg.pinv(np.exp(gammaln(order[None] + 2 * terms[:, None] / width) - gammaln(order)[None]))[:, 0]
+    check_count("dimension", dimension, minimum=1)
+    terms = np.arange(dimension // 4 + 1)
+    if len(terms) > num_neighbours:
+        fail("num_neighbours", f"be at least {len(terms)} in {dimension} dimensions", num_neighbours)
+    order = np.arange(1, num_neighbours + 1)
+    return np.linalg.pinv(np.exp(gammaln(order[None] + 2 * terms[:, None] / dimension) - gammaln(order)[None]))[:, 0]
 
 
 @validated

@@ -102,7 +102,7 @@ def _least(values: Array, count: int) -> Array:
 def in_blocks(function: Callable[..., Any], arrays: tuple[Array, ...], block: int) -> Any:
     """Return `function` of `arrays`, applied to blocks of rows of one size."""
     number = arrays[0].shape[0]
-    size = min(check_count("block", block, minimum=1), number)
+    size = min(block, number)
     padded = (jnp.pad(part, ((0, -number % size), *((0, 0),) * (part.ndim - 1))) for part in arrays)
     found = jax.lax.map(function, tuple(part.reshape(-1, size, *part.shape[1:]) for part in padded))
     return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:number], found)

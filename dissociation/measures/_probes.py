@@ -14,7 +14,15 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_choice, check_count, check_positive, fail, is_traced, warn
+from dissociation._core.checks import (
+    check_choice,
+    check_count,
+    check_non_negative,
+    check_positive,
+    fail,
+    is_traced,
+    warn,
+)
 from dissociation._core.conversion import to_device
 from dissociation._core.groups import group_numbers, warn_repeated
 from dissociation._core.linalg import no_derivative
@@ -180,7 +188,6 @@ def gradient_probe(
     return _in_turn(descend_fixed, x, y, groups, count, key, *scalars, num_splits=num_splits, folds=folds)[0]
 
 
-@validated
 @jax.jit
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     """Return the step 1 / L of `gradient_probe` for all of `x`. Steps below twice this are stable."""
@@ -189,8 +196,7 @@ def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
 
 def _check_descent(x: Array, count: Count, num_steps: Count, step_size: Scalar | None) -> None:
     """Raise if a known number or size of steps is wrong; warn if the size is unstable on the first `count` samples."""
-    if not is_traced(num_steps) and int(num_steps) < 0:
-        fail("num_steps", "be at least 0", num_steps)
+    check_non_negative("num_steps", num_steps)
     if step_size is not None:
         check_positive("step_size", step_size)
     if step_size is None or any(map(is_traced, (x, count, step_size))):
@@ -219,7 +225,7 @@ def _prepare(
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
         fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
     if groups is not None and not any(map(is_traced, (groups, num_samples))):
-        _check_groups(groups, [int(np.asarray(num_samples))], num_splits)
+        _check_groups(groups, int(np.asarray(num_samples)), num_splits)
     features = no_derivative(x, "A cross-validated probe, as a function of its features,")
     return features, to_device(y, x.dtype), groups, jnp.asarray(num_samples, jnp.int32)
 
@@ -232,12 +238,11 @@ def _read_groups(groups: Any, x: Any, y: Any) -> Array | None:
     return groups if is_traced(groups) else to_device(group_numbers(groups, x.shape[0]), jnp.int32)
 
 
-def _check_groups(groups: Array | None, counts: Sequence[int], num_splits: int) -> None:
-    """Raise unless the first samples, by their numbers `counts`, are in a group per fold at least."""
-    for count in [] if groups is None else counts:
-        if (number := len(np.unique(np.asarray(groups)[:count]))) < num_splits:
-            wanted = f"label at least `num_splits` ({num_splits}) groups"
-            fail("groups", wanted, f"{number} in the {count} samples in use")
+def _check_groups(groups: Array, count: int, num_splits: int) -> None:
+    """Raise unless the first `count` samples are in a group per fold at least."""
+    if (number := len(np.unique(np.asarray(groups)[:count]))) < num_splits:
+        wanted = f"label at least `num_splits` ({num_splits}) groups"
+        fail("groups", wanted, f"{number} in the {count} samples in use")
 
 
 # Jitted here because single operations at a new length would compile dozens of programs.
@@ -290,7 +295,6 @@ def transfer_errors(
         `RuntimeWarning` unless the call is traced.
     """
     check_choice("probe", probe, ("converged", "gradient"))
-    check_count("num_splits", num_splits, minimum=2)
     check_count("num_buckets", num_buckets, minimum=1)
     numbers = _read_groups(groups, features, labels)
     x, y, size = to_device(features), to_device(labels), features.shape[0]
@@ -314,8 +318,8 @@ def transfer_errors(
             wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
             fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
 
-    if not is_traced(numbers):
-        _check_groups(numbers, [min(counts)], num_splits)
+    if numbers is not None and not is_traced(numbers):
+        _check_groups(numbers, min(counts), num_splits)
     order = sorted(range(len(counts)), key=counts.__getitem__)
     errors = []
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):

@@ -361,8 +361,8 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
     )
 
 
-def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
-    """Return the largest eigenvalue of `data.T @ data`, by power iterations from the mean of the rows."""
+def largest_eigenvalue(data: Array) -> Array:
+    """Return the largest eigenvalue of `data.T @ data`, by 50 power iterations from the mean of the rows."""
 
     def body(_, vector):
         vector = _product(_product(data, vector), data)
@@ -371,7 +371,7 @@ def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
     largest = jnp.max(jnp.abs(data))
     data = data / largest  # squares of sums do not overflow
     first = jnp.mean(data, 0)
-    vector = lax.fori_loop(0, num_iterations, body, first / jnp.linalg.norm(first))
+    vector = lax.fori_loop(0, 50, body, first / jnp.linalg.norm(first))
     return jnp.sum(_product(data, vector) ** 2) * largest**2
 
 

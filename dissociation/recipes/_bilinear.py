@@ -113,7 +113,6 @@ def _optimizer(settings: dict[str, Any]) -> optax.GradientTransformation:
     return optax.adamw(rate, weight_decay=settings["weight_decay"])
 
 
-@validated
 def loss_and_accuracy(
     model: BilinearNetwork, images: Float[Array, "n d"], labels: Float[Array, "n classes"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:

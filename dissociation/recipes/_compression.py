@@ -67,14 +67,12 @@ def train_compression(
     return member(trained.models, 0)
 
 
-@validated
 def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float[Array, ""]:
     """Return the squared error, averaged over images and pixels."""
     images = jnp.asarray(batch)
     return jnp.mean((jax.vmap(model)(images) - images) ** 2)
 
 
-@validated(pixels=("images",))
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
     """Return codes of images, in slices of 500, which bound the memory of the convolutions."""

@@ -38,7 +38,6 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
 """Mean and deviation of MNIST's training pixels in [0, 1]."""
 
 
-@validated(pixels=("images",))
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
     """Return images in [0, 1] in units of MNIST's deviation about its mean."""
     return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION

@@ -184,7 +184,7 @@ def evaluate(form: Form, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
     for name, array in both.items():
         refuse_vanishing(name, array)
     for name in form.sides:
-        check_size(form, name, both[name].shape[0], both[name].shape[1])
+        check_size(form, name, *both[name].shape)
         warn_dropped(form, name, both[name])
     sized = of_sizes(form, x.shape[0], x.shape[1], y.shape[1])
     first, second = in_common_dtype(x, y)
@@ -218,7 +218,7 @@ def in_common_dtype(*arrays: Any) -> list[Array]:
     return [to_device(array, kind) for array in arrays]
 
 
-def check_size(form: Form, name: str, number: int, width: int, left: str = "") -> None:
+def check_size(form: Form, name: str, number: int, width: int, *, left: str = "") -> None:
     """Raise unless there are enough samples, and not too many features for a form that needs more samples."""
     if number < form.minimum:
         fail(name, f"have at least {form.minimum} samples", f"{number}{left}")

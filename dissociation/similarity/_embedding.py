@@ -103,10 +103,9 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, int]:
         check_finite("distances", distances)
         known = np.asarray(distances)
         slack = 1e-3 * np.abs(known).max()
-        if known.min() < 0 or np.abs(known - known.T).max() > slack or np.abs(np.diagonal(known)).max() > slack:
-            wrong = np.where(
-                np.eye(len(known), dtype=bool), np.abs(known) > slack, (known < 0) | (np.abs(known - known.T) > slack)
-            )
+        uneven = (known < 0) | (np.abs(known - known.T) > slack)
+        wrong = np.where(np.eye(len(known), dtype=bool), np.abs(known) > slack, uneven)
+        if wrong.any():
             row, column = np.argwhere(wrong)[0]
             got = f"{known[row, column]:.4g} at ({row}, {column}), and {known[column, row]:.4g} at ({column}, {row})"
             fail("distances", "be symmetric, non-negative and zero on the diagonal", got)

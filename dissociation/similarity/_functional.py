@@ -87,7 +87,7 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
     return evaluate(JENSEN_SHANNON, x, y)
 
 
-@validated(finite=("x", "y"))
+@validated
 def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
     """Return the disagreement d relative to its bounds, (d - |e_x - e_y|) / (min(e_x + e_y, 1) - |e_x - e_y|).
 

@@ -78,7 +78,6 @@ def kept_rows(
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Return the samples that remain without each block of whole groups, [choices, remaining] per size of blocks."""
-    check_choice("blocks", blocks, BLOCKS)
     conditions = number // repeats // each
     of_rows = np.tile(np.repeat(np.arange(conditions), each), repeats) if groups is None else groups
     units, kind = int(of_rows.max()) + 1, "samples without repeats and positions" if groups is None else "groups"
@@ -226,7 +225,7 @@ class PermutationTest(Result):
     num_draws: int = eqx.field(static=True)
 
 
-@validated(finite=("x", "y"))
+@validated
 def permutation_test(
     measure: str | Measure,
     x: Features,
@@ -270,7 +269,6 @@ def permutation_test(
     known = as_measure(measure)
     form = known.with_options(**options)
     check_level(level)
-    check_choice("blocks", blocks, BLOCKS)
     check_count("num_draws", num_draws, minimum=1)
     if key is None:
         fail("key", "be given", "None", "For instance jax.random.key(0)")
@@ -292,6 +290,7 @@ def permutation_test(
 
 def groups_of(sets: Sequence[Items], measure: Measure, groups: Any, blocks: str) -> np.ndarray | None:
     """Return the group of each row, or None with a warning of samples that repeat others in all sets."""
+    check_choice("blocks", blocks, BLOCKS)
     number, each = sets[0].arrays[0].shape[1], max(one.each for one in sets)
     if groups is None:
         arrays = [features for one in sets for stack in one.arrays for features in np.asarray(stack)]
@@ -318,9 +317,7 @@ def warn_few_exchanges(units: Units) -> bool:
     return True
 
 
-def orders_of(
-    sets: Sequence[Items], key: PRNGKey, count: int, units: Units, *, blocks: str = "shuffled"
-) -> tuple[np.ndarray, bool]:
+def orders_of(sets: Sequence[Items], key: PRNGKey, count: int, units: Units, *, blocks: str) -> tuple[np.ndarray, bool]:
     """Return orders of the second set's samples but the given one, [orders, n], and True if they are all that differ.
 
     All are listed if they are at most `count`; else up to `count` random ones are drawn.

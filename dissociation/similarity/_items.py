@@ -174,7 +174,7 @@ def check_fit(
     least = min((rows.shape[1] for rows in kept), default=number)
     left = "" if least == number else " without one block"
     for one in sets[: len(form.sides)]:
-        check_size(form, one.name, least, max(array.shape[2] for array in one.arrays), left)
+        check_size(form, one.name, least, max(array.shape[2] for array in one.arrays), left=left)
     if groups is not None:
         check_group_sizes(form, groups)
         for rows in (choice for of_size in kept for choice in of_size):

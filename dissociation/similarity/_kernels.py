@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from dissociation._core.checks import check_positive, check_single
+from dissociation._core.checks import check_positive
 from dissociation._core.conversion import to_device
 from dissociation._core.distances import root, squared_distances, typical
 from dissociation._core.linalg import product
@@ -220,6 +220,7 @@ DISTANCE_CORRELATION = Form(
 )
 
 
+@validated
 def rbf_form(
     centring: Callable[[Array], Array],
     centring_apart: Callable[[Array, Array], Array],
@@ -227,7 +228,6 @@ def rbf_form(
     *,
     scale: Scalar = 1.0,
 ) -> Form:
-    check_single("scale", scale)
     check_positive("scale", scale)
     kernel = eqx.Partial(rbf_gram, scale=to_device(scale, float))
     gram = eqx.Partial(_unit_gram, kernel, centring)

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from dissociation._core.checks import check_call, check_choice, fail, fail_kind
 from dissociation._core.conversion import describe
+from dissociation._core.validation import validated
 from dissociation.similarity import _dissimilarity as dissimilarity
 from dissociation.similarity import _functional as functional
 from dissociation.similarity import _kernels as kernels
@@ -160,13 +161,12 @@ def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
     if isinstance(measure, str):
         check_choice("measure", measure, MEASURES)
         return MEASURES[measure]
-    if not callable(measure):
-        fail_kind("measure", "be a name, a `Measure` or a function of two arrays", repr(measure))
     # A function of the table keeps its range, invariances and form.
     known = (one for one in MEASURES.values() if one.function is measure)
     return next(known, None) or custom_measure(measure)
 
 
+@validated
 def custom_measure(
     function: Callable[..., Array],
     *,
@@ -197,8 +197,6 @@ def custom_measure(
     Raises:
         TypeError: If `function` is not callable.
     """
-    if not callable(function):
-        fail_kind("function", "be a function of two arrays", repr(function))
     return Measure(
         _with_all_rows(function) if rows else function,
         partial(_of_rows if rows else _opaque, function),

@@ -139,7 +139,7 @@ class Similarities(Result):
 @validated
 def pairwise(
     representations: Representations,
-    measure: Any = "debiased_cka",
+    measure: str | Measure | Callable[..., Array] = "debiased_cka",
     others: Representations | None = None,
     *,
     baseline: bool = True,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core import splits
-from dissociation._core.checks import check_choice, check_count, check_non_negative, check_single, is_traced
+from dissociation._core.checks import check_choice, check_count, check_non_negative, is_traced
 from dissociation._core.conversion import to_device
 from dissociation._core.linalg import centre, finite_part, product, rank_cut, singular_map
 from dissociation._core.types import Scalar
@@ -80,8 +80,8 @@ def _score(a: Maps, b: Maps, num_folds: int | None) -> Array:
     return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
+@validated
 def predictivity_form(*, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled") -> Form:
-    check_single("alpha", alpha)
     check_non_negative("alpha", alpha)
     check_choice("folds", folds, FOLDS)
     count = None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
@@ -149,11 +149,11 @@ def predictivity_path(
 
     """
     check_non_negative("alphas", alphas)
-    base.check_size(predictivity_form(num_folds=num_folds, folds=folds), "x", x.shape[0], x.shape[1])
+    form = predictivity_form(num_folds=num_folds, folds=folds)
+    base.check_size(form, "x", *x.shape)
     base.refuse_constant("y", y)
     x, y = base.in_common_dtype(x, y)
-    fold_of = predictivity_form(num_folds=num_folds, folds=folds).labels_of(len(x))
-    return _path(x, y, to_device(alphas), fold_of, num_folds)
+    return _path(x, y, to_device(alphas), form.labels_of(len(x)), num_folds)
 
 
 @eqx.filter_jit

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from dissociation._core.checks import check_non_negative, check_single, fail, is_traced
+from dissociation._core.checks import check_non_negative, fail, is_traced
 from dissociation._core.conversion import to_device
 from dissociation._core.distances import root
 from dissociation._core.linalg import finite_part, nuclear_norm, product, rank_cut, singular_map
@@ -63,8 +63,8 @@ ANGULAR_SIMILARITY = Form(_unit_centred, lambda a, b: jnp.minimum(nuclear_norm(p
 ANGULAR_DISTANCE = Form(_unit_centred, _angle)
 
 
+@validated
 def partial_whitening_form(*, a: Scalar = 0.5) -> Form:
-    check_single("a", a)
     if not is_traced(a) and not 0 <= float(a) <= 1:
         fail("a", "lie from 0 (whitened) to 1 (as it is)", a)
     white = not is_traced(a) and float(a) == 0
@@ -225,16 +225,16 @@ CCA_SQUARED = CCA._replace(
 PWCCA = CCA._replace(prepare=_seen, compare=_weighted)
 
 
+@validated
 def svcca_form(*, variance: Scalar = 0.99) -> Form:
-    check_single("variance", variance)
     if not is_traced(variance) and not 0 < float(variance) <= 1:
         fail("variance", "be above 0 and at most 1", variance)
     cut = "plain" if not is_traced(variance) and float(variance) == 1 else ""
     return Form(eqx.Partial(_leading_basis, variance=to_device(variance, float)), _mean_correlation, cut=cut)
 
 
+@validated
 def gulp_form(*, lam: Scalar = 1e-2) -> Form:
-    check_single("lam", lam)
     check_non_negative("lam", lam)
     plain = not is_traced(lam) and float(lam) == 0
     prepare = eqx.Partial(_regularised, lam=to_device(lam, float))

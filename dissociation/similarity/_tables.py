@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from dissociation._core.checks import check_count, fail
+from dissociation._core.checks import fail
 from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation.similarity._base import Form, Measure, inner, of_sizes
@@ -202,7 +202,6 @@ def tables(
     if budget is None:
         budget = free_memory(arrays)
     else:
-        check_count("memory_budget", budget, minimum=1, maximum=None)
         # Two representations are prepared at a time.
         needed = 2 * max(_prepared_bytes(form, array, labels) for array in arrays)
         if budget < needed:

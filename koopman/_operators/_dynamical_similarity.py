@@ -92,7 +92,7 @@ def _first(alignments: DynamicalAlignment) -> DynamicalAlignment:
     return jax.tree.map(lambda leaf: leaf[0], alignments)
 
 
-@validated(finite=("a", "b"))
+@validated
 def dynamical_distance(
     a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
 ) -> Float[Array, ""]:
@@ -203,11 +203,10 @@ def _align(
 ) -> DynamicalAlignment:
     """Return the alignments of pairs of matrices, given by their indices."""
     check_choice("form", form, FORMS)
-    starts, steps = (
-        check_count(name, count, minimum=1) for name, count in (("num_starts", num_starts), ("num_steps", num_steps))
-    )
-    at_once = 1 if jax.default_backend() == "cpu" else max(1, _LANES // (2 * starts))
-    return _solve(matrices, rows, columns, key, starts, steps, form, at_once)
+    check_count("num_starts", num_starts, minimum=1)
+    check_count("num_steps", num_steps, minimum=1)
+    at_once = 1 if jax.default_backend() == "cpu" else max(1, _LANES // (2 * num_starts))
+    return _solve(matrices, rows, columns, key, num_starts, num_steps, form, at_once)
 
 
 @partial(jax.jit, static_argnames=("num_starts", "form", "at_once"))

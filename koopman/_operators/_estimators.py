@@ -20,7 +20,6 @@ from dissociation._core.checks import check_count, check_non_negative, is_traced
 from dissociation._core.linalg import product
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
-from koopman._operators._kernels import plain_number
 from koopman._operators._subspaces import (
     Basis,
     FeatureRegression,
@@ -54,7 +53,7 @@ class Estimator(eqx.Module):
         if alpha is not None:
             check_non_negative("alpha", alpha)
         known = rank is not None and not is_traced(rank)
-        self.size = check_count("rank", plain_number(rank), minimum=1) if known else None
+        self.size = check_count("rank", rank, minimum=1) if known else None
         self.masked = None if known or rank is None else jnp.asarray(rank)
         self.alpha, self.solver = alpha, solver
 

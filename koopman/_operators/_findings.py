@@ -95,7 +95,7 @@ def large_alpha(alpha: Any, variance: Any, trace: Any, which: str) -> Iterator[F
 
 def lost_variance(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> Iterator[Finding]:
     """Yield a finding if a column of `x` [..., d] varies by less than the rounding of its squared mean."""
-    if is_traced(x) or not x.size:
+    if is_traced(x):
         return
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     eps = float(jnp.finfo(dtype).eps)

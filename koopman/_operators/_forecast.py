@@ -71,13 +71,13 @@ def _warn_lost(operator: Operator, steps: np.ndarray | Array) -> None:
         return
     ahead = np.asarray(steps, float).reshape(-1, 1)
     # A bound of the loss, which spares most operators the decomposition.
-    if ahead.max(initial=0.0) * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
+    if ahead.max() * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
         return
     with jax.ensure_compile_time_eval():  # the operator is known, even under a trace
         modulus, kept, share = (np.asarray(part, float) for part in _mode_losses(operator))
     with np.errstate(all="ignore"):
         lost = np.sqrt(np.sum((share * modulus ** (ahead - 1) * (1 - kept**ahead)) ** 2, 1))
-    if lost.max(initial=0.0) > 1e-2:
+    if lost.max() > 1e-2:
         worst = np.argmax(lost)
         warnings.warn(
             f"`alpha` ({float(operator.alpha):.3g}) takes {lost[worst]:.2g} of the forecast {int(ahead[worst, 0])} "
@@ -99,15 +99,10 @@ def _checked(steps: Steps) -> np.ndarray | Array:
     known = np.asarray(steps)
     if known.min() < 1:
         fail("steps", "be at least 1", steps)
-    _check_integers("steps", known)
-    return known
-
-
-def _check_integers(name: str, known: np.ndarray) -> None:
-    """Raise if a known number would overflow."""
     largest = jnp.iinfo(jax.dtypes.canonicalize_dtype(np.int64)).max
-    if known.max(initial=0) > largest:
-        fail(name, f"be at most {largest}", known.max())
+    if known.max() > largest:
+        fail("steps", f"be at most {largest}", known.max())
+    return known
 
 
 @validated
@@ -124,8 +119,6 @@ def matrix_powers(
         ValueError: If a known exponent is negative, or beyond JAX's integers.
     """
     check_non_negative("exponents", exponents)
-    if not is_traced(exponents):
-        _check_integers("exponents", np.asarray(exponents))
     return _matrix_powers(to_device(matrix), to_device(exponents), _num_digits(exponents))
 
 

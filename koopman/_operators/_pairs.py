@@ -92,9 +92,7 @@ def lagged_pairs(
         steps = longest = check_count("lag", lag, minimum=1)
     else:
         longest = check_count("max_lag", max_lag, minimum=1)
-        steps = lag if is_traced(lag) else check_count("lag", lag, minimum=1)
-        if not is_traced(lag) and steps > longest:
-            fail("lag", f"be at most `max_lag` ({longest})", lag)
+        steps = lag if is_traced(lag) else check_count("lag", lag, minimum=1, maximum=longest)
     stacks = _stacked("trajectories", trajectories, trajectory_axis, longest, f"the lag ({longest})", "Shorten the lag")
     x, y = cut(stacks, steps, longest)
     if is_traced(steps):

@@ -295,7 +295,7 @@ def find_left_vectors(
     number: int,
     *,
     scale: Float[Array | np.ndarray, " k"] | None = None,
-    solver: str = "auto",
+    solver: str,
 ) -> Basis:
     """Find leading left singular vectors and values of a matrix, or of diag(scale) times it.
 

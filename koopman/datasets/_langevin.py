@@ -282,7 +282,6 @@ def prinz_spectrum(
         num_cells: Cells of the finer grid, even; at least eight per component.
     """
     check_positive("friction", friction)
-    check_positive("sigma", sigma)
     edge = float(_prinz_edge(_temperature(friction, sigma)))
     options = {"time_step": time_step, "num_components": num_components, "num_cells": num_cells}
     return langevin_spectrum(prinz_potential, (-edge, edge), friction=friction, sigma=sigma, **options)

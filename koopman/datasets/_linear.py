@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from scipy.linalg import solve_discrete_lyapunov
 
-from dissociation._core.checks import check_count, check_finite, check_non_negative, fail, is_traced
+from dissociation._core.checks import check_classes, check_count, check_finite, check_non_negative, fail, is_traced
 from dissociation._core.types import Count, PRNGKey, Scalar
 from dissociation._core.validation import validated
 from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
@@ -228,8 +228,7 @@ def regime_switching_spectrum(matrices: Matrices, transition: Transition) -> Exa
     @validated
     def right_functions(states: Float[Array | np.ndarray, "n d"], at: Int[Array | np.ndarray, " n"]) -> np.ndarray:
         x, at = rows(states, d), np.asarray(at)
-        if not np.all((at >= 0) & (at < regimes)):
-            fail("at", f"hold the regime of every state, 0 to {regimes - 1}", f"{at.min()} to {at.max()}")
+        check_classes("at", at, regimes)
         return np.concatenate([offsets[at], np.einsum("nd,ndk->nk", x, slopes[at])], axis=1)[:, order]
 
     return ExactSpectrum(values[order], right_functions)

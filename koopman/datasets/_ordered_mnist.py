@@ -45,9 +45,7 @@ def ordered_mnist(
     References:
         Kostic et al. (2022), see `koopman.fit`, section 6.
     """
-    count = check_count("num_digits", num_digits, minimum=1)
-    if count > 10:
-        fail("num_digits", "be at most 10", num_digits)
+    count = check_count("num_digits", num_digits, minimum=1, maximum=10)
     source = load(data, folder=folder) if isinstance(data, str) else data
     if source.num_pixels != 784:
         fail("data", "hold images of 28 x 28 pixels", f"{source.num_pixels} pixels")

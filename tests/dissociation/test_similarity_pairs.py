@@ -237,6 +237,8 @@ def test_wrong_calls_are_refused_by_name():
         (lambda: similarity.pairwise({0: one, "0": other}), "have layers whose names differ as text"),
         (lambda: similarity.compare(one, ITEMS[4], "disagreement"), "as many classes throughout for disagreement, got"),
         (lambda: table(outputs="logit"), "`outputs` must be one of"),
+        (lambda: table(blocks="random"), "`blocks` must be one of 'shuffled', 'contiguous', got 'random'"),
+        (lambda: similarity.compare(one, other, "rbf_cka", scale=np.ones(2)), "`scale` must be a number, got shape"),
         (lambda: similarity.compare(one, other, lambda x, y: x[0]), "`measure` must return one real number"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):

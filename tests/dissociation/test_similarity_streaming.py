@@ -112,3 +112,6 @@ def test_multidimensional_scaling_agrees_with_scikit_learn():
     assert found.stress < classical.stress
     with pytest.raises(ValueError, match="`distances` must be symmetric, non-negative and zero on the diagonal"):
         similarity.smacof(distances + np.eye(9))
+    # Rounding on the diagonal, also below zero, is no distance.
+    rounded = similarity.classical_mds(distances - 1e-9 * np.eye(9))
+    np.testing.assert_array_equal(rounded.points, classical.points)

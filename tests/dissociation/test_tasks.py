@@ -63,5 +63,5 @@ def test_wrong_use_says_what_is_wrong(key):
     refused(
         (lambda: rotated_quarters(np.zeros((8, 3, 5), np.float32), key=key), "`images` must be square"),
         (lambda: rotated_quarters(np.zeros((3, 16), np.float32), key=key), "`images` must hold at least 4"),
-        (lambda: coarse_labels(np.eye(4, dtype=np.float32)), r"`labels` must be .* \[n, 10\], got shape"),
+        (lambda: coarse_grained(np.zeros((4, 16)), np.eye(4)), r"`labels` must be .* \[n, 10\], got shape"),
     )

@@ -57,7 +57,7 @@ def test_wrong_use():
         ({"fractions": (0.01,)}, "`fractions` must leave at least `num_splits`"),
         ({"probe": "lucky"}, "`probe` must be one of 'converged', 'gradient'"),
         ({"probe": "gradient", "step_size": jnp.asarray(0.0)}, "`step_size` must be positive"),
-        ({"probe": "gradient", "num_steps": jnp.asarray(-1)}, "`num_steps` must be at least 0"),
+        ({"probe": "gradient", "num_steps": jnp.asarray(-1)}, "`num_steps` must be non-negative"),
     ):
         with pytest.raises(ValueError, match=message):
             measures.transfer_errors(*make_data(), **{"key": None} | options)

@@ -168,6 +168,6 @@ def test_functions_of_an_exact_spectrum_check_their_states():
             with pytest.raises(ValueError, match=f"`states` must .*{words}"):
                 function(states)
     switching = regime_switching_spectrum(MATRICES, TRANSITION)
-    for at, words in (([0, 2], "hold the regime of every state, 0 to 1"), ([0.0, 1.0], "hold integers")):
+    for at, words in (([0, 2], "lie between 0 and 1, got 0 to 2"), ([0.0, 1.0], "hold integers")):
         with pytest.raises((ValueError, TypeError), match=f"`at` must {words}"):
             switching.right(np.ones((2, 2)), at)
