@@ -141,7 +141,8 @@ def bad_arrays(rule, x):
     if any("complex" in form.kinds for form in rule.forms):
         del bad["complex numbers"]
     if rule.forms and all(map(has_fixed_axes, rule.forms)):
-        bad |= {"an axis more": x[None]}
+        most = max(len(form.dims.split()) for form in rule.forms)
+        bad |= {"an axis more": x[(None,) * (most - x.ndim + 1)]}
     return bad
 
 

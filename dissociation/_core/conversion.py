@@ -210,7 +210,7 @@ def kind_words(numbers: frozenset[str]) -> str:
     return "booleans" if numbers == {"bool"} else "integers"
 
 
-def as_key(name: str, value: Any, ndims: tuple[int, ...] = (0,)) -> Any:
+def as_key(name: str, value: Any, ndims: tuple[int, ...]) -> Any:
     """Return a random key, typed or raw, or keys with one of the numbers of axes `ndims`."""
     one, several = "jax.random.key(0)", "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)`"
     wanted = f"be a random key, as `{one}` makes it" if 0 in ndims else f"{several} makes them"
@@ -231,7 +231,7 @@ def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
     return (jnp if isinstance(labels, jax.Array) else np).argmax(labels, axis=1)
 
 
-def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: bool = False) -> Any:
+def as_one_hot(name: str, labels: Any, num_classes: int | None, *, soft: bool = False) -> Any:
     """Return labels as one-hot rows [n, classes], from integers [n] or one-hot rows."""
     labels = _checked_labels(name, labels, soft=soft, may_be_empty=False)
     if labels.ndim == 2:

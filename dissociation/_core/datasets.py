@@ -31,9 +31,9 @@ def make_dataset(
     arrays: Mapping[str, Any],
     dims: Mapping[str, Sequence[str]],
     *,
-    coords: Mapping[str, Any] | None = None,
-    units: Mapping[str, str] | None = None,
-    attrs: Mapping[str, Any] | None = None,
+    coords: Mapping[str, Any],
+    units: Mapping[str, str],
+    attrs: Mapping[str, Any],
 ) -> "xarray.Dataset":
     """Return a dataset of arrays with named axes.
 
@@ -43,9 +43,8 @@ def make_dataset(
     """
     import xarray
 
-    beside = coords or {}
-    host = {name: _on_host(name, value) for name, value in {**arrays, **beside}.items()}
-    axes = {name: tuple(dims.get(name, (name,) if name in beside else ())) for name in host}
+    host = {name: _on_host(name, value) for name, value in {**arrays, **coords}.items()}
+    axes = {name: tuple(dims.get(name, (name,) if name in coords else ())) for name in host}
     for name, array in host.items():
         check_name("arrays", name)
         if len(axes[name]) != array.ndim:
@@ -58,13 +57,10 @@ def make_dataset(
     for axis in {axis for own in axes.values() for axis in own} - indices:
         if (same := axis.removeprefix("other_")) in indices:
             host[axis], axes[axis] = host[same], (axis,)
-    made = {
-        name: (axes[name], array, {"units": units[name]} if units and name in units else {})
-        for name, array in host.items()
-    }
-    known = as_json(attrs or {})
+    made = {name: (axes[name], array, {"units": units[name]} if name in units else {}) for name, array in host.items()}
+    known = as_json(attrs)
     plain = {name: value if type(value) in (str, int, float) else json.dumps(value) for name, value in known.items()}
-    return xarray.Dataset(made, attrs=plain).set_coords(list(beside))
+    return xarray.Dataset(made, attrs=plain).set_coords(list(coords))
 
 
 def check_name(argument: str, name: str) -> None:

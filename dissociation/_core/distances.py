@@ -50,7 +50,7 @@ def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 def cosine_distances_with_size(
-    x: Float[Array, "n p"], *, by_order: bool = False
+    x: Float[Array, "n p"], *, by_order: bool
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Return one minus the cosines of rows, and the magnitudes whose rounding they carry."""
     x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))

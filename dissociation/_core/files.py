@@ -33,7 +33,7 @@ def reason_of(error: Exception) -> str:
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str], advice: str = "", what: str = "is broken") -> Iterator[None]:
+def reading(path: str | os.PathLike[str], advice: str, what: str = "is broken") -> Iterator[None]:
     """Turn any error but those of the operating system into a `RefusedFile` with the path, the reason and advice."""
     try:
         yield

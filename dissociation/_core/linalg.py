@@ -11,9 +11,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Inexact
 from scipy.linalg import svdvals
 
-from dissociation._core.checks import check_non_negative
 from dissociation._core.conversion import to_device
-from dissociation._core.types import Scalar
+from dissociation._core.types import NonNegative
 from dissociation._core.validation import validated
 
 
@@ -103,7 +102,7 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array
 
 @validated
 def psd_power(
-    matrix: Float[Array | np.ndarray, "d d"], power: float | int, *, rtol: Scalar | None = None
+    matrix: Float[Array | np.ndarray, "d d"], power: float | int, *, rtol: NonNegative | None = None
 ) -> Float[Array, "d d"]:
     """Return V diag(f(l)) V^T, a power of a positive semidefinite matrix V diag(l) V^T.
 
@@ -115,7 +114,6 @@ def psd_power(
     matrix = to_device(matrix)
     if rtol is None:
         rtol = matrix.shape[0] * float(jnp.finfo(matrix.dtype).eps)
-    check_non_negative("rtol", rtol)
     return _symmetric_power(float(power), matrix, to_device(rtol, matrix.dtype))
 
 
@@ -157,23 +155,18 @@ def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, 
     return values, kept, vectors + undefined, image + undefined
 
 
-@validated
-def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"]) -> Float[Array, ""]:
+@jax.custom_jvp
+@jax.jit
+def nuclear_norm(matrix: Float[Array, "m k"]) -> Float[Array, ""]:
     """Return the sum of singular values, with derivative <U V^T, dM> over those that are not negligible.
 
     Source: Watson (1992), Characterization of the subdifferential of some matrix norms.
     """
-    return _nuclear_norm(jnp.asarray(matrix))
-
-
-@jax.custom_jvp
-@jax.jit
-def _nuclear_norm(matrix: Array) -> Array:
     matrix, undefined = finite_part(matrix)
     return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False)) + undefined
 
 
-@_nuclear_norm.defjvp
+@nuclear_norm.defjvp
 def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     matrix, undefined = finite_part(primals[0])
     left, values, right = jnp.linalg.svd(matrix, full_matrices=False)

@@ -1,9 +1,13 @@
 """Types of arguments, which `dissociation._core.validation` converts."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
+
+from dissociation._core.checks import check_count, check_non_negative, check_positive
 
 if TYPE_CHECKING:
     PyTree = Any  # strict type checkers warn callers of jaxtyping's, because its type is unknown
@@ -24,8 +28,26 @@ class InTime:
     """Mark of an argument of trajectories, which may be frames."""
 
 
+class Checked(NamedTuple):
+    """Mark of an argument whose converted value `check(name, value)` checks, unless it is None."""
+
+    check: Callable[[str, Any], Any]
+
+
+Natural = Annotated[int, Checked(check_count)]
+"""Known integer from 0."""
+
+Size = Annotated[int, Checked(partial(check_count, minimum=1))]
+"""Known integer from 1."""
+
+Positive = Annotated[float, Checked(check_positive)]
+"""Known real number above 0."""
+
 Scalar = float | int | Float[Array | np.ndarray, ""]
 """Real number, perhaps traced."""
+
+NonNegative = Annotated[Scalar, Checked(check_non_negative)]
+"""Real number from 0, perhaps traced."""
 
 Count = int | Int[Array | np.ndarray, ""]
 """Integer, perhaps traced."""

@@ -32,7 +32,7 @@ from dissociation._core.conversion import (
     warn_narrowed,
 )
 from dissociation._core.frames import as_trajectories, check_columns, check_same_rows, is_table, take_groups
-from dissociation._core.types import InTime, Labels
+from dissociation._core.types import Checked, InTime, Labels
 
 READ_BY = {"time", "run", "columns"}
 """Arguments that name parts of a frame."""
@@ -86,6 +86,7 @@ def validated(
         for name, rule in rules():
             if name in given:
                 given[name] = rule.admit(name, given[name], bound)
+                rule.check(name, given[name])
         bound.check()
         for name in finite:
             if given.get(name) is not None:
@@ -179,6 +180,7 @@ class _Rule(NamedTuple):
     keys: tuple[int, ...]  # numbers of axes of keys
     labels: Labels | None
     in_time: bool
+    checks: tuple[Checked, ...]
     may_be_empty: bool
     words: str
 
@@ -202,6 +204,11 @@ class _Rule(NamedTuple):
         if not self.forms:
             fail_kind(name, f"be {self.words}", describe(value))
         return self._admit_array(name, value, self.forms, bound, 2 if self.items else None)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise unless the converted argument passes the checks of its annotation."""
+        for mark in self.checks if value is not None else ():
+            mark.check(name, value)
 
     def _admit_labels(self, name: str, value: Any, kind: Labels, bound: _Bound) -> Any:
         dims = self.forms[0].dims
@@ -283,9 +290,14 @@ def _rule(hint: Any, *, may_be_empty: bool = False) -> _Rule:
         keys=tuple(slots["keys"]),
         labels=slots["labels"][0] if slots["labels"] else None,
         in_time=bool(slots["in_time"]),
+        checks=tuple(slots["checks"]),
         may_be_empty=may_be_empty,
         words=" or ".join(filter(None, dict.fromkeys(words))),
     )
+
+
+_MARKS: dict[Any, str] = {Labels: "labels", InTime: "in_time", Checked: "checks"}
+"""Slots of marks, by class."""
 
 
 def _members(hint: Any) -> Iterator[Any]:
@@ -294,7 +306,7 @@ def _members(hint: Any) -> Iterator[Any]:
         for member in typing.get_args(hint):
             yield from _members(member)
     elif typing.get_origin(hint) is Annotated:
-        yield from (mark for mark in hint.__metadata__ if isinstance(mark, Labels | InTime))
+        yield from (mark for mark in hint.__metadata__ if type(mark) in _MARKS)
         yield from _members(hint.__origin__)
     else:
         yield hint
@@ -307,8 +319,8 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 def _slot(member: Any) -> tuple[str, Any]:
     """Return the part of a rule for a member of a union."""
     kind = typing.get_origin(member) or member
-    if isinstance(member, Labels | InTime):
-        return "labels" if isinstance(member, Labels) else "in_time", member
+    if type(member) in _MARKS:
+        return _MARKS[type(member)], member
     if hasattr(member, "dim_str"):
         if member.dtype is Key:
             return "keys", len(member.dim_str.split())

@@ -9,8 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Real
 
-from dissociation._core.checks import check_count, check_non_negative, check_positive, fail
-from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.checks import check_positive
+from dissociation._core.types import Natural, NonNegative, PRNGKey, Size
 from dissociation._core.validation import validated
 from dissociation.rewrites._growth import cancelling, copies_of, least_squares
 
@@ -23,7 +23,7 @@ Pair = tuple[Float[Array, "new_hidden inputs"], Float[Array, "outputs new_hidden
 def scale_neurons(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     w_out: Float[Array | np.ndarray, "outputs hidden"],
-    scale_factor: Real[ArrayLike, "..."] = 0.1,
+    scale_factor: Real[ArrayLike, ""] | Real[Array | np.ndarray, " hidden"] = 0.1,
 ) -> Pair:
     """Multiply the incoming weights of every hidden neuron by a > 0 and divide its outgoing weights by a.
 
@@ -47,12 +47,9 @@ def scale_neurons(
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     check_positive("scale_factor", scale_factor)
-    hidden = w_in.shape[0]
     factor = jnp.asarray(scale_factor, w_in.dtype)
-    if factor.shape not in ((), (hidden,)):
-        fail("scale_factor", f"be one number or one per hidden neuron ({hidden})", f"shape {factor.shape}")
     # A traced factor cannot be checked: NaN makes a wrong one visible.
-    factor = jnp.broadcast_to(jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan), (hidden,))
+    factor = jnp.broadcast_to(jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan), w_in.shape[:1])
     return w_in * factor[:, None], w_out / factor[None, :]
 
 
@@ -90,12 +87,12 @@ def duplicate_neurons(
 def add_random_zero_neurons(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     w_out: Float[Array | np.ndarray, "outputs hidden"],
-    num_zero_groups: int = 3,
-    neurons_per_group: int = 4,
+    num_zero_groups: Natural = 3,
+    neurons_per_group: Size = 4,
     *,
     key: PRNGKey,
-    incoming_std: Scalar = 1.0,
-    outgoing_std: Scalar | None = None,
+    incoming_std: NonNegative = 1.0,
+    outgoing_std: NonNegative | None = None,
 ) -> Pair:
     """Append groups of neurons with equal incoming weights, whose outgoing weights add up to zero.
 
@@ -122,21 +119,19 @@ def add_random_zero_neurons(
             neurons).
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
-    groups = check_count("num_zero_groups", num_zero_groups)
-    size = check_count("neurons_per_group", neurons_per_group, minimum=1)
-    check_non_negative("incoming_std", incoming_std)
     key_in, key_out = jax.random.split(key)
 
-    incoming = jnp.asarray(incoming_std, w_in.dtype) * jax.random.normal(key_in, (groups, w_in.shape[1]), w_in.dtype)
-    new_in = jnp.repeat(incoming, size, axis=0)
-    if size == 1:
-        new_out = jnp.zeros((w_out.shape[0], groups), w_out.dtype)
+    incoming = jnp.asarray(incoming_std, w_in.dtype) * jax.random.normal(
+        key_in, (num_zero_groups, w_in.shape[1]), w_in.dtype
+    )
+    new_in = jnp.repeat(incoming, neurons_per_group, axis=0)
+    if neurons_per_group == 1:
+        new_out = jnp.zeros((w_out.shape[0], num_zero_groups), w_out.dtype)
     else:
         if outgoing_std is None:
             outgoing_std = jnp.sqrt(jnp.mean(w_out**2))
-        check_non_negative("outgoing_std", outgoing_std)
-        draws = jax.random.normal(key_out, (w_out.shape[0], groups, size), w_out.dtype)
-        new_out = cancelling(draws, outgoing_std, axis=-1).reshape(w_out.shape[0], groups * size)
+        draws = jax.random.normal(key_out, (w_out.shape[0], num_zero_groups, neurons_per_group), w_out.dtype)
+        new_out = cancelling(draws, outgoing_std, axis=-1).reshape(w_out.shape[0], num_zero_groups * neurons_per_group)
     return jnp.concatenate([w_in, new_in]), jnp.concatenate([w_out, new_out], axis=1)
 
 
@@ -147,7 +142,7 @@ def add_phantom_zero_neurons(
     inputs: Float[Array | np.ndarray, "batch inputs"],
     pattern: Float[Array | np.ndarray, "batch new"],
     *,
-    rtol: Scalar | None = None,
+    rtol: NonNegative | None = None,
 ) -> Pair:
     """Append neurons without effect whose preactivations on given inputs show a given pattern.
 

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, fail
 from dissociation._core.conversion import as_array, as_numbers
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import PRNGKey, Size
 from dissociation._core.validation import validated
-from dissociation.models._layers import as_example, check_sizes, draw_weights
+from dissociation.models._layers import as_example, draw_weights
 from dissociation.models._representations import Network, named
 
 GATES: dict[str, Callable[[Array], Array]] = {
@@ -106,11 +106,11 @@ class BilinearNetwork(Network):
     @validated
     def __init__(
         self,
-        inputs: int = 784,
-        hidden: int = 256,
-        classes: int = 10,
+        inputs: Size = 784,
+        hidden: Size = 256,
+        classes: Size = 10,
         *,
-        num_layers: int = 1,
+        num_layers: Size = 1,
         bias: bool = False,
         gate: str = "none",
         residual: bool = False,
@@ -130,7 +130,6 @@ class BilinearNetwork(Network):
             init: One of `_layers.INITS`.
             key: Key of the weights.
         """
-        check_sizes(inputs=inputs, hidden=hidden, classes=classes, num_layers=num_layers)
         check_choice("gate", gate, GATES)
         first, last, *keys = jax.random.split(key, num_layers + 2)
         shapes = [(hidden, hidden)] * 2 + [(hidden,)] * (2 if bias else 0)

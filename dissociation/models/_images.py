@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice, fail
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import PRNGKey, Size
 from dissociation._core.validation import validated
-from dissociation.models._layers import Affine, Convolution, as_example, check_sizes, max_pool
+from dissociation.models._layers import Affine, Convolution, as_example, max_pool
 from dissociation.models._representations import Network, named
 
 
@@ -23,8 +23,7 @@ class Encoder(eqx.Module):
     head: Affine
 
     @validated
-    def __init__(self, features: int, *, init: str = "pytorch", key: PRNGKey):
-        check_sizes(features=features)
+    def __init__(self, features: Size, *, init: str = "pytorch", key: PRNGKey):
         keys = jax.random.split(key, 3)
         self.convolutions = (Convolution(1, 16, init=init, key=keys[0]), Convolution(16, 32, init=init, key=keys[1]))
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
@@ -55,10 +54,8 @@ class Decoder(eqx.Module):
     convolutions: tuple[Convolution, Convolution]
     upsampling: str = eqx.field(static=True)
 
-    @validated
     def __init__(self, features: int, *, upsampling: str = "nearest", init: str = "pytorch", key: PRNGKey):
         check_choice("upsampling", upsampling, ("nearest", "bilinear"))
-        check_sizes(features=features)
         keys = jax.random.split(key, 3)
         self.head = Affine(features, 32 * 49, init=init, key=keys[0])
         # A transposed convolution of stride 1 is a plain one with turned kernels: only initial weights differ.
@@ -68,7 +65,7 @@ class Decoder(eqx.Module):
 
     def __call__(self, features: Float[Array | np.ndarray, " features"]) -> Float[Array, "28 28"]:
         """Return the image."""
-        hidden = self.head(as_example("features", features, self.head.weight.shape[-1])).reshape(7, 7, 32)
+        hidden = self.head(features).reshape(7, 7, 32)
         for convolution in self.convolutions:
             if self.upsampling == "nearest":
                 # Nearest upsampling and the convolution after it run together at the lower resolution.
@@ -89,8 +86,8 @@ class CNN(Network):
     @validated
     def __init__(
         self,
-        width: int = 200,
-        classes: int = 10,
+        width: Size = 200,
+        classes: Size = 10,
         *,
         last_activation: bool = True,
         init: str = "pytorch",
@@ -105,7 +102,6 @@ class CNN(Network):
             init: One of `_layers.INITS`.
             key: Key of the weights.
         """
-        check_sizes(width=width, classes=classes)
         first, second = jax.random.split(key)
         self.encoder = Encoder(width, init=init, key=first)
         self.head = Affine(width, classes, init=init, key=second)
@@ -129,8 +125,7 @@ class ResidualBlock(eqx.Module):
     first: Convolution
     second: Convolution
 
-    @validated
-    def __init__(self, channels: int, *, init: str = "pytorch", key: PRNGKey):
+    def __init__(self, channels: int, *, init: str, key: PRNGKey):
         self.first, self.second = (Convolution(channels, channels, init=init, key=k) for k in jax.random.split(key))
 
     def __call__(self, x: Float[Array, "h w c"]) -> Float[Array, "h w c"]:
@@ -153,11 +148,11 @@ class ResNet(Network):
     @validated
     def __init__(
         self,
-        width: int = 200,
-        classes: int = 10,
+        width: Size = 200,
+        classes: Size = 10,
         *,
-        channels: int = 16,
-        depth: int = 2,
+        channels: Size = 16,
+        depth: Size = 2,
         init: str = "pytorch",
         key: PRNGKey,
     ):
@@ -171,7 +166,6 @@ class ResNet(Network):
             init: One of `_layers.INITS`.
             key: Key of the weights.
         """
-        check_sizes(width=width, classes=classes, channels=channels, depth=depth)
         keys = jax.random.split(key, depth + 3)
         self.stem = Convolution(1, channels, init=init, key=keys[0])
         self.blocks = tuple(ResidualBlock(channels, init=init, key=k) for k in keys[3:])
@@ -196,7 +190,6 @@ class TransformerBlock(eqx.Module):
     first: eqx.nn.Linear
     second: eqx.nn.Linear
 
-    @validated
     def __init__(self, size: int, heads: int, *, key: PRNGKey):
         keys = jax.random.split(key, 3)
         self.norms = (eqx.nn.LayerNorm(size), eqx.nn.LayerNorm(size))
@@ -232,13 +225,13 @@ class Transformer(Network):
     @validated
     def __init__(
         self,
-        width: int = 200,
-        classes: int = 10,
+        width: Size = 200,
+        classes: Size = 10,
         *,
-        size: int = 64,
-        heads: int = 4,
-        depth: int = 2,
-        patch: int = 7,
+        size: Size = 64,
+        heads: Size = 4,
+        depth: Size = 2,
+        patch: Size = 7,
         init: str = "pytorch",
         key: PRNGKey,
     ):
@@ -254,7 +247,6 @@ class Transformer(Network):
             init: One of `_layers.INITS`, for linear layers outside of blocks.
             key: Key of the weights.
         """
-        check_sizes(width=width, classes=classes, size=size, heads=heads, depth=depth, patch=patch)
         if size % heads:
             fail("size", f"be a multiple of `heads` ({heads})", size)
         if 28 % patch:

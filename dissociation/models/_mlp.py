@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation._core.checks import check_choice
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import PRNGKey, Size
 from dissociation._core.validation import validated
-from dissociation.models._layers import Affine, as_example, check_sizes
+from dissociation.models._layers import Affine
 from dissociation.models._representations import Network, named
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -34,10 +34,10 @@ class MLP(Network):
     @validated
     def __init__(
         self,
-        inputs: int = 784,
-        width: int = 200,
-        depth: int = 2,
-        classes: int = 10,
+        inputs: Size = 784,
+        width: Size = 200,
+        depth: Size = 2,
+        classes: Size = 10,
         *,
         activation: str = "relu",
         last_activation: bool = True,
@@ -56,7 +56,6 @@ class MLP(Network):
             init: One of `_layers.INITS`.
             key: Key of weights and biases.
         """
-        check_sizes(inputs=inputs, width=width, depth=depth, classes=classes)
         check_choice("activation", activation, ACTIVATIONS)
         sizes = [inputs, *[width] * depth, classes]
         keys = jax.random.split(key, depth + 1)
@@ -66,7 +65,6 @@ class MLP(Network):
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Return hidden layers and logits."""
-        x = as_example("x", x, self.layers[0].weight.shape[-1])
         hidden = {}
         *inner, head = self.layers
         for index, layer in enumerate(inner):

@@ -170,7 +170,7 @@ def _run(apply: Call, tree: Any, rest: Any, leaves: list[Any], example: Any) -> 
     return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
 
 
-def evaluated(function: Callable[..., Any], model: Any, *arguments: Any, may_cache: bool = True) -> Any:
+def evaluated(function: Callable[..., Any], model: Any, *arguments: Any, may_cache: bool) -> Any:
     """Return `function(model, *arguments)`, computed by one program.
 
     Programs are cached by the structure of `model`, if `may_cache` is True and the model is a PyTree.

@@ -128,8 +128,6 @@ class Atoms:
         if first is None or second is None:
             return
         a, b = self.resolve(first), self.resolve(second)
-        if size_of(a) != size_of(b):
-            raise ValueError(f"Axes of lengths {size_of(a)} and {size_of(b)} cannot be one.")
         if isinstance(a, Leaf) and isinstance(b, Leaf):
             if a.atom != b.atom:
                 self._parent[b.atom] = a.atom

@@ -76,7 +76,6 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
         Frankle et al. (2020), Linear mode connectivity and the lottery ticket hypothesis.
     """
     shares = jnp.linspace(0.0, 1.0, check_count("num_points", num_points, minimum=3))
-    check_alike(a, b)
     found = eqx.filter_eval_shape(loss, a)
     if not hasattr(found, "dtype") or found.shape != () or jnp.issubdtype(found.dtype, jnp.complexfloating):
         fail_kind("loss", "return a single real number", found)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from dissociation._core.checks import check_choice, check_count, fail, fail_kind
 from dissociation._core.keys import typed
 from dissociation._core.results import printed
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import Natural, PRNGKey
 from dissociation._core.validation import validated
 from dissociation.rewrites._freedom import at_end, scale_activity
 from dissociation.rewrites._groups import NeuronGroup
@@ -74,7 +74,7 @@ def similarity_bounds(
     free: str = "both",
     largest_factor: float = 30.0,
     num_starts: int = 8,
-    num_steps: int = 100,
+    num_steps: Natural = 100,
     key: PRNGKey,
 ) -> Bounds:
     """Return inner bounds of a measure over positive scalings of the neurons of one network or both.
@@ -101,7 +101,7 @@ def similarity_bounds(
         TypeError: If the measure is computed on the host, where it has no derivative.
     """
     check_choice("free", free, FREE)
-    starts, steps = check_count("num_starts", num_starts, minimum=4), check_count("num_steps", num_steps)
+    check_count("num_starts", num_starts, minimum=4)
     if not 1 < largest_factor < np.inf:
         fail("largest_factor", "be more than 1 and finite", largest_factor)
     first, second = in_common_dtype(x, y)
@@ -118,8 +118,10 @@ def similarity_bounds(
         of_y = known.invariances_of_y or known.invariances
         if "D" in of_x and (free == "x" or "D" in of_y):
             value, ones = measure(first, second), (jnp.ones_like(first[0]), jnp.ones_like(second[0]))
-            return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, starts)))
-    return _bounds(first, second, typed(key), jnp.asarray(largest_factor), measure, free == "both", starts, steps)
+            return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, num_starts)))
+    return _bounds(
+        first, second, typed(key), jnp.asarray(largest_factor), measure, free == "both", num_starts, num_steps
+    )
 
 
 @eqx.filter_jit

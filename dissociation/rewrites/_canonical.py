@@ -13,8 +13,9 @@ from jaxtyping import Array, Float
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from dissociation._core.checks import check_positive, fail
+from dissociation._core.checks import fail
 from dissociation._core.conversion import to_device
+from dissociation._core.types import Positive
 from dissociation._core.validation import validated
 from dissociation.models._program import Call
 from dissociation.rewrites._axes import has_order
@@ -41,7 +42,7 @@ Arrays = list[np.ndarray]
 
 @validated
 def canonical(
-    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
+    model: Any, example: Any, *, tolerance: Positive = 1e-5, inputs: Any = None, call: Call | None = None
 ) -> Any:
     """Return the canonical form of a network, with the same function and dtypes.
 
@@ -79,7 +80,7 @@ def canonical(
 
 @validated
 def fingerprint(
-    model: Any, example: Any, *, tolerance: float = 1e-5, inputs: Any = None, call: Call | None = None
+    model: Any, example: Any, *, tolerance: Positive = 1e-5, inputs: Any = None, call: Call | None = None
 ) -> Float[Array, " numbers"]:
     """Return a vector with one number more than the canonical form, for `fingerprint_distance`.
 
@@ -120,7 +121,6 @@ def _reduced(
     model: Any, example: Any, tolerance: float, inputs: Any, call: Any
 ) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
     """Return the arrays of a network after merging, its groups, and by group the slots that order neurons."""
-    check_positive("tolerance", tolerance)
     # A group may shrink to one neuron and must still be found.
     groups = neuron_groups(model, example, call=call, single=True)
     others = [f"{name} ({reason})" for name, group in groups.items() if (reason := _refused(group))]

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dissociation._core.checks import check_count, check_model, fail
+from dissociation._core.checks import check_model, fail
 from dissociation._core.conversion import as_examples, to_device
 from dissociation._core.results import printed
+from dissociation._core.types import Size
 from dissociation._core.validation import validated
 from dissociation.models._program import Call, function_of, program_of
 from dissociation.training._traced import Traced, trace
@@ -47,7 +48,7 @@ def certify(
     inputs: Any,
     *,
     call: Call | None = None,
-    batch_size: int | None = 1024,
+    batch_size: Size | None = 1024,
 ) -> Certificate:
     """Compare the outputs of a model before and after a rewrite.
 
@@ -72,8 +73,6 @@ def certify(
         before, after = (check_model(name, function, example) for name, function in functions.items())
     if before.shape != after.shape:
         fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
-    if batch_size is not None:
-        batch_size = check_count("batch_size", batch_size, minimum=1)
     programs = _first_output(original, example, call), _first_output(rewritten, example, call)
     return compare_programs(*programs, inputs, batch_size)
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from scipy.linalg import eigh
 from scipy.optimize import nnls
 
-from dissociation._core.checks import check_choice, check_finite, fail, is_traced
+from dissociation._core.checks import check_choice, check_finite, check_known, fail
 from dissociation._core.linalg import column_units, num_directions
 from dissociation._core.results import printed
 from dissociation._core.validation import validated
@@ -241,8 +241,7 @@ def _inner_squares(unit: np.ndarray) -> np.ndarray:
 
 def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
     """Return centred columns over their largest absolute entry, a mask of constant columns, and that entry."""
-    if is_traced(given):
-        raise TypeError(f"`{name}` must be known: freedom is a step of the host, got a traced array.")
+    check_known("freedom is a step of the host", **{name: given})
     columns = np.asarray(given, np.float64).reshape(len(given), -1)
     check_finite(name, columns)
     unit = float(np.abs(columns).max(initial=0.0)) or 1.0
@@ -251,7 +250,7 @@ def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
     sizes = np.abs(columns).max(0)
     columns = columns - columns.mean(0)
     # The mean of n numbers in the precision of the representation is right up to one rounding.
-    rounding = 8 * float(jnp.finfo(given.dtype if jnp.issubdtype(given.dtype, jnp.floating) else float).eps)
+    rounding = 8 * float(jnp.finfo(given.dtype).eps)
     constant = np.linalg.norm(columns, axis=0) <= rounding * sizes * np.sqrt(len(columns))
     if constant.all():
         fail(name, "differ between samples", "constant columns alone")

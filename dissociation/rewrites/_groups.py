@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
 
-from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
+from dissociation._core.checks import check_finite, check_known, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe, number_kind
 from dissociation._core.validation import validated
 from dissociation.models._program import Call, Program, numbered, program_of
@@ -252,9 +252,8 @@ def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
 
 def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
     """Return the parameters of a model in float64; raise unless they are concrete, real and finite."""
-    leaves = parameters_of(model)[0]
-    if any(map(is_traced, leaves)):
-        raise TypeError(f"`{name}` must be known: {what} of the host, got traced arrays.")
+    leaves: Any = parameters_of(model)[0]
+    check_known(f"{what} of the host", **{name: leaves})
     for leaf in leaves:
         check_finite(name, leaf)
     if any(map(np.iscomplexobj, leaves)):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from dissociation._core.checks import WrongValue, check_count, fail
+from dissociation._core.checks import WrongValue, fail
 from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import PRNGKey, Size
 from dissociation._core.validation import validated
 from dissociation.models._program import parameters_in, program_of
 from dissociation.rewrites._groups import NeuronGroup, Slot, known_parameters, parameters_of
@@ -54,7 +54,7 @@ class Matching(NamedTuple):
 
 @validated
 def match_weights(
-    a: Any, b: Any, groups: dict[str, NeuronGroup], *, num_starts: int = 2, key: PRNGKey | None = None
+    a: Any, b: Any, groups: dict[str, NeuronGroup], *, num_starts: Size = 2, key: PRNGKey | None = None
 ) -> Matching:
     """Match b with a by weights: find permutations P that maximise sum <a, P(b)> over parameters.
 
@@ -76,7 +76,6 @@ def match_weights(
     References:
         Ainsworth, Hayase and Srinivasa (2023), Git Re-Basin, algorithm 1.
     """
-    check_count("num_starts", num_starts, minimum=1)
     if num_starts > 2 and key is None:
         fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
     check_alike(a, b)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dissociation._core.checks import check_non_negative, fail
-from dissociation._core.types import PRNGKey, PyTree, Scalar
+from dissociation._core.checks import fail
+from dissociation._core.types import NonNegative, PRNGKey, PyTree
 from dissociation._core.validation import validated
-from dissociation.models._program import parameters_in, with_draws
+from dissociation.models._program import parameters_in
 
 Model = TypeVar("Model")
 
@@ -50,19 +50,7 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
 
 
 @validated
-def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
-    """Return a model with `scale * noise` added to its parameters."""
-    check_non_negative("scale", scale)
-    noise = with_draws(model, noise)
-
-    def perturbed(weight: Array | np.ndarray, draw: Array) -> Array:
-        return jnp.asarray(weight) + jnp.asarray(scale, draw.real.dtype) * draw
-
-    return eqx.combine(jax.tree.map(perturbed, parameters_in(model), noise), model)
-
-
-@validated
-def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
+def add_parameter_noise(model: Model, scale: NonNegative, *, key: PRNGKey) -> Model:
     """Return a model with `scale * N(0, 1)` added to every parameter.
 
     Args:
@@ -70,4 +58,9 @@ def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
         scale: Standard deviation of the noise, non-negative. May be traced.
         key: A PRNG key, split as in `parameter_noise`.
     """
-    return perturb_parameters(model, parameter_noise(model, key=key), scale)
+
+    def perturbed(weight: Array | np.ndarray, draw: Array) -> Array:
+        return jnp.asarray(weight) + jnp.asarray(scale, draw.real.dtype) * draw
+
+    noise = parameter_noise(model, key=key)
+    return eqx.combine(jax.tree.map(perturbed, parameters_in(model), noise), model)

@@ -13,11 +13,11 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dissociation._core.checks import check_count, check_known, check_positive, fail
-from dissociation._core.conversion import as_examples
+from dissociation._core.checks import check_known, fail
+from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product
 from dissociation._core.results import printed
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import Positive, PRNGKey, Size
 from dissociation._core.validation import validated
 from dissociation.models._program import function_of
 from dissociation.models._representations import representations
@@ -58,18 +58,18 @@ class PlantedActivity(NamedTuple):
     __repr__ = printed
 
 
-@validated(finite=("pattern",))
+@validated(finite=("inputs", "pattern"))
 def plant_activity(
     group: NeuronGroup,
     model: Any,
     inputs: Float[Array | np.ndarray, "inputs ..."],
     pattern: Float[Array | np.ndarray, "shown neurons"],
     *,
-    num_passes: int = 40,
-    batch_size: int = 1000,
-    learning_rate: float | int = 3e-3,
-    margin: float | int = 0.1,
-    penalty: float | int = 0.05,
+    num_passes: Size = 40,
+    batch_size: Size = 1000,
+    learning_rate: Positive = 3e-3,
+    margin: Positive = 0.1,
+    penalty: Positive = 0.05,
     key: PRNGKey,
     checkpoint: str | Path | None = None,
     progress: str | MeterFactory | None = None,
@@ -111,12 +111,9 @@ def plant_activity(
     check_known("planting is driven by the host", model=model, inputs=inputs, pattern=pattern, key=key)
     if group.call is not None:
         fail("group", "be found without `call`", group.name)
-    examples: Array = as_examples("inputs", inputs, finite=True)
+    examples = to_device(inputs)
     number, group = len(examples), current(group, model)
-    check_count("num_passes", num_passes, minimum=1)
-    batch_size = min(check_count("batch_size", batch_size, minimum=1), number)
-    for name, value in (("learning_rate", learning_rate), ("margin", margin), ("penalty", penalty)):
-        check_positive(name, value)
+    batch_size = min(batch_size, number)
     planting = _planting(group, model, examples, np.asarray(pattern, float))
     labels, margins = planting.predicted(planting.none, examples, batch_size)
     unit = margin * jnp.mean(margins)

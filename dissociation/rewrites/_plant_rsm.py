@@ -9,11 +9,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import check_count, check_known, fail, is_traced
+from dissociation._core.checks import check_known, fail, is_traced
 from dissociation._core.conversion import as_examples
 from dissociation._core.keys import typed
 from dissociation._core.linalg import product
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import PRNGKey, Size
 from dissociation._core.validation import validated
 from dissociation.rewrites._groups import NeuronGroup, parameters_of
 from dissociation.rewrites._growth import add_phantom, made_by
@@ -27,7 +27,7 @@ def plant_rsm(
     inputs: Any,
     rsm: Float[Array | np.ndarray, "samples samples"],
     *,
-    num_neurons: int = 64,
+    num_neurons: Size = 64,
     largest: float | int = 100.0,
     key: PRNGKey,
 ) -> Rewrite:
@@ -57,12 +57,11 @@ def plant_rsm(
     """
     check_known("it is checked on the host", rsm=rsm)
     target = np.asarray(rsm)
-    check_count("num_neurons", num_neurons, minimum=1)
     if not 1 <= largest < np.inf:
         fail("largest", "be at least 1", largest)
     inputs = as_examples("inputs", inputs, finite=True)
     number, size = len(jax.tree.leaves(inputs)[0]), float(np.abs(target).max())
-    if target.shape != (number, number):
+    if len(target) != number:
         fail("rsm", f"have shape {(number, number)}, the number of `inputs`", target.shape)
     if size == 0 or target.min() < -1e-5 * size or np.abs(target - target.T).max() > 1e-5 * size:
         fail("rsm", "be symmetric, non-negative and not zero", f"entries from {target.min():.3g} to {target.max():.3g}")

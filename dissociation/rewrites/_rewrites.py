@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Real
 
-from dissociation._core.checks import check_non_negative, check_positive, fail, fail_kind, is_traced
+from dissociation._core.checks import check_positive, fail, fail_kind, is_traced
 from dissociation._core.conversion import as_examples, to_device
 from dissociation._core.results import printed
-from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.types import NonNegative, PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.models._program import Call, program_of
 from dissociation.rewrites._axes import UNIT
@@ -120,7 +120,7 @@ def _change(arrays: list[Array], changes: list[tuple[Slot, Change]]) -> list[Arr
 def _each_copy(name: str, value: Any, group: NeuronGroup, rank: int) -> Any:
     """Broadcast an argument for all copies of a group, or for each copy, to [copies, ...]."""
     if value.shape[-1:] != (group.size,):
-        fail(name, f"have {group.size} entries, one per neuron of {group.name}", value.shape)
+        fail(name, f"have {group.size} entries on its last axis, one per neuron of {group.name}", value.shape)
     if value.ndim > rank and len(value) != group.copies:
         fail(name, f"be one for all, or one for each of the {group.copies} copies of {group.name}", value.shape)
     library = jnp if is_traced(value) else np
@@ -148,7 +148,7 @@ def _random_order(key: PRNGKey, size: int, copies: int) -> Array:
 @validated
 def permute(
     group: NeuronGroup,
-    permutation: Int[Array | np.ndarray, "*copies neurons"] | None = None,
+    permutation: Int[Array | np.ndarray, " neurons"] | Int[Array | np.ndarray, "copies neurons"] | None = None,
     *,
     key: PRNGKey | None = None,
 ) -> Rewrite:
@@ -163,15 +163,17 @@ def permute(
         ValueError: If `permutation` is not a permutation of the neurons, or not exactly one of `permutation` and `key`
             is given.
     """
-    if (permutation is None) == (key is None):
-        fail("permutation", "be given, or `key` to draw it", "neither" if key is None else "both")
+    _check_one_given("permutation", permutation, key)
     if permutation is None:
         return Rewrite(_permuted, (group,), (None, key))
-    if permutation.ndim not in (1, 2):
-        fail("permutation", "be of shape [neurons] or [copies, neurons]", permutation.shape)
     if not is_traced(permutation) and (np.sort(permutation) != np.arange(permutation.shape[-1])).any():
         fail("permutation", f"hold each of 0, ..., {permutation.shape[-1] - 1} once", np.asarray(permutation))
     return Rewrite(_permuted, (group,), (to_device(permutation), None))
+
+
+def _check_one_given(name: str, value: Any, key: Any) -> None:
+    if (value is None) == (key is None):
+        fail(name, "be given, or `key` to draw it", "neither" if key is None else "both")
 
 
 def _scaled(model: Any, group: NeuronGroup, exponents: tuple[float, ...], factor: Array) -> Any:
@@ -263,12 +265,7 @@ def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
 def _rotated(model: Any, group: NeuronGroup, matrix: Array | None, key: PRNGKey | None) -> Any:
     group = current(group, model)
     _check_rotates(group)
-    if matrix is None:
-        turns = _random_turns(key, group.size, group.copies)
-    elif matrix.shape[-2:] != (group.size, group.size):
-        fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", matrix.shape)
-    else:
-        turns = _each_copy("matrix", matrix, group, 2)
+    turns = _random_turns(key, group.size, group.copies) if matrix is None else _each_copy("matrix", matrix, group, 2)
     sides: Any = group.linear
     changes = []
     for slot, side in zip(group.slots, sides, strict=True):
@@ -315,8 +312,7 @@ def rotate(
             scaled to a largest entry of 1.
     """
     _check_rotates(group)
-    if (matrix is None) == (key is None):
-        fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
+    _check_one_given("matrix", matrix, key)
     if matrix is not None and not is_traced(matrix):
         _check_invertible(matrix)
     return Rewrite(_rotated, (group,), (None if matrix is None else to_device(matrix), key))
@@ -388,7 +384,7 @@ def _null_perturbed(
 
 
 @validated
-def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
+def null_perturb(space: NullSpace, std: NonNegative, *, key: PRNGKey) -> Rewrite:
     """Return the rewrite that adds Gaussian noise to a layer's weights within a null space.
 
     The function does not change on the examples that the null space was computed from, but changes elsewhere.
@@ -398,7 +394,6 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> Rewrite:
         std: Standard deviation of the noise along each direction, not negative. May be traced.
         key: A PRNG key.
     """
-    check_non_negative("std", std)
     return Rewrite(_null_perturbed, space[:3], (to_device(space.basis, float), std, key))
 
 

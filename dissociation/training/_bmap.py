@@ -78,8 +78,6 @@ def bmap(
     options |= {"batch_size": batch_size, "memory_budget": memory_budget, "loop": loop}
     if fun is None:
         return partial(bmap, **options)
-    if not callable(fun):
-        raise TypeError(f"`fun` must be callable, got {fun!r}.")
     if isinstance(batch_size, str):
         if batch_size != "auto":
             checks.fail("batch_size", "be an integer, None or 'auto'", repr(batch_size))

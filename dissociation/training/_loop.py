@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.keys import typed
-from dissociation._core.types import PRNGKey
+from dissociation._core.types import Natural, PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training._members import concatenate
 from dissociation.training._samplers import HostBatches, Sampler, ndims_of, streams
@@ -19,7 +19,7 @@ from dissociation.training._state import Info, State, Step, first_opt_state
 
 @validated
 def train(
-    state: State, step: Step, sampler: Sampler, num_steps: int, *, key: PRNGKey, first_step: int = 0
+    state: State, step: Step, sampler: Sampler, num_steps: Natural, *, key: PRNGKey, first_step: Natural = 0
 ) -> tuple[State, Info]:
     """Take steps in one compiled loop: a pure function of arrays, for `jax.jit`, `vmap` and `grad`.
 
@@ -54,7 +54,6 @@ def train(
     """
     if isinstance(sampler, HostBatches):
         checks.fail_kind("sampler", "draw its batches in the program", "a HostBatches", "Train with `training.fit`")
-    total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
     _check_fitting(state, step)
     if sampler.stacked and ndims_of(sampler) == getattr(sampler, "ndims", None):
         advice = "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, ...))(sampler)"
@@ -74,8 +73,8 @@ def train(
             start = start + steps
         return carry, concatenate(history)
 
-    history, begin = [], first
-    for parts, group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[0]):
+    history, begin = [], first_step
+    for parts, group in itertools.groupby(_blocks(sampler, first_step, num_steps), lambda entry: entry[0]):
         numbers = [number for _, number in group]
         length = sum(steps for _, _, steps in parts)
         if len(numbers) == 1:

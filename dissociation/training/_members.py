@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import check_fits, common_dtype, number_kind, to_device
+from dissociation._core.types import Size
 from dissociation._core.validation import validated
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
@@ -38,9 +39,7 @@ def member(models: Any, index: int) -> Any:
         >>> member({"weight": jnp.arange(6.0).reshape(3, 2), "name": "a"}, -1)
         {'name': 'a', 'weight': Array([4., 5.], dtype=float32)}
     """
-    number = count(models)
-    if not -number <= index < number:
-        checks.fail("index", f"lie from {-number} to {number - 1}", index)
+    count(models)
     return take(models, index)
 
 
@@ -220,7 +219,7 @@ _compiled_join = jax.jit(_joined_arrays, static_argnums=(0, 2))
 
 
 @validated
-def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
+def member_mesh(devices: Sequence[Any] | None = None, *, data: Size = 1) -> Mesh:
     """Return a mesh with the axis `"members"`, and `"data"` if batches are split over several devices too.
 
     Args:
@@ -231,7 +230,6 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
         A mesh with automatic axes, for `fit(mesh=...)` and `map_members`.
     """
     chosen = jax.local_devices() if devices is None else list(devices)
-    checks.check_count("data", data, minimum=1)
     if len(chosen) % data:
         checks.fail("data", f"divide the number of devices ({len(chosen)})", data)
     names = (MEMBER_AXIS,) if data == 1 else (MEMBER_AXIS, DATA_AXIS)

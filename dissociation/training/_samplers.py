@@ -20,7 +20,7 @@ from jaxtyping import Array
 from dissociation._core import checks
 from dissociation._core.conversion import as_array, check_fits, describe, number_kind, to_device, warn_narrowed
 from dissociation._core.keys import typed
-from dissociation._core.types import PRNGKey, PyTree
+from dissociation._core.types import PRNGKey, PyTree, Size
 from dissociation._core.validation import validated
 
 MAX_BLOCK = 512
@@ -220,9 +220,7 @@ class HostBatches(_Known):
     block: int = eqx.field(static=True)
 
     @validated
-    def __init__(self, start: Callable[[int], Any], *, epoch_steps: int = 1, block: int = 16):
-        for name, value in (("epoch_steps", epoch_steps), ("block", block)):
-            checks.check_count(name, value, minimum=1)
+    def __init__(self, start: Callable[[int], Any], *, epoch_steps: Size = 1, block: Size = 16):
         self.start, self.epoch_steps, self.block = start, epoch_steps, block
         self.shared, self.stacked, self.ndims = True, False, ()
 

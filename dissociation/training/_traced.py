@@ -63,11 +63,8 @@ class Traced(eqx.Module):
 
     def __call__(self, *args: Any) -> Any:
         """Return the function's result by evaluating its operations."""
-        leaves, in_tree = jax.tree.flatten(args)
-        if in_tree != self.code.in_tree:
-            raise TypeError(f"`args` must have the structure {self.code.in_tree}, got {in_tree}.")
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
-        results = zip(jex.jaxpr_as_fun(closed)(*leaves), self._avals, strict=True)
+        results = zip(jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args)), self._avals, strict=True)
         # A constant result is a number.
         outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype) for out, aval in results]
         return self.code.out_tree.unflatten(outs)

@@ -273,9 +273,8 @@ def test_any_bilinear_model_can_be_wrapped():
         # A square batch would pass through as columns.
         (lambda: BilinearNetwork(12, 8, key=KEY), [(12, 7), (12, 12)], r"`x` must be one example of shape \(12,\)"),
         (lambda: CNN(5, key=KEY), [(28, 28)], r"`x` must be one example of shape \(784,\), got .* by `jax.vmap`"),
-        (lambda: Decoder(5, key=KEY), [(4,)], r"`features` must be one example of shape \(5,\), got shape \(4,\)"),
+        (lambda: Decoder(5, key=KEY), [(4,)], r"`x` must be one example of shape \(5,\), got shape \(4,\)"),
         (lambda: Convolution(3, 2, key=KEY), [(4, 4, 2), (2, 4, 4, 3)], r"`x` must be .* \(height, width, 3\), got"),
-        (lambda: max_pool, [(3, 6, 3), (4, 5, 3)], "even"),
     ],
 )
 def test_batches_and_wrong_shapes_are_refused(make, shapes, wanted):

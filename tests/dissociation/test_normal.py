@@ -44,8 +44,6 @@ def test_other_generators_and_float64_are_jaxs_own(key):
     np.testing.assert_array_equal(normal(other, (4,)), jax.random.normal(other, (4,)))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(normal(key, (4,), jnp.float64), jax.random.normal(key, (4,), jnp.float64))
-    with pytest.raises(ValueError, match=r"`shape` must hold no negative size, got \(2, -1\)"):
-        normal(key, (2, -1))
     with pytest.raises(ValueError, match="dtype"):
         normal(key, (4,), jnp.int32)
 

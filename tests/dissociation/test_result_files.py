@@ -5,6 +5,7 @@ import json
 import os
 import re
 import zipfile
+from functools import partial
 from unittest.mock import Mock
 
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from words import refused
 from dissociation import load_results, save_results
 from dissociation._core.datasets import as_json, make_dataset, tables_of
 from dissociation._core.files import RefusedFile
+
+plain_dataset = partial(make_dataset, coords={}, units={}, attrs={})
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_tables_are_tidy_and_never_a_product(everything):
     assert len(tables["empty", "scales"]) == 0
     assert tables[()].stress.tolist() == [0.25]
     a = np.arange(6.0).reshape(2, 3)  # one table, whatever the order of the axes
-    ((_, table),) = tables_of(make_dataset({"a": a, "b": 10 * a.T}, {"a": ("x", "y"), "b": ("y", "x")})).items()
+    ((_, table),) = tables_of(plain_dataset({"a": a, "b": 10 * a.T}, {"a": ("x", "y"), "b": ("y", "x")})).items()
     pandas.testing.assert_series_equal(table.b, 10 * table.a, check_names=False)
 
 
@@ -102,7 +105,7 @@ def test_values_of_any_kind():
     assert as_json({"a": Config(), "b": jnp.arange(2), "c": 1j, "d": print}) == {
         "a": {"rates": [1, 2]}, "b": [0, 1], "c": "1j", "d": "<built-in function print>",
     }  # fmt: skip
-    found = make_dataset({"half": jnp.ones(2, jnp.bfloat16), "b": np.zeros(4)}, {"half": ("k",), "b": ("k",)})
+    found = plain_dataset({"half": jnp.ones(2, jnp.bfloat16), "b": np.zeros(4)}, {"half": ("k",), "b": ("k",)})
     assert found.half.dtype == np.float32
     assert (found.half.dims, found.b.dims) == (("k_2",), ("k_4",))  # unequal lengths are in the names of axes
 
@@ -110,12 +113,12 @@ def test_values_of_any_kind():
 def test_wrong_names_raise():
     unequal = {"k": np.zeros(2), "b": np.zeros(3)}
     refused(
-        (lambda: make_dataset({"a": np.zeros(2)}, {}), r"`dims` must name the axes of a, of shape \(2,\), got"),
-        (lambda: make_dataset({"axes": 1.0}, {}), "`arrays` must have names other than axes, labelled"),
-        (lambda: make_dataset(unequal, dict.fromkeys(unequal, ("k",))), "conflicting sizes"),
+        (lambda: plain_dataset({"a": np.zeros(2)}, {}), r"`dims` must name the axes of a, of shape \(2,\), got"),
+        (lambda: plain_dataset({"axes": 1.0}, {}), "`arrays` must have names other than axes, labelled"),
+        (lambda: plain_dataset(unequal, dict.fromkeys(unequal, ("k",))), "conflicting sizes"),
     )
     with pytest.raises(TypeError, match="`a` must hold numbers, booleans or text"):
-        make_dataset({"a": [object()]}, {"a": ("k",)})
+        plain_dataset({"a": [object()]}, {"a": ("k",)})
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".nc"])
@@ -202,7 +205,7 @@ def test_other_files_raise_with_a_reason(tmp_path, name, write, reason):
 @pytest.mark.parametrize("suffix", ["npz", "nc"])
 def test_arrays_that_changed_or_are_lacking_raise(tmp_path, suffix):
     path = tmp_path / f"x.{suffix}"
-    save_results(make_dataset({"a": np.arange(6.0), "b": np.ones(3)}, {"a": ("time",), "b": ("seeds",)}), path)
+    save_results(plain_dataset({"a": np.arange(6.0), "b": np.ones(3)}, {"a": ("time",), "b": ("seeds",)}), path)
     if suffix == "nc":
         contents = bytearray(path.read_bytes())
         contents[contents.index(np.float64(4.0).tobytes()) + 6] ^= 1

@@ -3,12 +3,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from noisy import perturbed
 from zoo import residual_cnn
 
 from dissociation.measures import error_rate, input_noise_error, linear_head, parameter_noise_error
 from dissociation.models import representations
 from dissociation.rewrites import certify, layer_inputs, neuron_groups, parameter_noise
-from dissociation.rewrites._noise import perturb_parameters
 
 SCALES = jnp.array([0.0, 0.3, 1.0, 3.0])
 
@@ -41,7 +41,7 @@ def test_parameter_noise_against_direct_evaluation(key):
     perceptron, images, labels, _ = problem(key)
     for model in (perceptron, eqx.nn.Linear(6, 3, key=key)):  # the latter the general way
         noise = parameter_noise(model, key=key)
-        expected = direct(lambda s: jax.vmap(perturb_parameters(model, noise, s))(images), labels)  # noqa: B023
+        expected = direct(lambda s: jax.vmap(perturbed(model, noise, s))(images), labels)  # noqa: B023
         errors = parameter_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=1)
         np.testing.assert_allclose(errors, expected, atol=1 / 200)
 
@@ -64,7 +64,7 @@ def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     for where in (None, lambda m: m[0].head):
         noise = parameter_noise(pair, key=key, where=where)
         own = parameter_noise_error(pair, images, labels, SCALES, noise=noise)
-        wanted = direct(lambda s: run(perturb_parameters(pair, noise, s)[0], images), labels)  # noqa: B023
+        wanted = direct(lambda s: run(perturbed(pair, noise, s)[0], images), labels)  # noqa: B023
         np.testing.assert_allclose(own, wanted, atol=1 / 60)
     np.testing.assert_array_equal(linear_head(pair)[0], pair[0].head.weight)
     features = representations(pair, images)["features"]
@@ -91,9 +91,14 @@ def test_wrong_arguments_are_named(key):
     model, images, labels, noise = problem(key)
     with pytest.raises(ValueError, match="`scales` must be non-negative"):
         input_noise_error(model, images, labels, -SCALES, noise=noise)
-    other = parameter_noise(eqx.nn.MLP(6, 3, 16, 1, key=key), key=key)
-    with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
-        parameter_noise_error(model, images, labels, SCALES, noise=other)
+    drawn = parameter_noise(model, key=key)
+    for wrong in (
+        parameter_noise(eqx.nn.MLP(6, 3, 16, 1, key=key), key=key),
+        drawn.layers,
+        eqx.tree_at(lambda n: n.layers[0].weight, drawn, jnp.ones((10, 1))),
+    ):
+        with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
+            parameter_noise_error(model, images, labels, SCALES, noise=wrong)
     stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(6, 3, 16, 2, key=key))(jax.random.split(key, 2))
     for wrong, error, words in (
         (stacked, TypeError, r"`model` must take one example of shape \(6,\) \(a single model, no stacked ones\)"),

@@ -168,7 +168,7 @@ def test_an_optimiser_and_its_hyperparameters_belong_together(key):
         (lambda: made(optax.adam).init(model), TypeError, "be an optax.GradientTransformation if .* is None"),
         (lambda: made(sgd).init(model, hyperparams=0.1), TypeError, "be a function .*which does not use them"),
         (lambda: made(lambda rate: rate).init(model, hyperparams=0.1), TypeError, "return an optax.GradientTransform"),
-        (lambda: made(None), TypeError, "`optimizer` must be an optax.GradientTransformation, or a function"),
+        (lambda: made(None), TypeError, "`optimizer` must be of type GradientTransformation .* a function, got None"),
         (lambda: made(sgd, micro_batches=0), ValueError, "`micro_batches` must"),
         (lambda: made(sgd, micro_batches=2.0), TypeError, "`micro_batches` must"),
         (lambda: made(sgd).init(Linear(jnp.ones((2, 4), complex))), TypeError, "complex64"),

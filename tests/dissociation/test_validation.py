@@ -1,5 +1,6 @@
 """The gate: what stands for an array is taken, and what does not is refused by name."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,7 +18,18 @@ from words import refused
 
 from dissociation._core import checks
 from dissociation._core.conversion import as_classes, as_examples, as_one_hot
-from dissociation._core.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
+from dissociation._core.types import (
+    Classes,
+    Count,
+    Natural,
+    NonNegative,
+    OneHot,
+    Positive,
+    PRNGKey,
+    PRNGKeys,
+    Scalar,
+    Size,
+)
 from dissociation._core.validation import validated
 
 
@@ -249,7 +261,7 @@ def test_labels_under_a_transformation():
     rows = jax.jit(lambda k: score(k, jnp.asarray(LOGITS)))(jnp.array([2, 0, 1]))
     np.testing.assert_array_equal(rows, np.eye(4)[[2, 0, 1]])
     with pytest.raises(TypeError, match="`labels` must be one-hot under a transformation"):
-        jax.jit(lambda k: as_one_hot("labels", k))(jnp.array([2, 0, 1]))
+        jax.jit(lambda k: as_one_hot("labels", k, None))(jnp.array([2, 0, 1]))
     with pytest.raises(ValueError, match="`labels` must lie between 0 and 3, got 0 to 4"):
         score([4, 0, 1], LOGITS)
     np.testing.assert_array_equal(jax.jit(lambda y: as_classes("labels", y))(jnp.eye(3)), [0, 1, 2])
@@ -366,3 +378,26 @@ def test_complex_numbers_are_refused_with_advice():
     with pytest.raises(TypeError) as refused:
         linear_cka(np.array(list("abcde"), object)[:, None], np.ones((5, 2)))
     assert "imaginary" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_ranges_of_annotations_are_checked_after_the_conversion():
+    @validated
+    def call(first: Natural, size: Size | None = None, rate: Positive = 1.0, share: NonNegative | None = None):
+        return first, size, rate, share
+
+    assert call(np.int64(0), np.array(3), 2, 0) == (0, 3, 2, 0)
+    assert call(1, None, share=None) == (1, None, 1.0, None)
+    assert jax.jit(lambda share: call(0, share=share)[3])(-1.0) == -1.0  # is not known
+    for given, words in (
+        ((-1,), "`first` must be at least 0, got -1"),
+        ((0, 0), "`size` must be at least 1, got 0"),
+        ((0, 1, 0.0), "`rate` must be positive and finite, got 0.0"),
+        ((0, 1, np.inf), "`rate` must be positive and finite, got inf"),
+        ((0, 1, 1, -0.1), "`share` must be non-negative and finite, got -0.1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call(*given)
+    for given in ((2.5,), (True,), (0, "a"), (0, 1, None)):
+        with pytest.raises(TypeError, match="` must "):
+            call(*given)
