@@ -142,6 +142,9 @@ def fit_grid(
             function of the other quantities.
 
     Example:
+        >>> import equinox as eqx
+        >>> import jax
+        >>> import jax.numpy as jnp
         >>> import optax
         >>> from dissociation.training import Epochs
         >>> from dissociation.training import make_step
