@@ -1,5 +1,7 @@
 """Compare operators with kooplearn on the same data: single fits, 16 regularisations and 8 seeds at once.
 
+Single fits are plain calls on NumPy's arrays, which are diagnosed, and compiled ones, which are not.
+
     python benchmarks/operators.py                 # 5000 samples: 784 pixels, rank 5; Lorenz 63 with kernels, rank 25
     python benchmarks/operators.py --samples 500   # small
 
@@ -68,7 +70,9 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
         why = QR_NOTE if name.endswith("qr") else ""
         add_row(f"{name}, {what}", ours, {f"kooplearn{note}": theirs * times}, first=first, note=why)
 
-    shown("one fit", one, 1, repeats)
+    on_host = [np.asarray(leaf) for leaf in arguments]
+    shown("one fit, as pages call it", partial(fit, *on_host, float(alphas[0])), 1, repeats)
+    shown("one fit under jit", one, 1, repeats)
     mine = np.sort(np.abs(np.linalg.eigvals(np.asarray(one().cross_gram))))[::-1]  # as fitted, as the peer's
     other = np.sort(np.abs(peer.model.eig()))[::-1]
     few = min(5, len(mine), len(other))
