@@ -1,4 +1,4 @@
-"""What spoils the numbers of a fitted operator, found from the operator and the pairs that it was fitted to."""
+"""Findings on what spoils the numbers of a fitted operator, from the operator and its pairs."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ ROWS = 4000
 _OPERATIONS = 2e9
 
 
-@validated
+@validated(finite=("x", "y"))
 def diagnose(
     operator: Operator,
     x: Float[Array | np.ndarray, "n d"] | Moments,

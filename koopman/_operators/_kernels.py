@@ -424,7 +424,7 @@ def _by_leverage(features: Array, alpha: Scalar | None, key: PRNGKey) -> tuple[A
 # iterated Tikhonov regularisation, by F, leave b^4 (Engl, Hanke and Neubauer 1996, Regularization of inverse problems,
 # section 5.1).
 class Fitting(eqx.Module):
-    """What a fit knows of itself, for `diagnose`.
+    """Facts of a fit that `diagnose` reads.
 
     Attributes:
         rest: Singular values beyond the rank, in the units of `singular_values`: [k].

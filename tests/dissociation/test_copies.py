@@ -310,7 +310,7 @@ def test_one_permutation_is_for_all_copies(monkeypatch):
     np.testing.assert_allclose(scaled["a"], model["a"] * jnp.arange(1.0, 4.0)[:, None, None], rtol=1e-6)
     for make, wanted in (
         (lambda: rewrites.permute(group, each[:2])(model), "one for each of the 3 copies"),
-        (lambda: rewrites.permute(group, each[None]), r"\[neurons\] or \[copies, neurons\]"),
+        (lambda: rewrites.permute(group, each[None]), r"\[neurons\] or an array of integers \[copies, neurons\]"),
         (lambda: rewrites.permute(group, np.zeros((3, HIDDEN), int)), "once"),
         (lambda: rewrites.scale(group, np.ones((2, HIDDEN)))(model), "one for each of the 3 copies"),
     ):
