@@ -127,6 +127,12 @@ def test_wrong_calls(tmp_path):
         trained(tmp_path, num_groups=0)
 
 
+def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ValueError, match=r'be used with the extra "executor": pip install "dissociation\[executor\]"'):
+        trained(tmp_path, executor=Lossy(True))
+
+
 @pytest.mark.parametrize(("counts", "wanted"), [([8], 1), ([8], 3), ([8], 8), ([5, 2], 3), ([5, 2], 7), ([1, 9], 4)])
 def test_groups_are_as_large_as_their_number_allows(counts, wanted):
     size = _largest_group(counts, wanted)
