@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation._core.checks import fail, is_traced
+from dissociation._core.checks import check_finite, fail, is_traced
 from dissociation._core.splits import permutation
 from dissociation._core.validation import validated
 from koopman._operators._findings import Finding, kernel_findings, large_alpha, lost_variance, unconverged
@@ -19,7 +19,7 @@ ROWS = 4000
 _OPERATIONS = 2e9
 
 
-@validated(finite=("x", "y"))
+@validated
 def diagnose(
     operator: Operator,
     x: Float[Array | np.ndarray, "n d"] | Moments,
@@ -43,15 +43,19 @@ def diagnose(
         at most some thousand pairs.
 
     Raises:
-        ValueError: If the operator is traced or one of a stack.
+        ValueError: If the operator is traced or one of a stack, or data are not finite.
     """
     if is_traced(operator.core) or operator.core.ndim != 2:
         advice = "Diagnose outside of jit, and each operator of a vmap by itself"
         fail("operator", "be one known operator", f"`core` of shape {operator.core.shape}", advice)
-    return tuple(_findings(operator, x, y))
+    for name, array in (("x", x), ("y", y)):
+        if isinstance(array, Array | np.ndarray):
+            check_finite(name, array)
+    return tuple(findings_of(operator, x, y))
 
 
-def _findings(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
+def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:
+    """Yield what `diagnose` returns."""
     fitting, encode = operator.fitting, operator.encode
     if fitting is not None:
         yield from unconverged(fitting.residual, float(jnp.finfo(operator.core.dtype).eps))

@@ -13,7 +13,7 @@ from dissociation._core.checks import check_choice, check_single, fail, is_trace
 from dissociation._core.conversion import to_device
 from dissociation._core.linalg import product, scale_of
 from dissociation._core.validation import validated
-from koopman._operators._diagnose import diagnose
+from koopman._operators._diagnose import findings_of
 from koopman._operators._estimators import Estimator, check_factor, refuse_singular, span
 from koopman._operators._findings import refuse_large_gram, warn_of
 from koopman._operators._kernels import (
@@ -130,7 +130,7 @@ def fit(
         else:
             operator = _fit_with_kernel(estimator, states, successors, kernel, observable)
     if not any(is_traced(part) for part in (operator.core, operator.alpha, estimator.rank)):
-        warn_of(diagnose(operator, x, y))
+        warn_of(findings_of(operator, x, y))
     return operator
 
 
