@@ -20,7 +20,7 @@ QUANTITIES = "first layer", "second layer", "hidden activity", "RSM", "predictio
 SMALLEST = 1e-9
 """Least relative distance that a walk shows."""
 
-TITLES = {"rsa": "RSA", "in-sample predictivity": "predictivity in sample"}
+TITLES = {"rsa": "RSA", "in-sample predictivity": "$R^2$ in sample"}
 
 
 @jax.jit
