@@ -39,7 +39,7 @@ def check_block(path, index, code, capsys):
     for peer in ("flax", "haiku", "torch"):
         if re.search(rf"^(import|from) {peer}\b", code, re.MULTILINE):
             pytest.importorskip(peer)
-    exec(compile(code, f"{path}, block {index}", "exec"), {})
+    exec(compile(code, f"{path}, block {index}", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.strip()
     assert printed, "an example should show something"
     shown = re.search(re.escape(code) + r"```\n+```text\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
