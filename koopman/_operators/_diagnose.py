@@ -43,15 +43,33 @@ def diagnose(
         at most some thousand pairs.
 
     Raises:
-        ValueError: If the operator is traced or one of a stack, or data are not finite.
+        ValueError: If the operator is traced or one of a stack, or data are not finite or not of the fit.
     """
     if is_traced(operator.core) or operator.core.ndim != 2:
         advice = "Diagnose outside of jit, and each operator of a vmap by itself"
         fail("operator", "be one known operator", f"`core` of shape {operator.core.shape}", advice)
-    for name, array in (("x", x), ("y", y)):
-        if isinstance(array, Array | np.ndarray):
-            check_finite(name, array)
+    _check_data(operator, x, y)
     return tuple(findings_of(operator, x, y))
+
+
+def _check_data(operator: Operator, x: Any, y: Any) -> None:
+    """Raise unless `x` and `y` can be what the operator was fitted to."""
+    encode = operator.encode
+    if isinstance(x, Moments):
+        if isinstance(encode, KernelMap):
+            fail("x", "be the states of a fit with a kernel", "moments")
+        if y is not None:
+            fail("y", "be None with moments, which hold successors", f"shape {y.shape}")
+        width = x.widths[0]
+    else:
+        if y is None:
+            fail("y", "be given with `x`", "None")
+        check_finite("x", x)
+        check_finite("y", y)
+        width = x.shape[1]
+    wanted = encode.centres.shape[1] if isinstance(encode, KernelMap) else encode.matrix.shape[0]
+    if width != wanted:
+        fail("x", f"have {wanted} columns, as the operator was fitted", width)
 
 
 def findings_of(operator: Operator, x: Any, y: Any) -> Iterator[Finding]:

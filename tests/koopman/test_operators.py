@@ -559,6 +559,19 @@ def test_fit_warns_of_what_diagnose_finds():
         stacked = jax.vmap(lambda x: fit(ReducedRank(3, 100.0), x, x))(np.stack([pairs.x] * 2))
     with pytest.raises(ValueError, match=r"`operator` must be one known operator, got `core` of shape \(2, 3, 3\)"):
         diagnose(stacked, *pairs)
+    few = moments(pairs.x[:, :2], pairs.y[:, :2])
+    for data, words in (
+        ((pairs.x,), "`y` must be given with `x`, got None"),
+        ((pairs.x[:, :2], pairs.y[:, :2]), "`x` must have 3 columns, as the operator was fitted, got 2"),
+        ((few,), "`x` must have 3 columns, as the operator was fitted, got 2"),
+        ((moments(*pairs), pairs.y), "`y` must be None with moments"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            diagnose(operator, *data)
+    with warnings.catch_warnings(action="ignore"):
+        of_kernel = fit(ReducedRank(2, 1e-3), *pairs, kernel=Linear())
+    with pytest.raises(ValueError, match="`x` must be the states of a fit with a kernel, got moments"):
+        diagnose(of_kernel, moments(*pairs))
 
 
 def test_snapshots_in_columns_are_hinted_at_once():
