@@ -130,3 +130,12 @@ def test_the_modules_offer_the_pinned_names():
     assert mnist_module.fit_mnist is recipe.fit_classifiers
     for name in set(mnist_module.__all__) - {"mnist_data", "fit_mnist"}:
         assert getattr(mnist_module, name) is getattr(recipe, name)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_outgoing_weights_cancel_and_have_the_deviation_that_was_asked_for(size):
+    w_in, w_out = jnp.ones((4, 3)), jnp.ones((50, 4))
+    _, grown = add_random_zero_neurons(w_in, w_out, 200, size, key=jax.random.key(0), outgoing_std=0.5)
+    new = np.asarray(grown[:, 4:]).reshape(50, 200, size)
+    np.testing.assert_allclose(new.sum(-1), 0, atol=1e-5)
+    np.testing.assert_allclose(new.std(), 0.5, rtol=0.02)

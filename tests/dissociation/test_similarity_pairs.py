@@ -473,6 +473,18 @@ def test_estimates_lie_inside_of_their_intervals(bounds):
             np.testing.assert_allclose(found.estimate, values, rtol=1e-6)
 
 
+def test_sums_of_singular_values_warn_of_half_the_bias():
+    """Between one and two standard errors, where their intervals hold the truth too rarely."""
+    rng = np.random.default_rng(0)
+    causes = rng.standard_normal((1000, 4))
+    x, y = causes @ rng.standard_normal((2, 4, 20)) + 0.7 * rng.standard_normal((2, 1000, 20))
+    options = {"p_values": False, "baseline": False}
+    with pytest.warns(RuntimeWarning, match="`values` of angular_distance have a bias larger than 1 standard errors"):
+        found = similarity.compare(x, y, "angular_distance", **options)
+    assert abs(found.values - found.estimate) < 2 * (found.high - found.low) / (2 * 1.73)
+    similarity.compare(x, y, "linear_predictivity", **options)  # between the limits, too, and silent
+
+
 @pytest.mark.parametrize("name", ["linear_cka", "cca"])
 def test_values_are_biased_and_estimates_hold_their_intervals(name):
     rng, options = np.random.default_rng(6), {"p_values": False, "baseline": False}
