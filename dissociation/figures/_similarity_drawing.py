@@ -29,7 +29,7 @@ def draw(dataset: xarray.Dataset) -> Figure:
     _function(right, dataset)
     _plane(last, dataset.points)
     plotting.letter(panels[0], left, middle, right, last)
-    handles = middle.get_legend_handles_labels()[0] + [*right.get_lines()[-1:], *last.get_legend_handles_labels()[0]]
+    handles = [handle for panel in (middle, right, last) for handle in panel.get_legend_handles_labels()[0]]
     below.legend(handles=handles, loc="outside lower center", ncols=8)
     return figure
 

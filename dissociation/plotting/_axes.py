@@ -30,12 +30,12 @@ FEW = 6
 """Number of members below which each member is drawn."""
 
 MARKERS = "osD^vPX"
-WORDS = {word: word.upper() for word in ("cka", "cca", "svcca", "pwcca", "rsa", "rbf", "knn", "gulp")}
-WORDS |= {"procrustes": "Procrustes", "jaccard": "Jaccard"}
-"""Parts of names of measures that figures write in another way."""
-
 DASHES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (2, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)))
 """Dashes that distinguish curves in a print without colour."""
+
+MEASURE_WORDS = {word: word.upper() for word in ("cka", "cca", "svcca", "pwcca", "rsa", "rbf", "knn", "gulp")}
+MEASURE_WORDS |= {"procrustes": "Procrustes", "jaccard": "Jaccard"}
+"""Parts of names of measures that figures write in another way."""
 
 
 def style_path() -> Path:
@@ -246,7 +246,7 @@ def letter(*panels: Axes) -> None:
 
 def title_of(name: str) -> str:
     """Return the name of a measure as figures show it: "debiased CKA" for "debiased_cka"."""
-    return " ".join(WORDS.get(word, word) for word in name.split("_"))
+    return " ".join(MEASURE_WORDS.get(word, word) for word in name.split("_"))
 
 
 def heat(

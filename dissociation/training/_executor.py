@@ -30,7 +30,9 @@ from dissociation.training._sweep_folder import MANIFEST, SweepFolder, group_fil
 TASKS = "tasks.pickle"
 """File with the functions and arrays of a sweep."""
 PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "dissociation")
+"""Packages whose versions are the same in a worker."""
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+"""Settings of JAX that a worker takes from the caller."""
 
 _one_group = threading.Lock()
 

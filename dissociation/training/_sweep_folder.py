@@ -59,6 +59,7 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
 
 
 def plan_of(manifest: dict[str, Any]) -> Plan:
+    """Return the plan that a manifest holds."""
     stored = manifest["plan"]
     return Plan(**{**stored, "groups": tuple(map(tuple, stored["groups"]))})
 
